@@ -123,9 +123,9 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
     )
     from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
-    from axonlaunch.data.dataset import Batch as Batch
-    from axonlaunch.data.registry import register_dataset as register_dataset
-    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.data.datasets.dataset import Batch as Batch
+    from axonlaunch.data.datasets.registry import register_dataset as register_dataset
+    from axonlaunch.data.datasets.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.base import Engine as Engine
     from axonlaunch.engines.data_parallel.ddp import (
         DDP as DDP,
@@ -262,9 +262,9 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
     "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
-    "axonlaunch.data.dataset": ("Batch",),
-    "axonlaunch.data.registry": ("register_dataset",),
-    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.data.datasets.dataset": ("Batch",),
+    "axonlaunch.data.datasets.registry": ("register_dataset",),
+    "axonlaunch.data.datasets.sampler": ("DistributedSampler",),
     "axonlaunch.engines.base": ("Engine",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
     "axonlaunch.engines.data_parallel.fsdp": (

@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, no launcher's environment, nothing left behind."""
+"""Prepares every test: one thread, no launcher's environment, and cleaning up afterwards."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import served
 
 from axonlaunch.config.schema import REGISTRIES
 
-# Read when torch is imported, here and in all that tests start: its threads sleep while they wait
-# for each other. By default they spin, and a rank of two threads took five times what one of one
-# did.
+# Read when torch is imported, here and in processes that tests start: threads sleep while they wait
+# for each other. By default they spin, and a rank with two threads took five times as long as a
+# rank with one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Whatever PYTHONDONTWRITEBYTECODE says: to write these files' assertions again takes as long as all
-# else of collecting them, in every worker.
+# Overrides PYTHONDONTWRITEBYTECODE: rewriting the assertions of these files in every worker takes
+# as long as the rest of collection.
 sys.dont_write_bytecode = False
 
 PROCESSES = {"server", "served", "axonlaunch", "command", "run_ranks"}
@@ -40,11 +40,11 @@ _SERVER = pytest.StashKey[served.Server]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep one server for all workers: what each would import by itself takes seconds."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, what tests start would ignore it
+    """Keep one server for all workers, because imports in each of them would take seconds."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes of tests ignore it
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not has_workers:
-        gc.disable()  # until all is collected: what is imported stays
+        gc.disable()  # until collection ends, because imported modules stay
     if has_workers and not (config.getoption("--quick") or config.getoption("--collect-only")):
         stack = ExitStack()
         config.stash[_SERVER] = stack.enter_context(served.serve())
@@ -57,7 +57,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What may take long begins first, so that no worker is left alone with it at the end.
+    # Long tests begin first, so that at the end no worker has to wait for one.
     items.sort(key=_time_limit, reverse=True)
     if config.getoption("--all"):
         return
@@ -74,22 +74,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage among what tests make alone, and leave shared pages to forks alone."""
+    """Restrict garbage collection to objects of tests, and keep memory pages shared with forks."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish() -> Generator[None, None, None]:
-    gc.unfreeze()  # hypothesis looks for what refers to an object of its own
+    gc.unfreeze()  # hypothesis looks for references to one of its objects
     yield
-    gc.freeze()  # pytest looks for garbage once more
+    gc.freeze()  # pytest collects garbage once more
 
 
 def _deferred(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return those that are marked so, but for as many cases of a test as its mark keeps.
+    """Return items marked ``deferred``, except the number of cases per test that the mark keeps.
 
-    They are spread evenly: of 10 cases ``deferred(keep=4)`` keeps the third, fifth, eighth, tenth.
+    The kept cases are spread evenly: of 10 cases ``deferred(keep=4)`` keeps the third, fifth,
+    eighth and tenth.
     """
     cases: dict[str, list[pytest.Item]] = {}
     keep: dict[str, int] = {}
@@ -107,7 +108,7 @@ def _deferred(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one case of every test that computes and waits little and starts no command."""
+    """Return one case of every test that needs little time and starts no command."""
     first: dict[str, pytest.Item] = {}
     for item in items:
         takes_long = _time_limit(item) > 0 or item.get_closest_marker("costly")
@@ -123,7 +124,7 @@ def _time_limit(item: pytest.Item) -> float:
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[served.Server]:
-    """The server that commands of tests are forked from."""
+    """Return the server that commands of tests are forked from."""
     shared = getattr(request.config, "workerinput", {}).get("server")
     if shared:
         with served.reached(shared):
@@ -135,10 +136,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[served.Server]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_thread_for_a_gpu_that_is_not_there() -> None:
-    """Let forks of this process compute gradients, as those of a command do.
+    """Let forks of this process compute gradients, as a command's forks can.
 
-    A build for GPUs counts one where there is none once a tensor was fake: its autograd then starts
-    a thread for it, and without that a fork refuses.
+    After a fake tensor, a CUDA build counts one GPU even if there are zero. Autograd then starts a
+    thread for that GPU, and a fork without this thread refuses to run backward.
     """
     import torch
 
@@ -148,18 +149,18 @@ def _no_thread_for_a_gpu_that_is_not_there() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers ends with it."""
+    """Undo a test's registrations at its end."""
     for registry in REGISTRIES.values():
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Estimates are kept beside the tests' folders, not in the user's, by all workers for all."""
+    """Keep cached estimates in the tests' temporary folder, shared by all workers."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
-    # Compiled kernels outlive the tests where torch keeps them by itself: they take minutes.
+    # Compiled kernels, which take minutes, stay in torch's default folder after the tests.
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     )

@@ -11,8 +11,6 @@ import typer
 
 from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help
-from axonlaunch.config.precision import NUMBER_FORMATS
-from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.storage.files import why_no_folder
 from axonlaunch.system.text.terminal import console_on
@@ -242,6 +240,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export weights as safetensors files."""
+    from axonlaunch.config.precision import NUMBER_FORMATS
+    from axonlaunch.config.problems.errors import one_of
+
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in NUMBER_FORMATS:

@@ -130,7 +130,7 @@ def _compose_with_plugins(
 def _resolve_alternatives(composed: Composed) -> Composed:
     """Let a key replace its alternative if the user did not set that one.
 
-    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.mix`` replaces
+    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.texts.mix`` replaces
     ``data.files``.
     """
     tree = dict(composed.tree)

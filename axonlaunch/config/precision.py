@@ -8,13 +8,9 @@ converts formats to dtypes of torch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from axonlaunch.config.schema import RunConfig
+from typing import Any, Literal
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 """Values of ``train.precision``."""
@@ -114,15 +110,6 @@ class Precision:
     reference: NumberFormat
     parameters: NumberFormat = FP32
     reduce: NumberFormat = FP32
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Precision:
-        """Return the precision of a run, including its formats of parameters and reductions."""
-        return dataclasses.replace(
-            PRECISIONS[config.train.precision],
-            parameters=NUMBER_FORMATS[config.train.param_dtype],
-            reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
-        )
 
     @property
     def peak(self) -> str:

@@ -296,7 +296,7 @@ class Registry(Generic[_T, F]):
         """
         offered = " and ".join(f"{_package(p)} (entry point {name} = {p.value})" for p in points)
         if len(points) > 1:
-            raise EntryPointError(f"it is offered by {offered}; uninstall all but one")
+            raise EntryPointError(f"it is offered by {offered}; keep only one of them installed")
         try:
             # Text that a module prints during import must not mix with the output of the command.
             with contextlib.redirect_stdout(sys.stderr):

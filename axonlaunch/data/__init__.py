@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
-from axonlaunch.data.registry import register_dataset
+from axonlaunch.data.datasets.registry import register_dataset
 
 if TYPE_CHECKING:
-    from axonlaunch.data.dataset import Dataset
-    from axonlaunch.data.encoding import OnProgress
+    from axonlaunch.data.datasets.dataset import Dataset
+    from axonlaunch.data.shards.encoding import OnProgress
 
 __all__ = ["DATASETS", "build", "register_dataset"]
 
@@ -54,7 +54,7 @@ def build_dataset(
     if facts is None or not facts.takes_tokenizer:
         built = build(config)
         return built if DATASETS.is_included(config.name) else _as_dataset(built, config)
-    from axonlaunch.data.learned_tokenizer import load_or_learn
+    from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
     loaded = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
     return build(config, loaded, report=report, verifies=verifies)
@@ -66,7 +66,7 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
     Raises:
         ConfigError: It is not a dataset.
     """
-    from axonlaunch.data.user_datasets import adapt_dataset
+    from axonlaunch.data.datasets.user_datasets import adapt_dataset
 
     facts = DATASETS.facts(config.name)
     return adapt_dataset(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from axonlaunch.data.dataset import AnyBatch
+from axonlaunch.data.datasets.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.facts.flops import ModelFlops
 

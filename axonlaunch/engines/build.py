@@ -20,9 +20,10 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
-from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
@@ -130,7 +131,8 @@ class _Plan:
         if stored.is_low:
             # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None
-            keep_parameters_in(model, torch_dtype(stored), frozen_only=has_adapter)
+            dtype = torch_dtype(stored)
+            keep_parameters_in(model, dtype, frozen_only=has_adapter)
         return model
 
 
@@ -358,7 +360,7 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
         after=after,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
-        mixed_precision=sharded_policy(Precision.of(config)),
+        mixed_precision=sharded_policy(precision_of(config)),
         # torch's schedules with several stages per rank gather a stage before its first micro-batch
         # and reshard it after its last, and require gathered parameters in between. With one stage
         # per rank, parameters would otherwise be gathered again for each micro-batch.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 

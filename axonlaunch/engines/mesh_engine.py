@@ -17,7 +17,7 @@ from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP

@@ -8,7 +8,7 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
-from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.engines import build
 from axonlaunch.engines.base import Engine
 from axonlaunch.preflight import checks

@@ -23,11 +23,11 @@ from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.learned_tokenizer import load_or_learn
-from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
-from axonlaunch.data.tokenizer import FOLDER, load_kept
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.texts.learned_tokenizer import load_or_learn
+from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
@@ -133,7 +133,7 @@ def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIss
     checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
         return []
-    return changed_data_issues(saved, current, where=checkpoint.path, data=config.data)
+    return changed_data_issues(saved, current, checkpoint=checkpoint.path, data=config.data)
 
 
 def first_row_at(config: RunConfig, dataset: Dataset) -> int:

@@ -24,9 +24,9 @@ from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
 from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.values.url import is_url
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.encoding import OnProgress, Tokenising
-from axonlaunch.data.untokenised import Untokenised
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.shards.encoding import OnProgress, Tokenising
+from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.specs.spec import ModelSpec

@@ -14,10 +14,10 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.untokenised import find_untokenised
-from axonlaunch.data.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.shards.encoding import OnProgress
+from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.spec import ModelSpec
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
-from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
 from axonlaunch.engines.tensor.outputs.after_head import LogitsUsedError
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors

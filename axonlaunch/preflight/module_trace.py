@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
 from axonlaunch.models.fake.output_shapes import output_shapes
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.text.formatting import size

@@ -11,9 +11,9 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import AXES
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
-from axonlaunch.data.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.samples import CollatedSamples, Samples, taken_names
+from axonlaunch.data.datasets.user_datasets import StreamedSamples
 
 _TRIED = 2
 """Samples in the trial batch. A single sample can always be collated, so it would show nothing."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.options.model import OWN_MODEL_CONFIGS
-from axonlaunch.config.precision import Precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
@@ -93,7 +93,7 @@ def sharding_problems(
 
 def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield a problem for BatchNorm with weights of another type than its statistics."""
-    precision, strategy = Precision.of(config), config.strategy
+    precision, strategy = precision_of(config), config.strategy
     stored = precision.parameters
     gathers = data_parallel_facts(strategy).shards_parameters and precision.gather.is_low
     if not gathers and not stored.is_low:

@@ -11,7 +11,7 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.values.environment_values import EnvironmentText
-from axonlaunch.data.tokenizer import tokenizer_of
+from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

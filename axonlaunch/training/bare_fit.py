@@ -9,7 +9,7 @@ from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.comm import World
 from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.events import Evaluated, Event, Monitor, StepLogged
 from axonlaunch.training.ending.nonfinite import NotFiniteError

@@ -6,10 +6,10 @@ from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.loader import Loader
-from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.loader import Loader
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
 
 
 def place_rows(
@@ -45,7 +45,7 @@ def place_rows(
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
         if world.is_main:
-            issues = changed_data_issues(saved, current, where=resumed.path, data=config.data)
+            issues = changed_data_issues(saved, current, checkpoint=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples
     return (

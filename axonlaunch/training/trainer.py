@@ -16,8 +16,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import AnyBatch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (

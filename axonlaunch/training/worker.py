@@ -27,10 +27,10 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.loader import Loader, rank_loader
-from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.loader import Loader, rank_loader
+from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import (

@@ -7,7 +7,7 @@ from typing import Literal
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.precision import Precision
+from axonlaunch.config.consistency.run_precision import precision_of
 
 # Differences of gradients far smaller than the model's are relative to this fraction of its RMS.
 GRADIENT_FLOOR = 0.1
@@ -19,7 +19,7 @@ _NORM_TOLERANCE = 1e-3
 
 def tolerance_of(config: RunConfig) -> float:
     """Return the base tolerance of the lowest precision in use."""
-    return Precision.of(config).lowest.tolerance
+    return precision_of(config).lowest.tolerance
 
 
 def norm_tolerance(tolerance: float) -> float:

@@ -1,4 +1,4 @@
-"""Saving and loading of 1.2 GB beside dd, a read of the files and torch.save, on the same disk."""
+"""Saves and loads 1.2 GB, compared with dd, reading the files and torch.save on the same disk."""
 
 import argparse
 import multiprocessing
@@ -38,7 +38,7 @@ def state(ranks: int) -> dict[str, dict[str, DTensor]]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    os.sync()  # what was written before costs what comes now nothing
+    os.sync()  # finishes earlier writes before the measurement
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -47,7 +47,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def direct(file: Path, size: int) -> list[str]:
-    """Return what writes as many bytes with no work but the disk's, after all else."""
+    """Return a command that writes ``size`` bytes directly to the disk, at low priority."""
     count = f"count={round(size / (16 << 20))}"
     dd = ["dd", "if=/dev/zero", f"of={file}", "bs=16M", count, "oflag=direct"]
     return ["nice", "-n", "19", *dd]
@@ -58,7 +58,7 @@ def copied(sharded: dict[str, dict[str, DTensor]]) -> list[torch.Tensor]:
 
 
 def forget(folder: Path) -> None:
-    """Take files out of the kernel's cache, so that they are read from the disk."""
+    """Remove files from the kernel's cache, so that they are read from the disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -125,7 +125,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
                 partial(load_checkpoint, newest, sharded, world=world),
             )
             whole = "read the files", partial(read, mine)
-            for name, work in (whole, loaded, loaded, whole):  # disks grow faster and slower
+            for name, work in (whole, loaded, loaded, whole):  # a disk's speed varies over time
                 if world.is_main:
                     forget(here)
                 note(name, seconds(work))

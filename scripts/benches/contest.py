@@ -24,7 +24,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # a
 
 @dataclass(frozen=True)
 class Work:
-    """What both are to train."""
+    """Training task of both contestants."""
 
     strategy: str
     ranks: int
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass
 class Contestant:
-    """A running command and where its progress shows."""
+    """A running command and the file with its progress."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -47,7 +47,7 @@ class Contestant:
     is_rank: Callable[[Path], bool]
 
     def first_step_s(self) -> float:
-        """Wait for the first step; return the seconds that the command took to it."""
+        """Wait for the first step; return the seconds from the command's start to its end."""
         while not (self.progress.exists() and self.progress.stat().st_size):
             if self.process.poll() is not None:
                 raise SystemExit(f"{self.process.args!r} failed")
@@ -69,7 +69,7 @@ class Contestant:
 
 @contextmanager
 def axonlaunch(work: Work, *, model: Sequence[str] = ()) -> Iterator[Contestant]:
-    """Start ours, with a GPT of the work's sizes or the model that overrides describe."""
+    """Start axonlaunch with a GPT of the work's sizes, or the model that overrides describe."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [
@@ -150,7 +150,7 @@ def _running(
 
 
 def step_seconds(contestant: Contestant) -> float:
-    """Wait for the end and return the median seconds of a step, the first one left out."""
+    """Wait for the end and return the median seconds of a step, without the first one."""
     contestant.process.wait()
     text = contestant.progress.read_text().splitlines()
     if contestant.progress.name == "metrics.jsonl":

@@ -1,8 +1,8 @@
-"""Tokenising beside datasets.map, feeding batches, the first batch of a large file, and memory.
+"""Measures tokenising against datasets.map, feeding batches, the first batch, and memory.
 
 The corpus is the source of Python's library, as rows of JSON lines, repeated up to a size; the
-tokenizer is learned from it. Contestants run one after another in processes of their own, on as
-many cores, several times in turn.
+tokenizer is trained on it. Contestants run one after another in separate processes, on the same
+number of cores, several times in turn.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 BIN = Path(sys.executable).parent
 MB, MIB = 10**6, 1 << 20
 ROW = 4000
-"""Characters of a row."""
+"""Characters per row."""
 VOCABULARY = 8192
 STEP_TIMEOUT_S = 600.0
 LEARNED_MB, FED_MB = 20, 20
-"""Of text, of which the tokenizer is learned, and of which batches are fed."""
+"""Megabytes of text for training the tokenizer and for feeding batches."""
 
 
 def write_corpus(file: Path, size: int) -> Path:
-    """Write rows of at least so many bytes."""
+    """Write rows of at least ``size`` bytes."""
     written = 0
     with file.open("w") as stream:
         for number, text in enumerate(_texts()):
@@ -50,10 +50,10 @@ def _texts() -> Iterator[str]:
 
 
 def learn_tokenizer(corpus: Path, folder: Path) -> Path:
-    """Learn a tokenizer from a corpus, as tokenizer=train does."""
+    """Train a tokenizer on a corpus, as tokenizer=train does."""
     from axonlaunch.config.options.documents import DocumentsConfig
     from axonlaunch.config.options.tokenizer import TokenizerConfig
-    from axonlaunch.data.learned_tokenizer import load_or_learn
+    from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
     data = DocumentsConfig(files=[str(corpus)], cache_dir=str(folder))
     chosen = TokenizerConfig(name="train", vocab_size=VOCABULARY)
@@ -62,7 +62,7 @@ def learn_tokenizer(corpus: Path, folder: Path) -> Path:
 
 
 def by_axonlaunch(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, int]:
-    """Return the seconds in which rows are tokenised, and the peak memory of the process, bytes."""
+    """Return the seconds for tokenising the rows, and the peak memory of the process in bytes."""
     with tempfile.TemporaryDirectory() as cache:
         command = [
             *(str(BIN / "axonlaunch"), "data", "prepare", "--json", "data=documents"),
@@ -74,7 +74,7 @@ def by_axonlaunch(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, int
 
 
 def by_datasets(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, float]:
-    """Return the seconds of ``datasets.map``, and those with reading the rows into Arrow."""
+    """Return the seconds of ``datasets.map``, without and with reading the rows into Arrow."""
     command = [sys.executable, __file__, "--rival", str(corpus), str(tokenizer), str(cores)]
     with tempfile.TemporaryDirectory() as cache:
         printed, _ = _run(command, cores, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1")
@@ -82,7 +82,7 @@ def by_datasets(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, float
 
 
 def rival(corpus: str, tokenizer: str, cores: int) -> None:
-    """Tokenise as the documentation of datasets shows, and print how long it took."""
+    """Tokenise as in the documentation of datasets, and print the seconds."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -102,7 +102,7 @@ def rival(corpus: str, tokenizer: str, cores: int) -> None:
 
 
 def _run(command: list[str], cores: int, **variables: str) -> tuple[dict[str, Any], int]:
-    """Run a command; return what it printed, and the peak of its resident memory, bytes."""
+    """Run a command; return its parsed output, and its peak resident memory in bytes."""
     threads = {"RAYON_NUM_THREADS": str(cores), "OMP_NUM_THREADS": str(cores)}
     environment = {**os.environ, **threads, **variables}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
@@ -115,11 +115,11 @@ def _run(command: list[str], cores: int, **variables: str) -> tuple[dict[str, An
 
 
 def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, float]:
-    """Return what a thread ahead of a small GPT costs its steps.
+    """Measure how long a small GPT's steps wait for the thread that prepares batches.
 
     Returns:
-        Seconds that steps wait for batches, those that they take, and those in which their batches
-        are made, which is beside them.
+        Seconds that steps wait for batches, total seconds of the steps, and seconds of preparing
+            the batches in parallel.
     """
     import torch
 
@@ -127,8 +127,8 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, fl
     from axonlaunch.comm import World
     from axonlaunch.config.consistency.layout import Layout
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.dataset import sample_inputs
-    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.data.datasets.dataset import sample_inputs
+    from axonlaunch.data.datasets.loader import rank_loader
     from axonlaunch.engines.build import build_engine
     from axonlaunch.preflight import checks
 
@@ -171,7 +171,7 @@ def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
     from axonlaunch.config.options.documents import DocumentsConfig
     from axonlaunch.config.options.tokenizer import TokenizerConfig
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.loader import Loader, order_of
+    from axonlaunch.data.datasets.loader import Loader, order_of
 
     with tempfile.TemporaryDirectory() as cache:
         chosen = DocumentsConfig(
@@ -186,7 +186,7 @@ def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
 
 
 def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """Print how fast rows are tokenised beside ``datasets.map``, in turn."""
+    """Print the speed of tokenising compared with ``datasets.map``, in turn."""
     corpus = write_corpus(folder / "corpus.jsonl", arguments.mb * MB)
     ours, theirs = [], []
     for _ in range(arguments.repeats):
@@ -202,7 +202,7 @@ def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) 
 
 
 def measure_feeding(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """Print which share of a step is spent waiting for its batch."""
+    """Print the fraction of a step that is spent waiting for its batch."""
     corpus = write_corpus(folder / "fed.jsonl", FED_MB * MB)
     waits, takes, makes = feeding(corpus, tokenizer, arguments.steps)
     step = f"a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}"
@@ -210,7 +210,7 @@ def measure_feeding(folder: Path, tokenizer: Path, arguments: argparse.Namespace
 
 
 def measure_start(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """Print after how long the first batch of one large file is there."""
+    """Print the time until the first batch of one large file is available."""
     corpora = folder / "corpora"
     corpora.mkdir()
     write_corpus(corpora / "large.jsonl", arguments.mb * MB)
@@ -240,7 +240,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Run all of it, or what is chosen, and print a table."""
+    """Run all parts, or the chosen ones, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all by default")
     parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenise")
@@ -259,7 +259,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        os.environ["TMPDIR"] = name  # caches lie beside the corpora
+        os.environ["TMPDIR"] = name  # caches are next to the corpora
         tempfile.tempdir = name
         text = write_corpus(folder / "learned.jsonl", LEARNED_MB * MB)
         tokenizer = learn_tokenizer(text, folder / "learned")

@@ -1,9 +1,9 @@
-"""Which causal language models of transformers each layout trains as one process does.
+"""Tests which causal language models of transformers each layout trains as one process does.
 
-Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does; what can't be
-built or divided is recorded with the reason. Each result is appended to a file at once, so a sweep
-that was stopped continues. Once every class and layout has one of these versions, of this file or
-of the table that stands, it is written for ``axonlaunch ls hf`` and as a page.
+Every class is built with a tiny configuration and proved as by ``axonlaunch verify``. If it can't
+be built or divided, the reason is recorded. Each result is appended to a file at once, so an
+interrupted sweep continues. Once every class and layout has a result for these versions, in this
+file or in the existing table, the table for ``axonlaunch ls hf`` and its page are written.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LAYOUTS: dict[str, list[str]] = {
     ],
     EXPORT: _FSDP,
 }
-"""What is proved of each class, by its column's name: the settings."""
+"""Settings under which each class is proved, by column name."""
 
 INSTEAD = {"context 2": ["strategy.ddp.sync=synchronous"]}
-"""What a layout is proved with where parameters get no gradient, which its error says to use."""
+"""Setting for models with parameters without gradients, as their error message recommends."""
 
 SETTINGS = [
     *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=32"),
@@ -81,7 +81,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     """Return the checked configuration of a class under a layout.
 
     Raises:
-        ConfigError: It is refused.
+        ConfigError: The configuration is refused.
     """
     from configured import run_config
 
@@ -97,7 +97,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
 
 
 def prove(kind: str, layout: str) -> Row:
-    """Train a class in a layout and in one process, and compare; or export it and load it again."""
+    """Compare training in a layout with one process, or export the model and load it again."""
     from axonlaunch.config import ConfigError
     from axonlaunch.verification.comparison.compare import on_mock
     from axonlaunch.verification.references.comparison_plan import ComparisonPlan
@@ -124,11 +124,11 @@ def prove(kind: str, layout: str) -> Row:
 
 
 def explanation(kind: str, result: ParityResult) -> str:
-    """Say that rounding alone explains a difference; empty if it does not.
+    """Return a text if rounding explains a difference; empty if it does not.
 
-    Some models make more of the last bit than others. One process that takes a sample after the
-    other sums gradients alone in another order; layouts that divide layers round in their forward
-    too, so they may differ by some times as much.
+    Some models amplify rounding more than others. A process that computes samples one by one only
+    sums gradients in another order. Layouts that divide layers also round differently in forward,
+    so they may differ by several times that amount.
     """
     from axonlaunch.verification.comparison.compare import on_mock
     from axonlaunch.verification.references.comparison_plan import ComparisonPlan
@@ -151,14 +151,14 @@ def _in_process(kind: str, layouts: list[str], answers: Connection) -> None:
     for layout in layouts:
         try:
             row = prove(kind, layout)
-        except Exception as error:  # what a model's own code raises is a result
+        except Exception as error:  # an exception of the model's code is a result
             reason = " ".join(str(error).split())
             row = Row(kind, layout, "failed", f"{type(error).__name__}: {reason}"[:300])
         answers.send(asdict(row))
 
 
 def rows(kind: str, layouts: list[str], *, seconds: float) -> Iterator[Row]:
-    """Yield what is seen of a class under each layout; one process does as many as it survives."""
+    """Yield a class's result for each layout. After a crash, a new process continues."""
     context = multiprocessing.get_context("fork")
     left = list(layouts)
     while left:
@@ -182,7 +182,7 @@ def rows(kind: str, layouts: list[str], *, seconds: float) -> Iterator[Row]:
 
 
 def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -> list[Row]:
-    """Prove what a file has no row of yet, a line for each; return all rows of these classes."""
+    """Prove all cases without a row in a file, one line each; return all rows of these classes."""
     here = _here()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = {(r.model_type, r.layout): r for r in read(file) if r.versions == here}
@@ -198,7 +198,7 @@ def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -
 
 
 def read(file: Path) -> list[Row]:
-    """Return the rows of a file, of which a later one of the same class and layout counts."""
+    """Return the rows of a file; the last one of each class and layout counts."""
     if not file.exists():
         return []
     every_row = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
@@ -206,7 +206,7 @@ def read(file: Path) -> list[Row]:
 
 
 def main() -> None:
-    """Print a line for each class and layout, then how many are equal under each."""
+    """Print a line for each class and layout, then the number of equal results for each layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", default=None)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="prove what the file has, too")
     chosen = parser.parse_args()
     kinds = hf_tiny.model_types()
-    # What every process needs, before the forks and once for all.
+    # Imported once before the forks, because every process needs it.
     importlib.import_module("axonlaunch.verification.comparison.compare")
     chosen_of("gpt2", "fsdp 2")
     wanted = chosen.only or kinds
@@ -229,7 +229,7 @@ def main() -> None:
 
 
 def write(file: Path, kinds: list[str]) -> None:
-    """Write what the package ships, once every class was run under every layout."""
+    """Write the packaged table, once every class was run under every layout."""
     rows = [row for row in (*hf_table.shipped(), *read(file)) if row.versions == _here()]
     latest = {(row.model_type, row.layout): row for row in rows if row.model_type in kinds}
     left = [kind for kind in kinds if any((kind, layout) not in latest for layout in LAYOUTS)]
@@ -240,7 +240,7 @@ def write(file: Path, kinds: list[str]) -> None:
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:
-    """Take rows out of a file."""
+    """Remove rows from a file."""
     rest = [x for x in read(file) if x.model_type not in kinds or x.layout not in layouts]
     file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rest))
 

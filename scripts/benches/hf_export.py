@@ -1,4 +1,4 @@
-"""A model of transformers, trained for a step, exported, and loaded again by both libraries."""
+"""Trains a model of transformers for a step, exports it, and loads it with both libraries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, to_yaml, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
 from axonlaunch.models.tensors.dtensor_regions import whole
@@ -24,11 +24,11 @@ _TOLERANCE = 1e-6
 
 
 def difference(config: RunConfig, folder: Path) -> str:
-    """Train a step, export; return what transformers, or we, load otherwise; empty if nothing.
+    """Train a step and export; return how a loaded model differs, or an empty text.
 
     Args:
-        config: Of the run, checked.
-        folder: Empty, for the run and what is exported.
+        config: Checked configuration of the run.
+        folder: Empty folder for the run and the export.
     """
     run_dir, out = folder / "run", folder / "out"
     run_dir.mkdir()
@@ -47,7 +47,7 @@ def _engine(config: RunConfig, world: World) -> Any:
 
 
 def _trained(config: RunConfig, run_dir: Path) -> dict[str, torch.Tensor]:
-    """Save a run after its first step; return the whole parameters and buffers."""
+    """Save a run after its first step; return the full parameters and buffers."""
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:
         engine = _engine(config, world)
@@ -64,7 +64,7 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def _by_transformers(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> str:
-    """Say what ``from_pretrained`` misses, does not expect, or computes otherwise."""
+    """Describe missing, unexpected or different values of ``from_pretrained``."""
     import transformers
 
     theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
@@ -74,7 +74,7 @@ def _by_transformers(config: RunConfig, trained: dict[str, torch.Tensor], out: P
         if names:
             return f"from_pretrained reports {what}: {', '.join(map(str, list(names)[:4]))}"
     ours: Any = build_model(config.model, seed=0)
-    ours.load_state_dict(trained, strict=False)  # what is tied is named once
+    ours.load_state_dict(trained, strict=False)  # tied parameters are stored under one name
     tokens = torch.arange(32).reshape(2, 16) + 3
     with torch.no_grad():
         expected = ours.eval()(tokens)
@@ -85,7 +85,7 @@ def _by_transformers(config: RunConfig, trained: dict[str, torch.Tensor], out: P
 
 
 def _by_us(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> str:
-    """Say which parameter a run of the exported folder starts with otherwise."""
+    """Name a parameter that differs at the start of a run from the exported folder."""
     pretrained = {"model.path": str(out), "model.init": "pretrained", "model.config": {}}
     again = with_values(config, pretrained)
 

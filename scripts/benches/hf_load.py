@@ -1,7 +1,7 @@
-"""What ranks hold in host memory while they read a checkpoint of transformers, and how long.
+"""Measures ranks' host memory and time while they read a checkpoint of transformers.
 
 Real processes start from a folder that ``save_pretrained`` wrote. A rank's memory is its anonymous
-pages above those before it built its engine; files that are mapped are the page cache's.
+pages minus those before it built its engine; mapped files belong to the page cache.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DATA = ["data=synthetic_tokens", "data.sequence_length=32", "train.global_batch_
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank did.
+    """Measurements of a rank.
 
     Attributes:
         part: Bytes of its parameters.
-        largest: Bytes of the model's largest parameter, whole.
-        peak: Most bytes of anonymous memory above those before its engine was built.
-        seconds: Of reading the weights.
+        largest: Bytes of the model's largest parameter, unsharded.
+        peak: Peak bytes of anonymous memory above the amount before its engine was built.
+        seconds: Seconds of reading the weights.
     """
 
     part: int
@@ -50,7 +50,7 @@ class Loaded:
 
 
 class Peak:
-    """The most anonymous memory of this process, looked at every millisecond."""
+    """Peak anonymous memory of this process, sampled every millisecond."""
 
     def __init__(self) -> None:
         self.start = self.most = _anonymous()
@@ -104,7 +104,7 @@ def load(folder: Path, layout: list[str], *, ranks: int = RANKS) -> list[Loaded]
 
 
 def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) -> Loaded:
-    """Build a rank's engine, and fill it."""
+    """Build a rank's engine, and load its weights."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -113,7 +113,7 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
     from axonlaunch.checkpoint.exchange.weights import load_initial_weights
     from axonlaunch.comm import World
     from axonlaunch.comm.connection.rendezvous import local_place
-    from axonlaunch.data.dataset import sample_inputs
+    from axonlaunch.data.datasets.dataset import sample_inputs
     from axonlaunch.engines.build import build_engine
 
     torch.set_num_threads(1)
@@ -144,7 +144,7 @@ def configured(folder: str, layout: list[str], ranks: int) -> Any:
 
 
 def reading(folder: Path) -> float:
-    """Return how long one process takes to read the files."""
+    """Return the seconds in which one process reads the files."""
     room, began = bytearray(16 << 20), time.perf_counter()
     for file in folder.glob("*.safetensors"):
         with file.open("rb", buffering=0) as stream:
@@ -154,7 +154,9 @@ def reading(folder: Path) -> float:
 
 
 def main() -> None:
-    """Print for each layout the highest rank's memory, and its time beside reading the files."""
+    """Print for each layout the highest rank's memory, and its time compared with reading the
+    files.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=25, help="25 make 2 GB")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,7 +1,7 @@
-"""How long ``estimate`` of Llama-3.1-405B and ``plan`` of Qwen3-32B take, of config.json alone.
+"""Times ``estimate`` of Llama-3.1-405B and ``plan`` of Qwen3-32B, from only config.json.
 
-Seconds by the clock, and of all processes' CPU time: on two idle cores the clock shows between a
-half of those and all of them. Nothing is in the cache.
+Reports wall-clock seconds and CPU seconds of all processes: on two idle cores the wall-clock time
+is between half of the CPU time and all of it. The cache is empty.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _children() -> float:
 
 
 def main() -> None:
-    """Print the medians, and how busy the machine was."""
+    """Print the medians, and the load of the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Seconds of a training step of ``model=hf``, of our own ``llama``, and of a loop written by hand.
+"""Times a training step of ``model=hf``, of the built-in ``llama``, and of a hand-written loop.
 
-All train one Llama under fully_shard: ``model=hf`` through its class of transformers, as the loop
-under torchrun does, ours through our own modules. They take turns, and who is first changes from
-round to round.
+All train one Llama under fully_shard: ``model=hf`` with its class of transformers, as the loop
+under torchrun does, ``llama`` with axonlaunch's modules. They take turns, and the order changes
+from round to round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORKLOADS = {
 
 
 def sizes(work: Work) -> dict[str, int]:
-    """Return the figures of the Llama, by their names in ``config.json``."""
+    """Return the sizes of the Llama, by their names in ``config.json``."""
     return {
         "vocab_size": 256,
         "hidden_size": work.hidden,
@@ -43,13 +43,13 @@ def hf(work: Work) -> list[str]:
 
 
 def own(work: Work) -> list[str]:
-    """Return overrides of the model of ours."""
+    """Return overrides of the built-in model."""
     figures = [f"model.{key}={value}" for key, value in sizes(work).items()]
     return ["model=llama_debug", *figures, "model.tie_word_embeddings=false"]
 
 
 def main() -> None:
-    """Print the medians, and the ratios of ours to the loop written by hand."""
+    """Print the medians, and the ratios of axonlaunch to the loop written by hand."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
 """Tiny configurations of every causal language model of transformers.
 
-What a class can't be built with at these figures is given its own in ``OWN``.
+Classes that can't be built with these sizes have different ones in ``OWN``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 BLOCKS = 4
-"""So many make the four stages of a zero-bubble pipeline on two ranks."""
+"""Number of blocks, enough for four stages of a zero-bubble pipeline on two ranks."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Tiny figures by what most configurations call them; a class is given those that it has."""
+"""Tiny sizes by their usual names; each class gets those that it has."""
 
 _BLT_PART = {
     "vocab_size": 260,
@@ -88,7 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
         "global_config": {k: v for k, v in _BLT_PART.items() if k != "vocab_size"},
     },
     "dots3_note_text": {
-        # Its sliding blocks are as large as in the published model where nothing is said of them.
+        # Sliding blocks have the published model's size by default.
         "per_layer_config": {
             str(block): {
                 **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
@@ -126,11 +126,11 @@ OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
 }
-"""Besides, for the configurations where these make no model."""
+"""Additional sizes, for configurations that need them."""
 
 
 def model_types() -> list[str]:
-    """Return a ``model_type`` of each causal-LM class: of those of text alone, the first."""
+    """Return a ``model_type`` of each causal-LM class, the first that is only for text."""
     from axonlaunch.models.hf.reading import library
 
     kinds: dict[str, list[str]] = {}
@@ -140,19 +140,20 @@ def model_types() -> list[str]:
 
 
 def is_composite(kind: str) -> bool:
-    """Whether a ``model_type`` is of a model of images or sound too, which holds one of text."""
+    """Return whether a ``model_type`` is a composite of images or sound with a text model."""
     from axonlaunch.models.hf.reading import library
 
     return "text_config" in library.config_types()[kind].sub_configs
 
 
 def tiny(kind: str) -> dict[str, Any]:
-    """Return a configuration of a family that makes a model of some thousand parameters."""
+    """Return a family's configuration that makes a model of some thousand parameters."""
     from axonlaunch.models.hf.reading import library
 
     cls = library.config_types()[kind]
     figures = _figures(cls)
-    if "text_config" in cls.sub_configs:  # of a model of images too: what makes its language model
+    # for image models: the configuration of its language model
+    if "text_config" in cls.sub_configs:
         with library.quiet():
             text = type(cls().text_config)
         figures["text_config"] = {"model_type": text.model_type, **_figures(text)}
@@ -160,7 +161,7 @@ def tiny(kind: str) -> dict[str, Any]:
 
 
 def _figures(cls: Any) -> dict[str, Any]:
-    """Return the tiny figures that a class of configurations has."""
+    """Return the tiny sizes that a class of configurations has."""
     from axonlaunch.models.hf import architecture
     from axonlaunch.models.hf.reading import library
 
@@ -168,7 +169,7 @@ def _figures(cls: Any) -> dict[str, Any]:
     settable = {key for key in known if not isinstance(_found(cls, key), property)}
     figures = {key: value for key, value in SIZES.items() if key in settable}
     if "qk_rope_head_dim" in figures:
-        figures.pop("head_dim", None)  # it follows, and every head has keys and values
+        figures.pop("head_dim", None)  # it is derived, and every head has keys and values
         figures["num_key_value_heads"] = figures["num_attention_heads"]
     with library.quiet():
         defaults = cls()
@@ -183,7 +184,7 @@ def _figures(cls: Any) -> dict[str, Any]:
 
 
 def _found(owner: Any, key: str) -> Any:
-    """Return an attribute under any name that it has; None where it has no one value."""
+    """Return an attribute under any name that it has; None if it has no single value."""
     attribute = getattr(owner, "attribute_map", {}).get(key, key)
     try:
         return getattr(owner, attribute, None)
@@ -192,6 +193,6 @@ def _found(owner: Any, key: str) -> Any:
 
 
 def _spread(value: list[Any]) -> list[Any]:
-    """Return a list that has an entry for each block: of two kinds in turn, if there are two."""
+    """Return a list with an entry for each block: two kinds in turn, if there are two."""
     other = next((item for item in value if item != value[0]), value[0])
     return [value[0], other] * (BLOCKS // 2)

@@ -1,4 +1,4 @@
-"""The rival of model=hf: what one writes by hand to train a Llama of transformers."""
+"""The rival of model=hf: a script written by hand to train a Llama of transformers."""
 
 import os
 

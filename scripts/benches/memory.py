@@ -1,8 +1,8 @@
-"""Estimated memory beside published measurements: the error of each, medians by source and kind.
+"""Compares memory estimates with published measurements: each error, medians by source and kind.
 
-Every row that a configuration of ours can say is estimated; the others are counted by what they
-would need. ``peak`` and ``active`` are held against the estimate's peak, ``reserved`` against what
-the allocator is estimated to hold, ``steady`` against parameters, gradients and optimizer states.
+Every row that a configuration of axonlaunch can express is estimated; the others are counted by the
+missing features. ``peak`` and ``active`` are compared with the estimate's peak, ``reserved`` with
+the estimate of the allocator, ``steady`` with parameters, gradients and optimizer states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEADY: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
 
 
 def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
-    """Return bytes by kind of the rank that was looked at; in a process of its own."""
+    """Return the measured rank's bytes by kind; runs in a separate process."""
     if run.of_2024:
         _as_torchtitan_of_2024()
     config = resolved(load(list(run.overrides)), accelerators=0)
@@ -75,7 +75,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
 
 
 def _as_torchtitan_of_2024() -> None:
-    """Gather, compile and normalise in this process as those runs did; no key of ours says that.
+    """Gather, compile and normalise in this process as those runs did; no key selects that.
 
     Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``; torch had no kernel
     for RMSNorm before 2.9, of October 2025.
@@ -84,7 +84,7 @@ def _as_torchtitan_of_2024() -> None:
     fsdp.LARGE_UNIT = sys.maxsize
     vars(losses)["cross_entropy_sum"] = partial(
         cross_entropy_sum
-    )  # no model's own, which is compiled
+    )  # not a model's loss, which is compiled
 
 
 def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Estimated:
@@ -101,7 +101,7 @@ def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Est
 
 
 def main() -> None:
-    """Print the error of every row, then what they come to, then what the others would need."""
+    """Print the error of every row, then a summary, then the features that the other rows need."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, default=SHARED)
     parser.add_argument("--only", default="", help="rows whose id begins so")
@@ -148,7 +148,7 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:
 
 
 def _print_reasons(against: Mapping[str, list[str]]) -> None:
-    """Say what rows would need, and for how many of them nothing else is missing."""
+    """Print the features that rows need, and for how many rows each is the only missing one."""
     every = Counter(reason for reasons in against.values() for reason in reasons)
     alone = Counter(reasons[0] for reasons in against.values() if len(reasons) == 1)
     print(f"\n{'rows':>5} {'alone':>5}  can't be said")

@@ -1,6 +1,6 @@
-"""The peers of ``scripts/bench peers``: environments of theirs, and how each is started.
+"""The peers of ``scripts/bench peers``: their environments and start commands.
 
-An environment takes torch from the one that runs this, and the peer alone from PyPI.
+An environment uses the torch of the current one, and installs only the peer from PyPI.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MARK = "PEERS_RUN"
 
 @dataclass(frozen=True)
 class Peer:
-    """Something that trains the same transformer.
+    """A tool that trains the same transformer.
 
     Attributes:
-        name: As the table has it.
-        requirement: What pip installs; empty: what runs this has it.
-        script: Of ``peer_scripts``: all that a user writes.
-        under_torchrun: Whether torchrun starts it; else it starts its ranks itself.
-        needs: What must be importable for it to run on a CPU.
+        name: Name in the table.
+        requirement: Requirement for pip; empty if the current environment has it.
+        script: File in ``peer_scripts`` with everything that a user writes.
+        under_torchrun: Whether torchrun starts it; otherwise it starts its ranks itself.
+        needs: Module that must be importable to run it on a CPU.
     """
 
     name: str
@@ -55,7 +55,7 @@ PEERS = [
 
 
 def python_of(peer: Peer, folder: Path) -> Path:
-    """Make a peer's environment, once; return its interpreter."""
+    """Create a peer's environment once; return its interpreter."""
     if not peer.requirement:
         return Path(sys.executable)
     place = folder / peer.requirement
@@ -72,7 +72,7 @@ def python_of(peer: Peer, folder: Path) -> Path:
 
 
 def why_not(peer: Peer, python: Path) -> str:
-    """Return why a peer can't run on this CPU; empty where it can."""
+    """Return why a peer can't run on this CPU; empty if it can."""
     if not peer.needs:
         return ""
     command = [str(python), "-W", "ignore", "-c", f"import {peer.needs}"]
@@ -89,14 +89,14 @@ def version_of(peer: Peer, python: Path) -> str:
 
 
 def lines_of(peer: Peer) -> int:
-    """Return the lines that a user writes: neither blank, nor a comment, nor a docstring."""
+    """Return the number of lines that a user writes, excluding blanks, comments and docstrings."""
     text = (SCRIPTS / peer.script).read_text().splitlines()
     return sum(bool(line.strip()) and not line.lstrip().startswith(("#", '"""')) for line in text)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer is to do, by the arguments of ``small.arguments``."""
+    """Task of a peer, as the arguments of ``small.arguments``."""
 
     ranks: int = 2
     steps: int = 6
@@ -114,11 +114,11 @@ def command_of(
     """Return the command of a job.
 
     Args:
-        peer: Who does it.
-        python: Its environment's.
-        job: What.
-        folder: Takes what it writes.
-        replaced: A text of the script, or of the command where that has it, and another one.
+        peer: Tool that runs the job.
+        python: Interpreter of its environment.
+        job: Job to run.
+        folder: Folder for its output.
+        replaced: Text of the script or of the command, and its replacement.
     """
     if peer is AXONLAUNCH:
         arguments = _command_of_axonlaunch(job, folder)
@@ -160,7 +160,7 @@ def _environment(python: Path, **more: str) -> dict[str, str]:
 def started(
     arguments: Sequence[str | Path], python: Path, *, folder: Path, fault: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
-    """Start a command; leave none of its processes behind."""
+    """Start a command; at the end kill all of its processes."""
     mark = uuid.uuid4().hex
     began = time.time()
     with (folder / "output").open("wb") as output:
@@ -180,7 +180,7 @@ def started(
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill what inherited a mark, until there is none: launchers give ranks groups of their own."""
+    """Kill all processes that inherited a mark; launchers start ranks in separate groups."""
     while pids := [*_marked(mark)]:
         for pid in pids:
             with suppress(ProcessLookupError):

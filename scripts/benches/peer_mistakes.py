@@ -1,10 +1,10 @@
-"""Ten mistakes, and what each peer makes of them, judged by its exit status and what it printed.
+"""Ten mistakes and each peer's reaction, judged by exit status and output.
 
-reported        it ended with an error that names what is wrong, or went on rightly and said so
+reported        it ended with an error that names the mistake, or continued correctly and said so
 misreported     it ended with an error that does not
 hung            it did not end
 silently wrong  it ended as if nothing were wrong
-works           there was nothing to report: it did what was asked for
+works           there was nothing to report: it did the job
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from peer_environments import AXONLAUNCH, Job, Peer, command_of, final_loss, started
 
 TIMEOUT_S = 8.0
-"""After which each peer, by its own setting, is to give up a rank that does nothing."""
+"""Seconds after which each peer's setting should end a run with a stuck rank."""
 _MISSPELT = {
     "axonlaunch": ("grad_clip", "grad_clipp"),
     "torchrun": ("nproc-per-node", "nproc-per-nodez"),
@@ -35,13 +35,13 @@ PLAIN = Job()
 
 @dataclass(frozen=True)
 class Mistake:
-    """Something that users do, or that befalls them.
+    """A mistake or failure that users encounter.
 
     Attributes:
-        name: As the table has it.
-        job: What is asked for.
-        fault: Of ``small``: what rank 1 does in the third step.
-        names: Regular expressions, all of which a report holds.
+        name: Name in the table.
+        job: Requested job.
+        fault: Fault of ``small``: behaviour of rank 1 in the third step.
+        names: Regular expressions that a report must all match.
     """
 
     name: str
@@ -79,7 +79,7 @@ def outcome(status: int | None, output: str, names: tuple[str, ...]) -> str:
 
 
 def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> tuple[str, str]:
-    """Let a peer make a mistake; return what came of it, and the last of what it printed."""
+    """Run a peer with a mistake; return the verdict and its last output."""
     names, replaced = mistake.names, ("", "")
     if not mistake.fault and mistake.job == PLAIN:
         replaced = _MISSPELT[peer.name]
@@ -89,12 +89,12 @@ def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> t
         arguments = command_of(peer, python, mistake.job, folder=folder, replaced=replaced)
         status, output = _ran(arguments, python, folder, patience_s, mistake.fault)
     if mistake.job.lr > 1 and status == 0:
-        return "silently wrong", output  # a loss that is printed as nan is no report of it
+        return "silently wrong", output  # a loss that is printed as nan is not a report
     return outcome(status, output, names), output
 
 
 def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, tuple[str, str]]:
-    """Let a peer resume on one rank, and from a checkpoint in which a bit has changed."""
+    """Resume a peer on one rank, and from a checkpoint with a flipped bit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -109,7 +109,8 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         saved, copies = folder / "saved", {}
         saved.mkdir()
         whole, _ = run("whole", Job())[2], run("first", Job(steps=4, save=saved))
-        for number, kind in enumerate(("fewer", "corrupt")):  # no name may be taken for a report
+        # neutral names, which don't look like a report
+        for number, kind in enumerate(("fewer", "corrupt")):
             copies[kind] = shutil.copytree(saved, folder / f"copy-{number}")
         _flip(copies["corrupt"])
         status, output, loss = run("again", Job(ranks=1, load=copies["fewer"]))
@@ -126,7 +127,7 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
 
 
 def _flip(folder: Path) -> None:
-    """Change a bit in the middle of the largest file: of weights or moments."""
+    """Change a bit in the middle of the largest file, in weights or moments."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

@@ -58,7 +58,7 @@ def main() -> None:
     pythons = {peer: python_of(peer, args.environments.absolute()) for peer in chosen}
     absent = {p: reason for p in chosen if (reason := why_not(p, pythons[p]))}
     peers = [peer for peer in chosen if peer not in absent]
-    for peer in peers:  # an extension is compiled, files are in the cache
+    for peer in peers:  # compiles the extension and fills the file cache
         print(f"warming {peer.name}", flush=True)
         warm(peer, pythons[peer])
     speeds = {ranks: measured(peers, pythons, ranks, args) for ranks in args.ranks}
@@ -82,7 +82,7 @@ def warm(peer: Peer, python: Path) -> None:
 def measured(
     peers: Sequence[Peer], pythons: dict[Peer, Path], ranks: int, args: Any
 ) -> dict[Peer, dict[str, list[float]]]:
-    """Return seconds to the first step and of a step, and MiB of a rank, of each turn."""
+    """Return seconds to the first step and per step, and MiB per rank, of each turn."""
     samples: dict[Peer, dict[str, list[float]]] = {
         peer: {"first": [], "step": [], "memory": []} for peer in peers
     }
@@ -119,7 +119,7 @@ def contestant_of(
 def judged(
     peers: Sequence[Peer], pythons: dict[Peer, Path], patience_s: float, *, is_quick: bool
 ) -> dict[str, dict[Peer, str]]:
-    """Return by mistake and peer what came of it."""
+    """Return the verdict by mistake and peer."""
     verdicts: dict[str, dict[Peer, str]] = {}
 
     def note(name: str, peer: Peer, verdict: str, output: str) -> None:
@@ -153,7 +153,7 @@ def page(
     args: Any,
 ) -> str:
     """Return the page of the documentation."""
-    own = ("--environments", str(args.environments))  # where they are says nothing of them
+    own = ("--environments", str(args.environments))  # their location does not matter
     asked = [argument for argument in sys.argv[1:] if argument not in own]
     command = " ".join(["scripts/bench peers", *asked])
     python = ".".join(map(str, sys.version_info[:3]))
@@ -206,7 +206,7 @@ def page(
             "",
             "| outcome | meaning |",
             "| --- | --- |",
-            "| works | the run did what was intended |",
+            "| works | the run behaved as intended |",
             "| reported | the run ended with an error that names the cause (the key, the number, "
             "the rank), or it continued correctly and reported the mistake |",
             "| misreported | the run ended with an error that does not name the cause |",
@@ -226,7 +226,7 @@ def page(
 def better(
     speeds: dict[int, dict[Peer, dict[str, list[float]]]], mistakes: dict[str, dict[Peer, str]]
 ) -> list[str]:
-    """Return a line for each thing in which another is better."""
+    """Return a line for each aspect in which another tool is better."""
     kinds = {"first": "time to first step", "step": "step time", "memory": "memory per rank"}
     lines = []
     for ranks, by_peer in speeds.items():

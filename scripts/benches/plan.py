@@ -1,7 +1,7 @@
-"""What ``axonlaunch plan`` ranks first on this machine beside the fastest layout really run.
+"""Compares ``axonlaunch plan``'s first choice on this machine with the fastest layout.
 
 Every layout that recomputes nothing trains for a few steps; then the quickest of them and the
-planned one take turns. Printed are medians of a step, and the planned one over the best.
+planned one take turns. Prints medians of a step, and the ratio of the planned one to the best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Layout = tuple[str, ...]
 
 
 def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
-    """Train; return the median seconds of a step, the first two left out."""
+    """Train; return the median seconds of a step, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["train.eval_batches=0", "checkpoint.every=0"]
         run = [f"run_dir={folder}/run", f"train.steps={steps}", "train.log_every=1"]
@@ -47,7 +47,7 @@ def every_layout(overrides: list[str], *, ranks: int) -> list[Layout]:
 
 
 def planned(overrides: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
-    """Return the first choice, with all its settings, and what the command printed."""
+    """Return the first choice with all its settings, and the output of the command."""
     command = [COMMAND, "plan", "--json", "--devices", str(ranks), *overrides, "hardware=cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     plan: dict[str, Any] = json.loads(ran.stdout)
@@ -59,14 +59,14 @@ def planned(overrides: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]
 
 
 def short(layout: Layout) -> str:
-    """Say a layout by what is not as usual."""
+    """Describe a layout by its unusual settings."""
     usual = ("degree=1", "=false", "=none", "schedule=1f1b")
     unusual = [word for word in layout if not word.endswith(usual)]
     return " ".join(unusual) or "one rank"
 
 
 def main() -> None:
-    """Print the finalists, then the planned one over the best, for each number of ranks."""
+    """For each number of ranks, print the finalists and the ratio of the planned to the best."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)

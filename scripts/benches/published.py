@@ -1,7 +1,7 @@
-"""A row of published measurements as a run of ours, or every reason why it can't be one.
+"""Converts a row of published measurements to a configuration, or lists every obstacle.
 
-A row is never bent: what its code did and no key of ours says is a reason, even where the bytes
-might come out alike. Nothing is run here.
+Rows are never approximated: behaviour of the measured code that no key selects is an obstacle, even
+if the bytes might be the same. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Run:
     """A row as a configuration.
 
     Attributes:
-        overrides: What ``axonlaunch estimate`` would be given.
+        overrides: Overrides for ``axonlaunch estimate``.
         expandable: Whether it set ``expandable_segments``.
-        of_2024: Whether it is torchtitan's of that year, which gathered its embedding and its head
-            with what no block has, and left its loss as it was where blocks were compiled.
-        scope: Which of the ranks was looked at.
+        of_2024: Whether it used torchtitan of 2024, which gathered its embedding and its head
+            together with the other parameters outside of blocks, and did not compile its loss with
+            the blocks.
+        scope: Rank that was measured.
     """
 
     overrides: tuple[str, ...]
@@ -40,7 +41,7 @@ class Run:
 
 
 def measured(row: Row) -> dict[Kind, int]:
-    """Return what was measured and says what it is, in bytes by kind."""
+    """Return the measured bytes by kind, as far as the row says the kind."""
     metric = str(row.get("memory_metric", "")).lower()
     peaks: dict[Kind, int] = {}
     peak = _peak(row)
@@ -61,7 +62,7 @@ def measured(row: Row) -> dict[Kind, int]:
 
 
 def device_bytes(row: Row) -> int | None:
-    """Return the memory of the row's GPU where it is given, in bytes."""
+    """Return the memory of the row's GPU in bytes, if it is known."""
     reported = re.search(r"([\d.]+) GiB", row.get("gpu", "")) or re.search(
         r"(\d+) ?GB\b", row.get("gpu", "")
     )
@@ -69,12 +70,12 @@ def device_bytes(row: Row) -> int | None:
 
 
 def reasons(row: Row) -> list[str]:
-    """Return every reason why a measured row is no run of ours."""
+    """Return every reason why a measured row can't be expressed as a run."""
     return list(dict.fromkeys(_reasons(row)))
 
 
 def run(row: Row) -> Run:
-    """Return a row that has no reasons against it as a run."""
+    """Return a row without such reasons as a run."""
     sequence, vocabulary, world = row["seq_len"], row["vocab"], row["num_gpus"]
     titan = row["id"].startswith(("tt-", "ao-"))
     overrides = [

@@ -1,6 +1,6 @@
-"""Published measurements of speed as runs of ours: which configuration, which hardware.
+"""Converts published measurements of speed to configurations and hardware.
 
-It holds what a row says and nothing that it does not; a row that can't be expressed says why.
+Uses only information in a row; a row that can't be expressed has a reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.options.hardware import HardwareConfig
 
 GPT2_VOCABULARY = 50257
-"""Megatron's default, for its rows that don't give their vocabulary."""
+"""Megatron's default, used if its rows have no vocabulary."""
 NODE_GBIT_S = {
     # bigscience train/tr11-176B-ml/README.md: 4 OmniPath links a node, of 100 Gb/s
     "bigscience": 400,
@@ -25,7 +25,7 @@ NODE_GBIT_S = {
     "internevo": 400,
     "fms": 400,
 }
-"""Network of a node where the source says another than the maker's own system has, Gb/s."""
+"""Network of a node, Gb/s, if the source differs from the maker's system."""
 
 
 HARDWARE = (
@@ -35,11 +35,12 @@ HARDWARE = (
     (r"^(DGX-)?H100", "h100_80gb"),
     (r"H200", "h200"),
 )
-"""What a row's GPU looks like, and which of our groups it is."""
+"""Patterns of GPU names, and the hardware group of each."""
 HOPPER = ("h100_80gb", "h100_96gb", "h200")
 FLASH_ATTENTION_2 = 0.34
-"""Share of Hopper's peak that the kernel of those years reached, up to 335 TFLOP/s: Dao,
-"FlashAttention-2", 2023, section 4.1. Our groups have the figure of torch's kernel of today.
+"""Fraction of Hopper's peak that the kernel of those years reached, up to 335 TFLOP/s: Dao,
+"FlashAttention-2", 2023, section 4.1. The hardware groups have the figure of torch's current
+kernel.
 """
 CSV_NUMBERS = (
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "num_gpus"),
@@ -48,7 +49,7 @@ CSV_NUMBERS = (
 
 
 class NotExpressedError(ValueError):
-    """Why a row is no run of ours."""
+    """Reason why a row can't be expressed as a run."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Row:
     """A published measurement.
 
     Attributes:
-        id: As in its file.
-        group: Rows to be ranked together: model, hardware and number of devices.
-        config: The run.
-        hardware: What it ran on.
-        tokens_per_s: Measured, a device.
+        id: Identifier in its file.
+        group: Group of comparable rows: model, hardware and number of devices.
+        config: Configuration of the run.
+        hardware: Hardware of the run.
+        tokens_per_s: Measured tokens per second and device.
     """
 
     id: str
@@ -71,7 +72,7 @@ class Row:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, JSON lines or CSV, as they stand."""
+    """Return the unchanged rows of a JSON lines or CSV file."""
     if path.suffix == ".csv":
         with path.open(newline="") as file:
             return [_from_csv(index, row) for index, row in enumerate(csv.DictReader(file), 1)]
@@ -82,7 +83,7 @@ def express(row: dict[str, Any]) -> Row:
     """Return a row as a run.
 
     Raises:
-        NotExpressedError: It is not in the catalog, or it does not say enough.
+        NotExpressedError: The row is not in the catalog, or lacks information.
     """
     measured = _measured(row)
     hardware, option = _hardware(row)
@@ -201,7 +202,7 @@ def _data_parallel(row: dict[str, Any], ranks: int) -> list[str]:
 
 
 def _reduces_in_16_bit(row: dict[str, Any]) -> bool:
-    """Say whether gradients are summed in the type of half-precision parameters."""
+    """Return whether gradients are summed in the dtype of half-precision parameters."""
     reported = str(row.get("reduce_dtype") or row.get("grad_dtype") or "")
     if reported:
         return "fp32" not in reported

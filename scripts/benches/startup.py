@@ -1,4 +1,4 @@
-"""Seconds from the command to the first step, and memory of a rank, beside torchrun."""
+"""Seconds from the command to the first step, and memory of a rank, compared with torchrun."""
 
 import argparse
 import compileall
@@ -13,8 +13,8 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
 parser.add_argument("--repeats", type=int, default=3)
 args = parser.parse_args()
-# pip compiles what it installs. An editable package is compiled at every start if the environment
-# forbids Python to write bytecode.
+# pip compiles packages that it installs. An editable package is compiled at every start if the
+# environment forbids Python to write bytecode.
 compileall.compile_dir(Path(axonlaunch.__file__).parent, quiet=1)
 
 print(f"{'ranks':>5}  {'axonlaunch':>10}  {'torchrun':>10}  {'ratio':>6}   PSS of a rank, MiB")

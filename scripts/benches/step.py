@@ -1,8 +1,8 @@
-"""Seconds of a training step beside the hand-written torchrun script: same model, batch, AdamW.
+"""Times a training step against the hand-written torchrun script: same model, batch, AdamW.
 
 Two workloads: ``large`` steps, and the ``small`` ones of a model of 4.9 million parameters with 512
-tokens per rank, in which whatever a launcher adds to a step shows. Contestants take turns, and who
-is first changes from round to round.
+tokens per rank, in which a launcher's overhead is visible. Contestants take turns, and the order
+changes from round to round.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Seconds of a tensor-parallel Llama block beside torch's parallelize_module: same weights.
+"""Times a tensor-parallel Llama block against torch's parallelize_module, with the same weights.
 
-Forward and backward of ``models.llama.Block`` on 2 gloo ranks, each on a core of its own, batch 2,
+Forward and backward of ``models.llama.Block`` on 2 gloo ranks, each on a separate core, batch 2,
 128 positions, fp32; outputs and gradients are compared before anything is timed.
 """
 
@@ -34,7 +34,7 @@ BATCH, LENGTH, RANKS = 2, 128, 2
 
 
 def ours(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
-    """Divide a block by the plan of the model that it is of."""
+    """Divide a block by the plan of its model."""
     model = nn.Module()
     model.layers = nn.ModuleList([block])
     parallelize(model, SPEC.plan(model), mesh=mesh)
@@ -55,7 +55,7 @@ def theirs(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
 
 
 def contest(world: World, hidden: int, repeats: int) -> dict[str, list[float]]:
-    """Time both, taking turns, and return each one's seconds."""
+    """Time both in turn; return the seconds of each."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     config = LlamaConfig(
         hidden_size=hidden,
@@ -100,7 +100,7 @@ def contest(world: World, hidden: int, repeats: int) -> dict[str, list[float]]:
 
 
 def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     os.environ.update(RANK=str(number), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(number))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     cores = sorted(os.sched_getaffinity(0))
@@ -117,7 +117,7 @@ def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
                     flush=True,
                 )
         barrier(group=world.default_group)
-    # Without the interpreter's own end, in which torch at times aborts on gloo's threads.
+    # Skips the interpreter's teardown, in which torch sometimes aborts because of gloo's threads.
     os._exit(0)
 
 

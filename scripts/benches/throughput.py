@@ -1,6 +1,7 @@
-"""Predicted beside published tokens a second and device: errors, and ranks within groups.
+"""Compares predicted with published tokens per second and device, and ranks within groups.
 
-Each group also shows what the run that is predicted fastest has measured, over the best.
+For each group it also prints the measured speed of the run with the fastest prediction, divided by
+the best.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from axonlaunch.planning.throughput.throughput import throughput
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
 LEAST_ROWS = 4
-"""Rows of a group below which a rank correlation says nothing."""
+"""Minimum number of rows of a group for a meaningful rank correlation."""
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def report(
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the correlation of ranks; equal values share the mean of theirs."""
+    """Return the rank correlation; equal values share their mean rank."""
     a, b = _ranks(first), _ranks(second)
     if len(set(a)) == 1 or len(set(b)) == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""The rival: what one writes by hand to train the same model under torchrun."""
+"""The rival: a script written by hand to train the same model under torchrun."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from axonlaunch.models.build import build_model
 
 
 def arguments() -> argparse.Namespace:
-    """Return what a rival is asked to train."""
+    """Return the arguments of a rival."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train our GPT."""
+    """Train the same GPT as axonlaunch."""
     args = arguments()
     dist.init_process_group("gloo")
     config = GPTConfig(
@@ -58,7 +58,7 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 def train(
     args: argparse.Namespace, model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Train a model, and write the seconds of each step that is logged."""
+    """Train a model, and write the seconds of each logged step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(rank)

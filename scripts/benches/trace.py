@@ -1,7 +1,7 @@
-"""What a step of which ``train.trace`` writes statistics costs over one that is not traced.
+"""Measures the cost of a step with statistics of ``train.trace``, relative to an untraced step.
 
-Both are steps of one run of one rank, in turns; a ratio is the median of those of two that follow
-each other, of CPU time, which other work on the machine changes least, and of time.
+Both are steps of one run of one rank, in turns. A ratio is the median over pairs of consecutive
+steps, in CPU time, which is least affected by the machine's load, and in wall-clock time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.training.module_trace.run import RunTracer
 
 
 def configured(args: argparse.Namespace, *, hidden: int) -> RunConfig:
-    """Return a run of one rank of which every other step is traced."""
+    """Return a run of one rank that traces every other step."""
     steps = 2 * args.rounds + args.warm_up
     return run_config(
         [
@@ -40,7 +40,7 @@ def configured(args: argparse.Namespace, *, hidden: int) -> RunConfig:
 
 
 def seconds_of_steps(config: RunConfig, world: World) -> tuple[int, list[tuple[float, float]]]:
-    """Return how many parameters the model has, and the CPU time and the time of each step."""
+    """Return the number of parameters, and the CPU time and the wall-clock time of each step."""
     engine, loader = rank_engine(config, world)
     tracer = RunTracer(config, engine, world=world, sample=sample_inputs(loader.dataset))
     taken = []

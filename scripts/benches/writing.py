@@ -1,6 +1,6 @@
-"""What a run writes for its report: microseconds of a logged step, bytes per step and rank.
+"""Cost of a run's files for its report: microseconds of a logged step, bytes per step and rank.
 
-And what watching the ranks takes, in CPU time; beside a step of the small workload.
+Also measures the CPU time of watching the ranks, relative to a step of the small workload.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def writing(ranks: int) -> tuple[float, int]:
 
 
 def watching() -> float:
-    """Return the share of a core that sampling the training thread takes."""
+    """Return the fraction of a core that sampling the training thread takes."""
     samples = _Samples()
     samples.note("stepping")
     began, cpu = time.perf_counter(), time.process_time()

@@ -1,8 +1,8 @@
 """A run on text is interrupted, also while it tokenises, and resumed.
 
 Half of the runs are on a mix of chats and documents, the others on a large file, which is tokenised
-shard after shard while they train on those before. Half of each resume in the same layout, and must
-have the losses of an undisturbed one to the bit; the others resume in another layout each time, and
+shard after shard while they train on earlier ones. Half of each resume in the same layout, and must
+have the losses of an undisturbed run to the bit; the others resume in another layout each time, and
 must have them to rounding.
 """
 
@@ -29,24 +29,24 @@ from lab import (
     steps_logged,
 )
 
-from axonlaunch.data.shard_maker import SHARD_SIZE
+from axonlaunch.data.shards.shard_maker import SHARD_SIZE
 
 FAULTS = 2
-"""To one run, before it may complete."""
+"""Number of interruptions of a run before it may complete."""
 PAIRS = [("launcher", "SIGKILL"), ("launcher", "SIGTERM"), ("rank", "SIGKILL"), ("all", "SIGKILL")]
 ROUNDING = 1e-4
-"""Of a loss, after as many steps in other layouts."""
+"""Relative tolerance of a loss after this number of steps in other layouts."""
 HELD_OUT_COPIES = 6
-"""Of the library's functions: enough to be interrupted while they are tokenised."""
+"""Copies of the library's functions: enough to interrupt their tokenisation."""
 
 SHARDS, SHARD_ROWS = 4, 64
-"""Of the large file: of such rows a run sees each at least once."""
+"""Rows of the large file; a run reads each at least once."""
 
 _undisturbed: dict[tuple[str, bool], list[float]] = {}
 
 
 def run(lab: Lab, seed: int, log: Log) -> None:
-    """Interrupt a run at random points and hold that it loses and repeats no sample."""
+    """Interrupt a run at random points and check that it loses and repeats no sample."""
     chance = random.Random(seed)
     same = seed % 2 == 0
     names = [("ddp", "fsdp")[seed // 2 % 2]] if same else list(STRATEGIES)
@@ -85,7 +85,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
 def _some_moment(
     chance: random.Random, command: Command, process: Any, log: Log, *, cache: Path | None
 ) -> None:
-    """Wait for a moment: of tokenising, where the tokens are given, else of training."""
+    """Wait for a moment of tokenising, if the cache is passed, or of training."""
     if cache is not None:
         log("while tokenising")
         wait(process, lambda: any(cache.glob("*.partial/progress.json")), turn_s=0.001)
@@ -98,7 +98,7 @@ def _some_moment(
 
 
 def _mixed(lab: Lab) -> list[str]:
-    """Return overrides of the data: rows of two kinds, of which a run sees some twice."""
+    """Return overrides of the data: two kinds of rows; a run reads some of them twice."""
     folder = lab.folder / "corpus"
     if not folder.exists():
         folder.mkdir()
@@ -116,7 +116,7 @@ def _mixed(lab: Lab) -> list[str]:
 
 
 def _sharded(lab: Lab) -> list[str]:
-    """Return overrides of the data: a file of several shards, a row of each long document."""
+    """Return overrides of the data: a file of several shards, with a row for each long document."""
     file = lab.folder / "large.jsonl"
     if not file.exists():
         texts = [row["text"] for row in corpus.functions()]

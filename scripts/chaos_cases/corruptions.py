@@ -1,6 +1,7 @@
-"""Each file of an interrupted run is changed in each of eight ways; then the same command is run.
+"""Changes a file of an interrupted run in one of eight ways, then runs the same command.
 
-It completes the run from what is whole, to the bit, and says what was not, or refuses in a line.
+The command must complete the run from undamaged files, to the bit, and report the damage, or refuse
+in one line.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ OF_RUNS = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
 def truncate(file: Path, chance: random.Random) -> None:
-    """Cut it somewhere."""
+    """Truncate a file at a random place."""
     os.truncate(file, chance.randrange(file.stat().st_size))
 
 
 def empty(file: Path, _: random.Random) -> None:
-    """Leave nothing of it."""
+    """Empty a file."""
     os.truncate(file, 0)
 
 
 def flip(file: Path, chance: random.Random) -> None:
-    """Change a bit."""
+    """Flip a bit."""
     content = bytearray(file.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
 
 
 def append(file: Path, chance: random.Random) -> None:
-    """Add noise."""
+    """Append noise."""
     file.write_bytes(file.read_bytes() + chance.randbytes(chance.randint(1, 300)))
 
 
 def delete(file: Path, _: random.Random) -> None:
-    """Take it away."""
+    """Delete a file."""
     file.unlink()
 
 
 def replace(file: Path, chance: random.Random) -> None:
-    """Put the same file of the checkpoint before in its place, or noise."""
+    """Replace a file by the previous checkpoint's, or by noise."""
     steps = sorted(file.parent.parent.glob("step_*"), key=lambda path: int(path.name[5:]))
     if steps:
         shutil.copy(steps[0] / file.name, file)
@@ -65,12 +66,12 @@ def replace(file: Path, chance: random.Random) -> None:
 
 
 def link(file: Path, _: random.Random) -> None:
-    """Put a link to it in its place."""
+    """Replace a file by a link to it."""
     file.symlink_to(file.rename(file.parent / f"aside-{file.name}"))
 
 
 def fifo(file: Path, _: random.Random) -> None:
-    """Put a pipe in its place, which nobody ever writes to."""
+    """Replace a file by a pipe without a writer."""
     file.unlink()
     os.mkfifo(file)
 
@@ -114,9 +115,9 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         flip,
         link,
         delete,
-    ):  # which may leave it readable
+    ):  # may leave it readable
         assert "config.yaml: can't be read" in done.text, f"silent: {done.text[-1500:]}"
-    # Of steps that were logged before nobody but the changed file knew.
+    # Earlier logged steps were only in the changed file.
     check_complete(command, expected, from_step=newest + 1 if name == "metrics.jsonl" else 1)
 
 

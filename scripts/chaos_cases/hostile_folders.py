@@ -1,6 +1,6 @@
-"""A stranger's run folder, made to do harm, is given to every command that reads one.
+"""Passes a malicious run folder to every command that reads one.
 
-None runs its code, reads or writes what lies elsewhere, hangs, or shows a traceback.
+No command may run its code, read or write files elsewhere, hang, or show a traceback.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ COMMANDS = {
 
 
 def pickled(run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """A pickle that creates a file stands where the index, or a rank's data, is read."""
+    """Put a pickle that creates a file where the index, or a rank's data, is read."""
     victim = chance.choice(["index.json", ".metadata", "__0_0.distcp"])
     (folder / victim).write_bytes(stranger.bomb(run_dir.parent / CANARY))
     _sign(folder, lists=victim)
 
 
 def named_code(run_dir: Path, _folder: Path, _chance: random.Random) -> None:
-    """Its configuration names code in every place where it can."""
+    """Name code in every key of the configuration that can."""
     (run_dir.parent / "evil.py").write_text(CODE)
     config = (run_dir / "config.yaml").read_text().replace("plugins: []", "plugins: [evil]")
     (run_dir / "config.yaml").write_text(config)
@@ -68,7 +68,7 @@ def named_code(run_dir: Path, _folder: Path, _chance: random.Random) -> None:
 
 
 def bombs(run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """Its configuration or its index takes all memory of who reads it without limits."""
+    """Write a configuration or index that takes all memory if it is read without limits."""
     text = chance.choice(
         [
             "a: &a [1,1,1,1,1,1,1,1,1]\n"
@@ -87,7 +87,7 @@ def bombs(run_dir: Path, folder: Path, chance: random.Random) -> None:
 
 
 def links(run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """Files of it are links to a file of the user."""
+    """Replace files by links to a file of the user."""
     for name in chance.sample(["index.json", "__0_0.distcp", "manifest.json"], 2):
         (folder / name).unlink()
         (folder / name).symlink_to(run_dir.parent / "secret")
@@ -96,7 +96,7 @@ def links(run_dir: Path, folder: Path, chance: random.Random) -> None:
 
 
 def pipes(run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """A file of it is a pipe or a device, which never ends."""
+    """Replace a file by an endless pipe or device."""
     file = folder / chance.choice(["index.json", "__0_0.distcp", "manifest.json"])
     config = run_dir / "config.yaml"
     for path in (file, *chance.sample([config], chance.randint(0, 1))):
@@ -105,7 +105,7 @@ def pipes(run_dir: Path, folder: Path, chance: random.Random) -> None:
 
 
 def names_elsewhere(run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """Its index or its manifest names a file that is not in it."""
+    """Name a file outside of the folder in the index or manifest."""
     name = chance.choice(["../../../secret", str(run_dir.parent / "secret"), "..", "a\0b"])
     if chance.random() < 0.5:
         _sign(folder, lists=name)
@@ -119,7 +119,7 @@ def names_elsewhere(run_dir: Path, folder: Path, chance: random.Random) -> None:
 
 
 def impossible(_run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """Its index says what can not be, with all checksums right."""
+    """Write impossible values into the index, with correct checksums."""
     index = json.loads((folder / "index.json").read_text())
     tensor = chance.choice(sorted(index["tensors"]))
     chunk = chance.choice(index["tensors"][tensor]["chunks"])
@@ -130,7 +130,9 @@ def impossible(_run_dir: Path, folder: Path, chance: random.Random) -> None:
 
 
 def other_sizes(_run_dir: Path, folder: Path, chance: random.Random) -> None:
-    """Its data is noise, its manifest right: all sums fit, and nothing in the files does."""
+    """Replace data by noise with a correct manifest: all checksums are right, but sizes do not
+    match.
+    """
     for file in folder.glob("*.distcp"):
         file.write_bytes(chance.randbytes(chance.choice([0, 1, file.stat().st_size])))
     _sign(folder)
@@ -145,7 +147,7 @@ KINDS = list(itertools.product(HARMS, COMMANDS))
 
 
 def run(lab: Lab, seed: int, log: Log) -> None:
-    """Give a hostile folder to a command."""
+    """Pass a hostile folder to a command."""
     harm, name = KINDS[seed % len(KINDS)]
     command = lab.copy_of_stopped(STRATEGY, f"folder-{seed}")
     run_dir = (command.folder / "runs/run").rename(command.folder / "foreign")
@@ -166,13 +168,13 @@ def run(lab: Lab, seed: int, log: Log) -> None:
 
 
 def _sign(folder: Path, *, lists: str | None = None) -> None:
-    """Make a manifest right again, as whoever makes a folder can.
+    """Update a manifest's checksums, as the creator of a folder can.
 
-    Written out here, so that a fault of the manifest's own code is not repeated.
+    Implemented here, so that it does not repeat a fault of the manifest's code.
 
     Args:
-        folder: Of the checkpoint.
-        lists: A name that it lists besides.
+        folder: Folder of the checkpoint.
+        lists: Additional name to list.
     """
     about: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     if lists is not None:

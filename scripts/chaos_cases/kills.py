@@ -1,7 +1,7 @@
-"""Any process of a run is killed, stopped for a while, or asked to end, at any moment.
+"""Kills, pauses or asks to end any process of a run, at any moment.
 
-After each the same command is run again; the last time nothing is done to it, and it must end as if
-nothing ever had been.
+Afterwards the same command is run again. The last run is undisturbed, and must end as if nothing
+had happened.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ HARMLESS = {
     *((victim, "SIGSTOP") for victim in VICTIMS),
     *((victim, "SIGTERM") for victim in ("fork server", "resource tracker")),
 }
-"""After which a run trains on."""
+"""Seconds after which a paused process continues."""
 FAULTS = 4
-"""To one run, before it may complete."""
+"""Number of faults in a run before it may complete."""
 
 Moment = Callable[[random.Random, Command, Any, Log], None]
 
@@ -52,7 +52,7 @@ def anywhere(lab: Lab, seed: int, log: Log) -> None:
 
 
 def while_saving(lab: Lab, seed: int, log: Log) -> None:
-    """Kill while a checkpoint is written, the whole node's processes or one of them."""
+    """Kill all of the node's processes or one of them while a checkpoint is written."""
     pairs = [(victim, "SIGKILL") for victim in ("launcher", "rank", "all")]
     _disturb(lab, seed, log, pairs=pairs, moment=_a_save)
 
@@ -66,8 +66,8 @@ def _disturb(
     log(f"{strategy} {saves}")
     overrides = [*COMMON, *STRATEGIES[strategy], saves]
     folder = lab.new(f"kill-{seed}")
-    # Every second round of strategies is of programs that a user's shell would start; the others
-    # have no fork server of their own, and start in a third of the time.
+    # Every second round of strategies runs programs that a user's shell would start; the others
+    # have no separate fork server, and start in a third of the time.
     shell = pairs is PAIRS and (seed // len(STRATEGIES) + seed) % 2 == 0
     command = plain(folder) if shell else lab.quick(folder)
     if not shell:
@@ -79,7 +79,7 @@ def _disturb(
         moment(chance, command, process, log)
         act(chance, command, process, victim, action, log)
         if (victim, action) in HARMLESS and is_alive(process.pid):
-            continue  # with the next fault to the same processes
+            continue  # continue with the next fault to the same processes
         judge(command, end(process), victim, action)
         process = None
         if steps_logged(command) >= STEPS:
@@ -113,7 +113,7 @@ def _a_save(chance: random.Random, command: Command, process: Any, log: Log) -> 
 
 
 def wait(process: Any, condition: Callable[[], bool], *, turn_s: float = 0.01) -> None:
-    """Wait until something holds or the command has ended; how it did is judged later."""
+    """Wait until a condition holds or the command has ended, with any status."""
     deadline = time.monotonic() + 90
     while not condition() and is_alive(process.pid):
         assert time.monotonic() < deadline, "hangs: no step for 90 s"
@@ -123,7 +123,7 @@ def wait(process: Any, condition: Callable[[], bool], *, turn_s: float = 0.01) -
 def act(
     chance: random.Random, command: Command, process: Any, victim: str, action: str, log: Log
 ) -> None:
-    """Do something to a process of a run, as soon as there is one."""
+    """Act on a process of a run, as soon as there is one."""
     chosen: list[int] = []
 
     def choose() -> bool:
@@ -145,13 +145,13 @@ def _send(pid: int, name: str) -> None:
     try:
         os.kill(pid, getattr(signal, name))
     except ProcessLookupError:
-        return  # it ended meanwhile, which is as good a moment as any
+        return  # it has ended meanwhile, which is also a valid moment
 
 
 def judge(command: Command, ended: Any, victim: str, action: str) -> None:
     about = f"{action} of {victim}: exit status {ended.status}: {ended.text[-1500:]}"
     if victim in ("launcher", "all") and action != "SIGSTOP":
-        # Before it has a handler SIGTERM ends it as it does any program.
+        # Before its handler is installed, SIGTERM ends it like any program.
         expected = {-signal.SIGKILL, 0} if action == "SIGKILL" else {130, 0, -signal.SIGTERM, 143}
     elif action == "SIGSTOP":
         expected = {0}
@@ -160,7 +160,7 @@ def judge(command: Command, ended: Any, victim: str, action: str) -> None:
     assert ended.status in expected, about
     check_nothing_is_left(command)
     check_steps_so_far(command)
-    if ended.status >= 0:  # who was killed could not clean up; the next start does
+    if ended.status >= 0:  # a killed command could not clean up; the next start does
         check_no_partial(command)
 
 
@@ -181,7 +181,7 @@ def _is(pid: int, victim: str) -> bool:
         arguments = Path(f"/proc/{pid}/cmdline").read_text()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         module = {"fork server": "forkserver", "resource tracker": "resource_tracker"}[victim]
-        # What the server forked has its arguments, and not its parent.
+        # Forks of the server have its arguments, but another parent.
         above = Path(f"/proc/{parent}/cmdline").read_text()
     except OSError:
         return False

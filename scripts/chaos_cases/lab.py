@@ -1,6 +1,6 @@
-"""Where harm is done: a folder for each case, runs that nobody disturbed, and what must hold.
+"""Folders for the cases, undisturbed reference runs, and checks.
 
-It knows how a run is started and judged, and nothing of the harm.
+This module knows how to start and judge a run, but no kind of harm.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ STRATEGIES = {
     "hybrid": ["strategy=hybrid", "strategy.tensor.degree=1", "launch.nproc=4"],
 }
 CANARY = "executed"
-"""The file that a stranger's code makes."""
+"""File that untrusted code creates."""
 GONE_S = 15
-"""Seconds after which a run that ended has left no process."""
+"""Seconds after which an ended run must have no process left."""
 PATIENCE_S = 120
-"""Seconds in which every command ends, on a node that has much else to do."""
+"""Seconds in which every command ends on a busy node."""
 
 
 @dataclass
 class Log:
-    """What was done in a case.
+    """Record of a case's actions.
 
     Attributes:
-        lines: In words.
-        faults: How often harm was done.
+        lines: Descriptions of the actions.
+        faults: Number of harmful actions.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The result of a command."""
 
     status: int
     output: str
@@ -74,7 +74,7 @@ class Ended:
 
     @property
     def text(self) -> str:
-        """All that it printed, in one line."""
+        """All printed output, in one line."""
         return " ".join((self.output + " " + self.errors).replace("│", " ").split())
 
 
@@ -82,8 +82,8 @@ class Lab:
     """A folder in which runs are harmed.
 
     Attributes:
-        folder: Of all cases.
-        server: Commands that are not about processes are forked from it.
+        folder: Folder of all cases.
+        server: Server for forking commands of cases that are not about processes.
     """
 
     def __init__(self, folder: Path, server: Server) -> None:
@@ -95,7 +95,7 @@ class Lab:
         self.stopped = cache(self._stopped)
 
     def new(self, name: str) -> Path:
-        """Make a folder for a case."""
+        """Create a folder for a case."""
         self._number += 1
         folder = self.folder / f"{self._number}-{name}"
         folder.mkdir()
@@ -115,7 +115,7 @@ class Lab:
         return losses
 
     def _stopped(self, strategy: str) -> Path:
-        """Return the folder of a run that was interrupted, with two checkpoints, for copies."""
+        """Return the folder of an interrupted run with two checkpoints, for copies."""
         command = self.quick(self.new(f"stopped-{strategy}"))
         process = command.start("train", *COMMON, *STRATEGIES[strategy])
         logged(command.folder / "runs/run/metrics.jsonl", STEPS - 12)
@@ -126,14 +126,14 @@ class Lab:
         return command.folder
 
     def copy_of_stopped(self, strategy: str, name: str) -> Command:
-        """Return the command in a new folder in which the same run was interrupted."""
+        """Return the command in a new folder with a copy of the interrupted run."""
         template = self.stopped(strategy)
         folder = self.new(name)
         shutil.copytree(template / "runs", folder / "runs", symlinks=True)
         return self.quick(folder)
 
     def kill_what_is_left(self) -> None:
-        """Kill what a failed case left running."""
+        """Kill processes that a failed case left running."""
         for pid in Command(self.folder).processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -142,17 +142,18 @@ class Lab:
 
 
 def plain(folder: Path, *prefix: str) -> By:
-    """Return the command as a user starts it, in processes of its own."""
+    """Return the command as a user starts it, in separate processes."""
     return By(folder, list(prefix))
 
 
 def end(process: Any, *, seconds: float = PATIENCE_S, reports: bool = False) -> Ended:
-    """Wait for a command, and hold that it ends, prints no traceback, and says why it failed.
+    """Wait for a command, and check that it ends without a traceback, and with a message if it
+    failed.
 
     Args:
-        process: Of the command.
-        seconds: In which it ends.
-        reports: Whether what it found is its output, so that it needs no message besides.
+        process: Process of the command.
+        seconds: Time limit.
+        reports: Whether findings are its output, so that it needs no other message.
     """
     try:
         output, errors = process.communicate(timeout=seconds)
@@ -160,7 +161,7 @@ def end(process: Any, *, seconds: float = PATIENCE_S, reports: bool = False) -> 
         raise AssertionError(f"hangs: still running after {seconds:.0f} s") from None
     ended = Ended(process.returncode, output, errors)
     assert "Traceback" not in output + errors, f"a traceback: {errors[-2000:]}"
-    # What ends by itself says why, but for what it did to the end.
+    # A command that fails must say why, unless a signal ended it.
     if ended.status > 0:
         says = errors + (output if reports or ended.status == 130 else "")
         assert says.strip(), f"silent: exit status {ended.status} and no message"
@@ -168,7 +169,7 @@ def end(process: Any, *, seconds: float = PATIENCE_S, reports: bool = False) -> 
 
 
 def check_nothing_is_left(command: Command) -> None:
-    """Hold that no process of a run is left soon."""
+    """Check that all processes of a run end soon."""
     deadline = time.monotonic() + GONE_S
     while left := command.processes():
         if time.monotonic() > deadline:
@@ -178,23 +179,23 @@ def check_nothing_is_left(command: Command) -> None:
 
 
 def check_nothing_was_executed(folder: Path) -> None:
-    """Hold that no stranger's code ran."""
+    """Check that no untrusted code ran."""
     assert not list(folder.rglob(CANARY)), "a stranger's code was executed"
 
 
 def check_no_partial(command: Command) -> None:
-    """Hold that no half save is left."""
+    """Check that no partial save is left."""
     left = [str(path) for path in command.folder.rglob("*.partial*")]
     assert not left, f"left: {', '.join(left)}"
 
 
 def check_complete(command: Command, expected: list[float], *, from_step: int = 1) -> None:
-    """Hold that a run's steps are all there, once, and its losses to the bit what they should be.
+    """Check that a run has all steps once, with the expected losses to the bit.
 
     Args:
-        command: In whose folder the run is.
+        command: Command whose folder has the run.
         expected: Losses of an undisturbed run.
-        from_step: Steps before it were harmed themselves.
+        from_step: First step to check; earlier ones were damaged themselves.
     """
     lines = [line for line in command.lines("run") if "loss" in line]
     steps = [line["step"] for line in lines if line["step"] >= from_step]
@@ -209,7 +210,7 @@ def check_complete(command: Command, expected: list[float], *, from_step: int = 
 
 
 def complete(command: Command, overrides: list[str], expected: list[float]) -> Ended:
-    """Run the same command again, undisturbed, and hold that it completes the run."""
+    """Run the same command again, undisturbed, and check that it completes the run."""
     done = end(command.start("train", *overrides))
     assert done.status == 0, (
         f"the same command again: exit status {done.status}: {done.text[-1500:]}"
@@ -228,7 +229,7 @@ def checkpoints(command: Command) -> list[Path]:
 
 
 def steps_logged(command: Command) -> int:
-    """Return how many lines a run's metrics have by now."""
+    """Return the current number of lines in a run's metrics."""
     try:
         return (command.folder / "runs/run/metrics.jsonl").read_text().count("\n")
     except FileNotFoundError:
@@ -236,7 +237,7 @@ def steps_logged(command: Command) -> int:
 
 
 def check_steps_so_far(command: Command) -> None:
-    """Hold that the steps that were logged by now are there once, in order."""
+    """Check that the steps logged until now occur once, in order."""
     path = command.folder / "runs/run/metrics.jsonl"
     if not path.exists():
         return
@@ -248,7 +249,7 @@ def check_steps_so_far(command: Command) -> None:
 
 
 def wait_quietly(condition: Any, *, seconds: float) -> bool:
-    """Wait until something holds; return whether it ever did."""
+    """Wait until a condition holds; return whether it did in time."""
     try:
         wait_for(condition, seconds=seconds)
     except AssertionError:

@@ -1,7 +1,7 @@
-"""Runs cases of every kind in turn, until there are enough or time is over, and prints a table.
+"""Runs cases of every kind in turn, up to a number or a time limit, and prints a table.
 
-A case is a kind and a seed, nothing else: what failed is repeated by those two. No kind knows of
-another.
+A case is fully determined by a kind and a seed, which repeat a failure. Kinds are independent of
+each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
 
-# ruff: noqa: E402 (what follows is found by the line above)
+# ruff: noqa: E402 (these imports need the path set above)
 import corpora
 import corruptions
 import hostile_folders
@@ -35,12 +35,12 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to do harm.
+    """A kind of harm.
 
     Attributes:
-        about: In words.
-        run: Takes the lab, a seed and a log; raises AssertionError where the run was harmed.
-        number: Cases of a whole pass.
+        about: Description.
+        run: Function of the lab, a seed and a log; raises AssertionError if the run was harmed.
+        number: Number of cases for full coverage.
     """
 
     about: str
@@ -61,11 +61,11 @@ KINDS = {
 
 @dataclass
 class Tally:
-    """What became of a kind's cases.
+    """Results of a kind's cases.
 
     Attributes:
-        faults: Harm that was done: a case may do it several times.
-        skipped: Why cases could not be tried here.
+        faults: Number of harmful actions; a case may have several.
+        skipped: Reasons why cases could not run here.
     """
 
     cases: int = 0
@@ -77,12 +77,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that failed.
+    """A failed case.
 
     Attributes:
-        repeat: The command that does it again.
-        done: What was done to the run.
-        reason: What was wrong then.
+        repeat: Command that repeats it.
+        done: Actions on the run.
+        reason: Error that was found.
     """
 
     repeat: str
@@ -131,9 +131,9 @@ def _options() -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return kinds and seeds, every kind early: time may be over at any moment."""
+    """Return kinds and seeds, with every kind early, because time may run out at any moment."""
     numbers = {name: options.runs or KINDS[name].number for name in options.only}
-    # Sorted by what part of its kind is done by then.
+    # Sorted by the fraction of its kind that is done by then.
     shares = [(i / count, i, name) for name, count in numbers.items() for i in range(count)]
     return [(name, options.seed + i) for _, i, name in sorted(shares, key=lambda share: share[:1])]
 

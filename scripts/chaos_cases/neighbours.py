@@ -1,7 +1,7 @@
-"""Someone without the token reaches a run's ports while it starts and trains.
+"""An attacker without the token reaches a run's ports while it starts and trains.
 
-In a network namespace of its own, so that no other run of the node is disturbed: where none can be
-made, nothing is tried.
+Runs in a separate network namespace, so that no other run of the node is disturbed. Without
+namespaces, these cases are skipped.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lab import (
 from launchers import NodeNamespaces, node_namespaces
 
 STRATEGY = "fsdp"
-# A node whose messages are overwritten is waited for so long, and named meanwhile.
+# Time limit for a node whose messages are overwritten, during which it is named.
 OVERRIDES = [*COMMON, *STRATEGIES[STRATEGY], "launch.timeout_s=60"]
 KINDS = [(deed, nodes) for deed in ("noise", "rob", "deface") for nodes in (1, 2)]
-"""What the stranger does x over how many nodes the run is."""
+"""The attack x the number of nodes of the run."""
 
 
 def run(lab: Lab, seed: int, log: Log) -> None:
-    """Start a run beside a stranger."""
+    """Start a run next to an attacker."""
     deed, nodes = KINDS[seed % len(KINDS)]
     folder = lab.new(f"neighbour-{seed}")
     with node_namespaces(folder, nodes) as made:

@@ -1,6 +1,6 @@
-"""Space, files, rights or the run folder itself run out under a run, which says so in words.
+"""Disk space, files, permissions or the run folder run out during a run, which must say so.
 
-Once they are there again the same command completes it.
+Once they are available again, the same command completes the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def full_while_running(lab: Lab, chance: random.Random, log: Log) -> None:
 
 
 def files_too_large(lab: Lab, chance: random.Random, log: Log) -> None:
-    """A file may have so many bytes (ulimit -f)."""
+    """File sizes are limited (ulimit -f)."""
     needs("prlimit", root=False)
     size = chance.choice([1_000, 10_000, 100_000, 200_000])
     log(f"ulimit -f {size} bytes", fault=True)
@@ -64,7 +64,7 @@ def files_too_large(lab: Lab, chance: random.Random, log: Log) -> None:
 
 
 def too_few_files(lab: Lab, chance: random.Random, log: Log) -> None:
-    """A process may have so many files open (ulimit -n)."""
+    """The number of open files is limited (ulimit -n)."""
     needs("prlimit", root=False)
     files = chance.randint(12, 34)
     log(f"ulimit -n {files}", fault=True)
@@ -75,7 +75,7 @@ def too_few_files(lab: Lab, chance: random.Random, log: Log) -> None:
 
 
 def run_folder_is_gone(lab: Lab, chance: random.Random, log: Log) -> None:
-    """The run folder, or a part of it, is deleted under the run."""
+    """The run folder, or a part of it, is deleted during the run."""
     part = chance.choice(["", "checkpoints", "logs"])
     command = plain(lab.new("gone"))
     process = command.start("train", *OVERRIDES)
@@ -93,14 +93,15 @@ def run_folder_is_gone(lab: Lab, chance: random.Random, log: Log) -> None:
 
 
 def checkpoints_are_denied(lab: Lab, _: random.Random, log: Log) -> None:
-    """The folder of checkpoints can't be listed, so that nobody knows whether there are any."""
+    """The folder of checkpoints can't be listed, so their existence is unknown."""
     needs("setpriv")
     command = lab.copy_of_stopped(STRATEGY, "denied")
     before = steps_logged(command)
     folder = command.folder / "runs/run/checkpoints"
     folder.chmod(0)
     log("EACCES of checkpoints", fault=True)
-    # Root that may not pass over rights any more: another user might not reach this interpreter.
+    # Root without the right to bypass permissions, because another user might not reach this
+    # interpreter.
     rights = "--bounding-set=-dac_override,-dac_read_search"
     denied = plain(command.folder, "setpriv", rights)
     ended = end(denied.start("train", *OVERRIDES))
@@ -122,7 +123,7 @@ KINDS: tuple[Callable[[Lab, random.Random, Log], None], ...] = (
 
 
 def run(lab: Lab, seed: int, log: Log) -> None:
-    """Let something run out, and give it back."""
+    """Let a resource run out, and restore it."""
     KINDS[seed % len(KINDS)](lab, random.Random(seed), log)
 
 
@@ -157,7 +158,9 @@ def _complete(lab: Lab, command: Command) -> None:
 
 
 def _judge(command: Command, ended: Ended, *reasons: str) -> None:
-    """Hold that a run that could not train said so, and left nothing half; it may also succeed."""
+    """Check that a run that could not train said so and left no partial file; it may also
+    succeed.
+    """
     check_nothing_is_left(command)
     check_no_partial(command)
     if ended.status:

@@ -1,10 +1,10 @@
-"""Whether everything trains on this node's GPU: estimates beside it, then every kind of run.
+"""Checks that everything trains on this node's GPU: estimates, then every kind of run.
 
-A run of fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
-of several ranks compute what one process does on the CPU, their ranks threads that share the GPU;
-with compute-sanitizer on PATH two of them are looked at by it. Two runs are stopped, by Ctrl-C and
-by SIGTERM, what they saved is checked, and they resume; of a run's processes its rank alone has
-initialised CUDA.
+A run in fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
+of several ranks compute the same as one process on the CPU, with ranks as threads that share the
+GPU; with compute-sanitizer on PATH it checks two of them. Two runs are stopped, by Ctrl-C and by
+SIGTERM, their checkpoints are checked, and they resume; only the rank of a run has initialised
+CUDA.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LAYOUTS = {
 }
 VERIFIED = {f"verified {name}": layout for name, layout in LAYOUTS.items()}
 LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "context")}
-"""By compute-sanitizer."""
+"""Layouts checked by compute-sanitizer."""
 RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
 STOPPED = {
     "interrupted and resumed": signal.SIGINT,
@@ -98,14 +98,14 @@ OTHERS = ("one device a task", "same bits when launches wait", *STOPPED)
 RESUMED = [
     *(*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true", "estimate.background=false"),
 ]
-"""It ends when it has saved, and waits for no estimate."""
+"""A run ends when it has saved, and does not wait for an estimate."""
 ON_CPU = ("estimate", "gpt fp32", "profiled", "verified fsdp", *LOOKED_AT, *OTHERS)
 READ = {"reserved_bytes", "active_bytes", "alloc_retries"}
-"""Of a GPU in any logged step; what NVML and the device's peak add is shown."""
+"""Columns of a GPU in any logged step; columns of NVML and of the device's peak are optional."""
 OFF = {"fp32": 1e-4, "bf16": 2e-2}
-"""What passes where verify's own tolerance, that of two runs on a CPU, is less."""
+"""Tolerance that passes, if larger than verify's, which is for two runs on a CPU."""
 EXACT = ("rate", "skip")
-"""What no device computes."""
+"""Values that no device computes."""
 
 
 def main() -> int:
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def command(name: str, overrides: list[str], folder: Path) -> table.Row:
-    """Run a command that starts no rank, with the devices seen and with them hidden."""
+    """Run a command that starts no rank, with the devices visible and hidden."""
     problems = []
     for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
         ran = axonlaunch(overrides, folder, **hidden)
@@ -157,7 +157,7 @@ def command(name: str, overrides: list[str], folder: Path) -> table.Row:
 
 
 def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> table.Row:
-    """Train, and where the arithmetic is the CPU's hold the losses beside those of a CPU."""
+    """Train, and in fp32 compare the losses with those of a CPU."""
     losses = {}
     is_fp32 = not any("precision=" in word for word in overrides)
     devices = ("nccl", "gloo") if is_fp32 else ("nccl",)
@@ -179,7 +179,7 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
 
 
 def profiled(row: table.Row, folder: Path, *, on_cuda: bool) -> table.Row:
-    """Add to a profiled run's row what its profile and its logged steps have of the device."""
+    """Add device values of a run's profile and logged steps to its row."""
     [run] = (folder / "runs").glob("profiled-*")
     ran = axonlaunch(["profile", str(run), "--json"], folder)
     if ran.returncode:
@@ -203,7 +203,7 @@ def profiled(row: table.Row, folder: Path, *, on_cuda: bool) -> table.Row:
 
 
 def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
-    """Train twice, once with kernels that are waited for: where streams race, losses differ."""
+    """Train twice, once with blocking kernels: races between streams would change losses."""
     losses = []
     for waits in "01":
         overrides = [*RACING, "train.deterministic=true"]
@@ -219,7 +219,7 @@ def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
 
 
 def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -> table.Row:
-    """Stop a run by a signal, check what it saved, and let it resume and generate text."""
+    """Stop a run by a signal, check its checkpoints, then resume it and generate text."""
     small = [word for word in SMALL if not word.startswith(("train.steps=", "sample."))]
     backend = f"launch.backend={'nccl' if on_cuda else 'gloo'}"
     run_name = name.partition(" ")[0]
@@ -240,9 +240,9 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
         _, errors = process.communicate(timeout=min(60.0, table.seconds_left()))
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()  # its ranks end with it, and write nothing into a folder that goes
+        process.wait()  # its ranks end with it, and no longer write into the folder
         if not table.seconds_left():
-            raise  # it is the part's time that is over
+            raise  # the part's time is over
         return table.Row(name, problem=f"it did not end after {number.name}")
     stopped_at = last_step(metrics)
     cells = {"contexts": str(len(contexts)), "stopped at": str(stopped_at)}
@@ -267,13 +267,13 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
 
 
 def last_step(metrics: Path) -> int:
-    """Return the last step that a run logged; 0: none yet."""
+    """Return the last step that a run logged; 0 before the first."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)
 
 
 def contexts_of(root: int) -> list[int]:
-    """Return the processes that initialised CUDA of a process and what it started at any remove."""
+    """Return the processes that initialised CUDA, among a process and all its descendants."""
     return table.computing(lambda pid: root in _ancestors(pid))
 
 
@@ -292,7 +292,7 @@ def _ancestors(pid: int) -> list[int]:
 def losses_of(
     name: str, overrides: list[str], folder: Path, **environment: str
 ) -> list[float] | str:
-    """Train; return the loss of each step, or what went wrong."""
+    """Train; return the loss of each step, or an error message."""
     run = name.replace(" ", "-").replace(",", "")
     ran = axonlaunch(
         ["train", *SMALL, *overrides, f"name={run}", "--json"],
@@ -306,7 +306,7 @@ def losses_of(
 
 
 def verified(name: str, layout: list[str], device: str, folder: Path) -> table.Row:
-    """Hold a layout, its ranks threads that share the device, vs. a single process on the CPU."""
+    """Compare a layout, with ranks as threads on one device, with a single process on the CPU."""
     asked = ["verify", *layout, f"launch.device={device}", "--json"]
     ran = axonlaunch(asked, folder)
     try:
@@ -320,7 +320,7 @@ def verified(name: str, layout: list[str], device: str, folder: Path) -> table.R
 
 
 def judged(name: str, result: dict[str, Any], allowed: float) -> table.Row:
-    """Return the row of what verify printed; what is not compared does not pass."""
+    """Return the row of a verify result; values that are not compared do not pass."""
     if result["failure"] is not None:
         return table.Row(name, problem=result["failure"])
     off = result["max_differences"]
@@ -356,7 +356,7 @@ def _in_this_process(name: str, device: str) -> int:
 
 
 def _third_of_eight(device: str) -> int:
-    """Join, as the third task of a node whose scheduler shows each task a device of its own."""
+    """Join as the third task of a node whose scheduler shows each task one device."""
     place = RankEnvironment(
         local_rank=3, local_world_size=8, master_addr=socket.gethostname(), alone=False
     )

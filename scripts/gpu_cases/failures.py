@@ -1,4 +1,4 @@
-"""How runs on a GPU fail: each with its own cause, soon, and with nothing left behind."""
+"""Failures of runs on a GPU: each reports its cause quickly, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import table
 
 ENDS_IN_S, ENDS_AFTER_S = 60.0, 15.0
-"""On a GPU, from the start of a command to its end; from a failure that is made."""
+"""Seconds on a GPU: from a command's start to its end, and from a provoked failure to the end."""
 LESS = "smallest changes that need less:\n"
-"""After it a report has overrides, a line each."""
+"""A report lists overrides after this text, one per line."""
 RUN = [
     *(
         "data=synthetic_tokens",
@@ -60,16 +60,17 @@ class Embedded(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A way to fail.
+    """A kind of failure.
 
     Attributes:
-        overrides: Beside those of every run.
-        expected: What standard error has to have, in lower case; on a GPU and on a CPU, where they
-            differ.
-        needs_gpu: Whether a CPU has no such failure.
-        provoke: What is done to the run's rank once it trains; None: nothing.
-        retried: Whether the run has to train with the first changes that the report names.
-        tasks: Ranks that another launcher starts, each of which is shown the first device alone.
+        overrides: Overrides in addition to those of every run.
+        expected: Required text of standard error, in lower case; a pair for a GPU and a CPU, if
+            they differ.
+        needs_gpu: Whether the failure can't occur on a CPU.
+        provoke: Function that is called with the run's rank once it trains; None calls nothing.
+        retried: Whether the run must train with the first changes that the report names.
+        tasks: Number of ranks that another launcher starts; each sees only the first
+            device.
     """
 
     overrides: list[str]
@@ -80,7 +81,7 @@ class Case:
     tasks: int = 0
 
     def has_to_report(self, *, on_cuda: bool) -> str:
-        """Return what standard error has to have."""
+        """Return the required text of standard error."""
         return self.expected if isinstance(self.expected, str) else self.expected[not on_cuda]
 
 
@@ -104,7 +105,7 @@ CASES = {
 
 
 def main() -> int:
-    """Let every case fail."""
+    """Run every case."""
     args = table.arguments(__doc__ or "")
     on_cuda = args.device == "cuda"
     cases = {name: case for name, case in CASES.items() if on_cuda or not case.needs_gpu}
@@ -118,7 +119,7 @@ def main() -> int:
 
 
 def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
-    """Let a run fail and look at how it ended."""
+    """Let a run fail and check how it ended."""
     overrides = [word for word in RUN if not (word.startswith("model=") and _has_model(case))]
     if case.tasks:
         overrides.remove("launch.nproc=1")
@@ -168,7 +169,7 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
 
 
 def _retried(arguments: list[str], errors: str, folder: Path) -> tuple[str, str]:
-    """Return the first changes that a report names, and what is wrong with them."""
+    """Return the first changes that a report names, and their error, if any."""
     changes = errors.partition(LESS)[2].partition("\n")[0].split()
     if not changes:
         return "", f"no changes are named in: {' '.join(errors.split())[-200:]}"
@@ -196,7 +197,7 @@ def _train(
 
 
 def _tasks(count: int) -> list[dict[str, str]]:
-    """Return what another launcher sets for each rank of this node."""
+    """Return another launcher's variables for each rank of this node."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -219,7 +220,7 @@ def _has_model(case: Case) -> bool:
 
 
 def rank_of(log: Path) -> int | None:
-    """Return the process whose output goes to a rank's log; None: it has ended."""
+    """Return the process that writes a rank's log; None if it has ended."""
     for output in Path("/proc").glob("[0-9]*/fd/1"):
         try:
             if output.readlink() == log.resolve():

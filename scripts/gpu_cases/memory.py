@@ -1,11 +1,11 @@
-"""What rank 0 of a layout holds, on one device: real buffers and kernels, other ranks not there.
+"""Memory of rank 0 of a layout, on one device: real buffers and kernels without the other ranks.
 
-Collectives of torch's ``fake`` process group do nothing, so values are garbage and memory is not.
-Three steps in a process of their own, the peak of the second and third, beside ``axonlaunch
-estimate`` of the same overrides; and what it takes of the device beside its allocator, which is
-the context alone, as there is no communicator: ``hardware.context_mib`` takes it; and the host
-memory of what is offloaded, as torch locks it. Of a case that is off, ``gpu-memory`` has the
-allocator's snapshot, for https://pytorch.org/memory_viz.
+Collectives of torch's ``fake`` process group do nothing, so values are garbage, but memory is
+right. Three steps run in a separate process. The peak of the second and third is compared with
+``axonlaunch estimate`` of the same overrides. Memory of the device outside of the allocator is
+compared with ``hardware.context_mib``: it is only the context, because there is no communicator.
+Offloaded host memory is compared as torch locks it. For each case that is off, ``gpu-memory`` has
+the allocator's snapshot, for https://pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -50,7 +50,7 @@ NONE = "train.activation_checkpointing=none"
 LLAMA_1B = [
     *("model=llama3_8b", "model.hidden_size=2048", "model.intermediate_size=8192"),
     *("model.num_hidden_layers=16", "data.sequence_length=4096", "train.global_batch_size=2"),
-    *("train.micro_batch_size=2", NONE),  # the preset of 8B has others
+    *("train.micro_batch_size=2", NONE),  # the preset of 8B has other values
 ]
 LLAMA_8B = ["model=llama3_8b", "data.sequence_length=8192", "train.global_batch_size=8", BF16]
 GPT = [
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 CASES["1.2B fixed segments"] = CASES["1.2B"]
 ALLOCATORS = {"1.2B fixed segments": "expandable_segments:False"}
-"""Settings of torch's allocator, where they are others than those of a run."""
+"""Settings of torch's allocator, if they differ from a run's."""
 TINY = [
     *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
     *("model.hidden_size=64", "train.global_batch_size=4", "launch.backend=mock"),
@@ -140,7 +140,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(measured(overrides, ranks, device, snapshot)))
         return 0
 
-    # Estimates take no device, so that they are made while others are measured.
+    # Estimates need no device, so they run while others are measured.
     pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
     estimates = {
         name: pool.submit(estimated, name, overrides, ranks, **_allocator(name))
@@ -201,7 +201,7 @@ def measured(
 
 
 def _train(config: RunConfig, world: World, watch: PeakWatch) -> int:
-    """Do three steps; return the bytes of the states that are in host memory."""
+    """Run three steps; return the bytes of the states that are in host memory."""
     dataset = data.build_dataset(config.data, config.tokenizer)
     layout = Layout.of(config, world_size=world.world_size)
     is_cuda = world.device.type == "cuda"
@@ -225,7 +225,7 @@ def _train(config: RunConfig, world: World, watch: PeakWatch) -> int:
 def _boundaries(
     config: RunConfig, layout: Layout, stages: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what each stage of a llama takes and gives of a micro-batch: nobody sends it."""
+    """Return each stage's inputs and outputs for a llama's micro-batch, which no rank sends."""
     model: Any = config.model
     positions: Any = getattr(config.data, "sequence_length", None)
     shape = (layout.micro_batch_size, positions)
@@ -245,9 +245,9 @@ def _boundaries(
 
 
 def used_bytes(uuid: str) -> int:
-    """Return what all processes hold of a device; 0 where its driver does not say.
+    """Return the used memory of a device by all processes; 0 if its driver does not say.
 
-    What the driver says of each is under the PIDs of the host, which differ in a container.
+    The driver lists processes by PIDs of the host, which differ in a container.
     """
     asked = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=memory.used"]
     command = [*asked, "--format=csv,noheader,nounits"]
@@ -262,7 +262,7 @@ def _allocator(name: str) -> dict[str, str]:
 def estimated(
     name: str, overrides: list[str], ranks: int, **environment: str
 ) -> dict[str, Any] | str:
-    """Return what ``axonlaunch estimate`` prints, or why it does not."""
+    """Return the output of ``axonlaunch estimate``, or why it failed."""
     arguments = [*overrides, f"launch.nproc={ranks}", "--json"]
     command = [sys.executable, "-m", "axonlaunch", "estimate", *arguments]
     ran = table.ended(command, **environment)
@@ -280,7 +280,7 @@ def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> tabl
     pairs |= {"host": "host"} if host else {}
     first = estimate.get("ranks", [estimate])[0]
     if first["peak_bytes"] != estimate["peak_bytes"]:
-        # Rank 0 was measured; what another holds at most is not to be held against it.
+        # Rank 0 was measured, so the maximum over other ranks does not apply.
         estimate, pairs = first, {"allocated": "peak_bytes"}
     cells: dict[str, str] = {}
     problems = []
@@ -294,10 +294,10 @@ def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> tabl
         slack = {
             "allocated": 0.02 * ours + 64 * MIB,
             "reserved": 0.05 * ours,
-            "host": 0.02 * ours + 64 * MIB,  # batches are there too
+            "host": 0.02 * ours + 64 * MIB,  # batches are there, too
         }.get(what)
         if "reserved" not in peaks:
-            slack = 0.001 * ours  # of messages that nobody takes, some are freed earlier
+            slack = 0.001 * ours  # some messages without a receiver are freed earlier
         if slack is not None and abs(theirs - ours) > slack:
             problems.append(f"{what} is {off:+.1%} off")
     return table.Row(name, cells, "; ".join(problems))

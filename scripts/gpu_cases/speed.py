@@ -1,19 +1,24 @@
-"""Tokens/s and MFU of axonlaunch, a hand-written loop and one as torchtitan's, interleaved.
+"""Tokens/s and MFU of axonlaunch, a hand-written loop and one like torchtitan's, interleaved.
 
 Each contestant trains the same model on the same tokens on one device, with the same arithmetic:
 products in bf16 of copies of fp32 parameters, gradients summed and AdamW's update in fp32.
-axonlaunch does it as a run does, its garbage collected by hand; ``by hand`` with fully_shard of
-each block and of the rest, and its mixed-precision policy, also where one rank has all; ``as
-torchtitan`` with its units (embedding, blocks, norm with head), compiled blocks and loss where the
-case compiles, and garbage collected by hand. All attend by the kernels that a run chooses. One
-alone fits the device, so they take turns twice, the second time in the opposite order; of each turn
-the first steps are dropped, and the median of the others counts. Ranks beside the first are not
-there: collectives of torch's ``fake`` process group do nothing, so that the speed of 8 is that of
-their kernels, with no message to wait for. Beside it stand how far rounds differ and how long the
-host takes to issue a step. One step of axonlaunch is profiled after all were timed: how many
-kernels it launches, what they do, and for how much of it the device has none to run; ``gpu-logs``
-keeps the trace of a case that is too slow. Then steps with offload and saves in the background are
-held beside the link of host and device (``transfers.py``).
+
+- axonlaunch runs as in a training run, with manual garbage collection.
+- ``by hand`` uses fully_shard of each block and of the rest, and its mixed-precision policy, even
+  if one rank has all parameters.
+- ``as torchtitan`` uses torchtitan's units (embedding, blocks, norm with head), compiled blocks and
+  loss if the case compiles, and manual garbage collection.
+
+All use the attention kernels that a run chooses. Only one fits on the device, so they take turns
+twice, the second time in the opposite order. The first steps of each turn are dropped, and the
+median of the others counts. Only the first rank exists: collectives of torch's ``fake`` process
+group do nothing, so the speed of 8 ranks is that of their kernels without communication. The table
+also has the difference between rounds and the host's time to issue a step.
+
+One step of axonlaunch is profiled after all were timed: its number of kernels, their work, and the
+time in which the device is idle. ``gpu-logs`` keeps the trace of a case that is too slow. Then
+steps with offload and saves in the background are compared with the link between host and device
+(``transfers.py``).
 """
 
 from __future__ import annotations
@@ -45,8 +50,8 @@ from axonlaunch import data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
@@ -59,10 +64,10 @@ from axonlaunch.training.arithmetic import attention_kernels, configure_arithmet
 from axonlaunch.training.measuring.device_use import hardware_of, peak_flops
 
 STEPS, ROUNDS = 8, 3
-STEPS_OF_8B = 3  # each of a second and more
+STEPS_OF_8B = 3  # each of a second or more
 AGAINST_HAND, AGAINST_TITAN = 0.99, 0.97
 MFU = {"1.2B": 0.40, "1.2B compiled": 0.48}
-"""What is required on an H100: 0.410 and 0.496 were measured, and 0.383 and 0.456 as torchtitan."""
+"""Required on an H100: 0.410 and 0.496 were measured, and 0.383 and 0.456 as torchtitan."""
 SHARED_8B = [*LLAMA_8B, "strategy=fsdp", SELECTIVE]
 CASES: dict[str, tuple[int, list[str]]] = {
     "gpt2": (1, [*GPT, "strategy=single", BF16]),
@@ -84,13 +89,13 @@ Step = Callable[[Batch], object]
 
 @dataclass(frozen=True)
 class Work:
-    """What all contestants do.
+    """The task of all contestants.
 
     Attributes:
-        config: The run.
-        device: Where.
-        ranks: That share the model; the others are not there.
-        batches: A few, on the host, used again and again.
+        config: Configuration of the run.
+        device: Device of the run.
+        ranks: Number of ranks that share the model; only one exists.
+        batches: A few batches on the host, used repeatedly.
     """
 
     config: RunConfig
@@ -142,14 +147,16 @@ def _trace_of(name: str) -> Path:
 
 
 def passing(overrides: list[str], device: torch.device) -> dict[str, float]:
-    """Return what passes between host and device in a step of a run on one rank."""
+    """Return the transfers between host and device in a step of a run on one rank."""
     work, sample = _work(overrides, 1, device)
     step = _axonlaunch(work, sample)
     return transfers.passing(lambda: step(work.batches[0]), device)
 
 
 def timed(overrides: list[str], ranks: int, device: torch.device, *, trace: Path) -> dict[str, Any]:
-    """Time the contestants of one case, write a trace of ours; return what ``judged`` takes."""
+    """Time the contestants of one case and write axonlaunch's trace; return arguments for
+    ``judged``.
+    """
     work, sample = _work(overrides, ranks, device)
     makers: dict[str, Callable[[Work], Step]] = {
         "axonlaunch": lambda model: _axonlaunch(model, sample),
@@ -163,8 +170,8 @@ def timed(overrides: list[str], ranks: int, device: torch.device, *, trace: Path
     issued: dict[str, list[float]] = {who: [] for who in makers}
     use: dict[str, Any] = {}
     for left in reversed(range(passes)):
-        # One at a time is in the device's memory; axonlaunch is the last to be timed, for what
-        # profiles it stays with the process.
+        # Only one at a time is in the device's memory. axonlaunch is the last to be timed, because
+        # profiling it has lasting effects in the process.
         for who, make in reversed(makers.items()) if left == 0 else makers.items():
             step = make(work)
             own_gc = who != "by hand"
@@ -191,7 +198,7 @@ def timed(overrides: list[str], ranks: int, device: torch.device, *, trace: Path
 
 
 def _work(overrides: list[str], ranks: int, device: torch.device) -> tuple[Work, torch.Tensor]:
-    """Join a world whose other ranks are not there; return what a case does there, and a sample."""
+    """Join a world without its other ranks; return the case's work in it, and a sample."""
     config = resolve_anywhere(
         replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
     )
@@ -200,7 +207,7 @@ def _work(overrides: list[str], ranks: int, device: torch.device) -> tuple[Work,
     dataset = data.build_dataset(config.data, config.tokenizer)
     layout = Layout.of(config, world_size=ranks)
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
-    batches = [cast("Batch", loader.batch(step)) for step in range(4)]  # of tokens all of them
+    batches = [cast("Batch", loader.batch(step)) for step in range(4)]  # all of them of tokens
     return Work(config, device, ranks, batches), sample_inputs(dataset)
 
 
@@ -214,19 +221,18 @@ def judged(
     launches: int = 0,
     parts: Mapping[str, float] | None = None,
 ) -> table.Row:
-    """Return a row; ratios and MFU are required where there is a device's peak.
+    """Return a row; ratios and MFU are required if the device's peak is known.
 
     Args:
-        name: The case.
-        rates: Tokens a second of each contestant.
-        flops_per_token: Of forward and backward.
-        peak: The device's, FLOP/s; None: not known.
-        spread: Of each contestant its slowest round over its fastest.
-        host: Seconds until the host has issued a step: as long as the step where the device waits
-            for the host.
-        launches: Kernels of a step of axonlaunch.
-        parts: Shares of that step, which was profiled, so that a host that is short of time is
-            still shorter of it.
+        name: Name of the case.
+        rates: Tokens per second of each contestant.
+        flops_per_token: FLOPs of forward and backward per token.
+        peak: Peak of the device in FLOP/s; None if it is unknown.
+        spread: Slowest round over fastest round of each contestant.
+        host: Seconds until the host has issued a step; equal to the step if the device waits for
+            the host.
+        launches: Number of kernels in a step of axonlaunch.
+        parts: Fractions of that step. It was profiled, which makes a slow host even slower.
     """
     cells = {f"{who}, tokens/s": f"{rate:,.0f}" for who, rate in rates.items()}
     cells |= {f"{who}, slowest/fastest": f"{ratio:.2f}" for who, ratio in (spread or {}).items()}
@@ -249,7 +255,7 @@ def judged(
 
 
 def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> tuple[float, float]:
-    """Return the seconds of a step, on average, and those until the host had issued it."""
+    """Return the mean seconds of a step, and the seconds until the host had issued it."""
     with _collected_by_hand() if own_gc else nullcontext():
         _wait(work.device)
         began = time.perf_counter()
@@ -261,7 +267,7 @@ def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> tuple[float, 
 
 
 def _use(step: Step, work: Work, path: Path) -> dict[str, Any]:
-    """Return how many kernels a step launches, of a CPU operations, and what shares of it are."""
+    """Return a step's number of kernels (on a CPU, operations), and the fractions of its parts."""
     with profile() as profiled:
         with record_function(f"{STEP} 1"):
             step(work.batches[0])
@@ -312,7 +318,9 @@ def _axonlaunch(work: Work, sample: torch.Tensor) -> Step:
 
 
 def _model(work: Work) -> Any:
-    """Return the case's model, its weights drawn on the device in a moment: no speed is of them."""
+    """Return the case's model with weights drawn on the device, whose values do not affect
+    speed.
+    """
     with torch.device("meta"):
         model = construct(work.config.model, seed=0)
     materialize(model, device=work.device)
@@ -388,7 +396,7 @@ def _sharding(work: Work) -> dict[str, Any]:
 
 
 def _recompute(work: Work, model: Any) -> None:
-    """Recompute in backward what axonlaunch does: all have the same products to do."""
+    """Recompute the same activations as axonlaunch, so that all do the same products."""
     mode = work.config.train.activation_checkpointing
     apply_activation_checkpointing(_blocks(model), mode=mode)
 

@@ -1,6 +1,6 @@
-"""What the parts share: their arguments, their ten minutes, their rows, the table and its status.
+"""Shared by the parts: arguments, the time limit of ten minutes, rows, the table and its status.
 
-By itself it says whether there is the device that the parts need.
+Run as a script, it says whether the device that the parts need exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 try:
     from axonlaunch.system.node import allocator_settings
 
-    allocator_settings.grow_segments()  # as in a rank, before torch is there
+    allocator_settings.grow_segments()  # as in a rank, before torch is imported
     import torch
 except ModuleNotFoundError as error:
     sys.stderr.write(
@@ -29,21 +29,23 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 DRIVER = Path("/dev/nvidia-uvm")
-"""What a process has open once it initialised CUDA; who asks NVML alone has other files open."""
+"""File that a process has open after it initialised CUDA; processes that only use NVML have
+others.
+"""
 OUTPUTS = Path("gpu-logs")
-"""Has what a command printed that failed, by case."""
+"""Folder for the output of failed commands, by case."""
 ENDS_AFTER_CTRL_C_S = 15.0
 _ENDS = time.monotonic() + 580.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what came of it.
+    """A case and its result.
 
     Attributes:
-        name: The case.
-        cells: By column.
-        problem: What is not as it has to be; empty where all is.
+        name: Name of the case.
+        cells: Texts by column.
+        problem: Error of the case; empty without errors.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Row:
 
 
 def seconds_left() -> float:
-    """Return how long a part may still take: what it starts is to end by then."""
+    """Return the remaining seconds of a part, in which its commands must end."""
     return max(0.0, _ENDS - time.monotonic())
 
 
@@ -62,9 +64,9 @@ def ended(
     """Run a command to its end.
 
     Args:
-        command: And its arguments.
-        folder: Where it runs; None: here.
-        environment: What is set for it besides.
+        command: Program and arguments.
+        folder: Working directory; None uses the current one.
+        environment: Additional environment variables.
 
     Raises:
         subprocess.TimeoutExpired: The part's time ended before.
@@ -89,9 +91,9 @@ def ended(
 
 
 def computing(belongs: Callable[[int], bool]) -> list[int]:
-    """Return the processes that initialised CUDA, of those that belong.
+    """Return the processes that initialised CUDA and satisfy ``belongs``.
 
-    By what they have open: the PIDs that nvidia-smi prints in a container are the host's.
+    Detected by their open files, because nvidia-smi prints PIDs of the host in a container.
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -112,7 +114,7 @@ def why(case: str, printed: str) -> str:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """Parse what every part takes; without a device that is asked for, end with status 2."""
+    """Parse the arguments of every part; exit with status 2 if the requested device is missing."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", metavar="PREFIX", help="cases whose name begins so")
@@ -125,15 +127,16 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once: int = 1) -> int:
-    """Run the cases, print each as it ends and the table of all last; return the exit status.
+    """Run the cases, print each as it ends and finally the table; return the exit status.
 
-    Ctrl-C, which reaches what runs too, ends it with the table of what was run, and status 130.
+    Ctrl-C, which running commands receive as well, ends it with the table of completed cases, and
+    status 130.
 
     Args:
-        names: Of all cases, in the table's order.
-        only: How the names of those begin that are run.
-        case: Runs one.
-        at_once: How many run side by side, where none is timed.
+        names: Names of all cases, in the table's order.
+        only: Prefix of the names of cases to run.
+        case: Function that runs a case.
+        at_once: Number of concurrent cases; 1 if cases are timed.
     """
 
     seconds: dict[str, float] = {}
@@ -163,7 +166,7 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once:
                 sys.stdout.flush()
         except KeyboardInterrupt:
             interrupted = True
-            global _ENDS  # of what does not end by itself, as it was interrupted too
+            global _ENDS  # ends commands that the interruption did not end
             _ENDS = min(_ENDS, time.monotonic() + ENDS_AFTER_CTRL_C_S)
             pool.shutdown(wait=False, cancel_futures=True)
     rows += [Row(name, problem="interrupted") for name in asked[len(rows) :]]

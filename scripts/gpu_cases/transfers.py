@@ -1,8 +1,9 @@
-"""What passes between device and host, beside the time that the link itself takes.
+"""Measures transfers between device and host, compared with the time of the link itself.
 
-Offloaded parameters and states pass in every step: a profile says how many bytes each way, and the
-link was timed with as many bytes at once. A save in the background stands still for one copy to the
-host; the first one locks that memory besides. On a CPU nothing passes.
+Offloaded parameters and states are transferred in every step: a profile gives the bytes in each
+direction, and the link was timed with the same number of bytes at once. A save in the background
+blocks for one copy to the host; the first save also locks that memory. On a CPU nothing is
+transferred.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODEL_OF_CPU = [
 
 
 def passing(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Return the seconds of a step, and what passes in it: GiB each way, seconds of the link."""
+    """Return the seconds of a step and its transfers: GiB each way, seconds of the link."""
     step()
     times = []
     for _ in range(3):
@@ -77,15 +78,15 @@ def floor(there: int, back: int, links: dict[str, float]) -> float:
     """Return the seconds in which a link that works both ways at once moves some bytes.
 
     Args:
-        there: To the device.
-        back: To the host.
-        links: GB/s by where from; none on a CPU.
+        there: Bytes to the device.
+        back: Bytes to the host.
+        links: GB/s by source; empty on a CPU.
     """
     return max((there / links["host"], back / links["device"])) / 1e9 if links else 0.0
 
 
 def of_offload(name: str, found: dict[str, float], *, on_cuda: bool) -> table.Row:
-    """Return the row of an offloaded step; on a GPU something has to pass."""
+    """Return the row of an offloaded step; on a GPU there must be transfers."""
     cells = {
         "step, ms": f"{1e3 * found['step']:.1f}",
         "to the device, GiB": f"{found['there']:.2f}",
@@ -99,7 +100,7 @@ def of_offload(name: str, found: dict[str, float], *, on_cuda: bool) -> table.Ro
 
 
 def saved(overrides: list[str], device: torch.device) -> dict[str, Any]:
-    """Train with saves in the background; return what they said, and the link's own seconds.
+    """Train with saves in the background; return their reports, and the link's seconds.
 
     Raises:
         RuntimeError: The run failed.
@@ -119,7 +120,7 @@ def saved(overrides: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def of_saves(saves: list[dict[str, Any]], floor: float) -> table.Row:
-    """Return the row of a run's saves; later ones copy to memory that is there already."""
+    """Return the row of a run's saves; later ones copy to existing memory."""
     stalls = [float(save["stalled_s"]) for save in saves]
     if len(stalls) < 3:
         return table.Row(SAVES, problem=f"{len(stalls)} checkpoints were written, not 3")

@@ -1,4 +1,4 @@
-"""A run that resumes after its data changed is refused, or goes on from the data's first row."""
+"""A run that resumes after its data changed is refused, or continues from the data's first row."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from axonlaunch import checkpoint, config
 from axonlaunch.comm import World
 from axonlaunch.comm.errors import RankFailedError
 from axonlaunch.config import ConfigError
-from axonlaunch.data import loader, shard_maker
-from axonlaunch.data.file_sum import sum_of_file
-from axonlaunch.data.origin import Origin
+from axonlaunch.data.datasets import loader
+from axonlaunch.data.datasets.origin import Origin
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.shards.file_sum import sum_of_file
 from axonlaunch.preflight import checks
 from axonlaunch.training import worker
 
@@ -37,9 +38,9 @@ def write_rows(file: Path, word: str, count: int = 60) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[int]]:
-    """Trains to a step in the run's folder, checked as a command does.
+    """Return a function that trains to a step in the run's folder, with a command's checks.
 
-    Returns the positions, among the data's rows, that rank 0 read at first.
+    The function returns the row positions in the data that rank 0 read at first.
     """
 
     def train(*overrides: str, steps: int = 2) -> list[int]:

@@ -1,4 +1,4 @@
-"""A checkpoint holds tensors alone, of every usual dtype; nothing else of it is unpickled."""
+"""A checkpoint holds only tensors, of every usual dtype; nothing else in it is unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written past the kernel's cache is what was given, whatever its length."""
+"""Direct I/O, which bypasses the kernel's cache, writes the exact input of any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes back to its newest good checkpoint on every rank, and over nothing but damage."""
+"""All ranks go back to the newest good checkpoint, and skip only damaged ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(where: Path, *steps: int, keep: int = 9) -> None:
 
 
 def resume(where: Path, *, passes_over: bool = True) -> tuple[int | None, set[float], list[str]]:
-    """Return the step that all ranks resumed from, what they read, and what was put aside."""
+    """Return the step that all ranks resumed from, their values, and the checkpoints set aside."""
 
     def on_rank(world: World) -> tuple[int | None, set[float], list[str]]:
         state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(64) for rank in range(RANKS)}}

@@ -1,4 +1,4 @@
-"""Weights of models of transformers: read in part by every rank, written as it reads them."""
+"""Weights of transformers' models: ranks read their shards, and exports have its format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refusal(path: Path, *more: str) -> str:
 
 
 def started(config: RunConfig) -> dict[str, Tensor]:
-    """Whole parameters that ranks start from."""
+    """Return the full parameters that ranks start from."""
     assert config.launch.nproc != "auto"
 
     def run(world: World) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(Piece, "read", counted)
     started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
     count = sum(p.numel() for p in model.parameters())
-    assert sum(numbers) == count  # of both ranks together
+    assert sum(numbers) == count  # both ranks together
     assert max(numbers) <= max(p.numel() for p in model.parameters()) // 2
 
 
@@ -138,7 +138,7 @@ def test_pretrained_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_conversion_that_needs_full_tensors_is_computed(tmp_path: Path) -> None:
-    """GPT-NeoX's experts and the like: a converter that does more than move numbers."""
+    """GPT-NeoX's experts and similar: the converter does more than move numbers."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
     class Doubled(ConversionOps):

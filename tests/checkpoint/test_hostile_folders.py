@@ -1,4 +1,4 @@
-"""A checkpoint's folder may be anybody's: what is edited, mixed or leads elsewhere is refused."""
+"""A checkpoint's folder may be untrusted: edited, mixed or redirected files are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flip(file: Path) -> None:
 
 
 def is_loaded(folder: Path) -> bool:
-    """Whether anything of a checkpoint reaches a state."""
+    """Return whether anything of a checkpoint reaches a state."""
     target = step_folders.read_checkpoint(folder)
     if target is None:
         return False
@@ -103,7 +103,7 @@ class Malicious:
 
 
 def resum(folder: Path) -> None:
-    """Make a manifest true again, as who made the folder can."""
+    """Update a manifest's checksums, as the creator of the folder could."""
     from axonlaunch.checkpoint.format import manifest
 
     def change(about: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("name", INDEX_EDITS)
 def test_index_that_contradicts_the_files_is_refused(name: str, tmp_path: Path) -> None:
-    """By whoever wrote it, so that every checksum is right."""
+    """With correct checksums, as from the writer of the files."""
     target = saved(tmp_path)
     change, reported = INDEX_EDITS[name]
     (tmp_path / "checkpoints" / "secret").write_bytes((target.path / DATA).read_bytes())
@@ -317,7 +317,7 @@ def test_irregular_safetensors_file_is_refused(swap: str, name: str, weights: Pa
 
 
 def test_a_snapshot_of_the_hub_s_cache_is_read(weights: Path) -> None:
-    """Its files are links to blobs beside it, and to nothing else."""
+    """Its files are links to blobs in the same cache, and to no other files."""
     snapshot = weights.parent / "models--x" / "snapshots" / "main"
     blobs = snapshot.parent.parent / "blobs"
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and the same run on any layout that reads them."""
+"""Checkpoints are complete or absent, and the same run resumes on any layout."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
@@ -76,7 +76,7 @@ REPEATED = [name for name in TWO_AXES if name.startswith("zero2") or TWO_AXES[na
 
 
 def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) -> list[Any]:
-    """Build a layout's engine on the mock world and return what each rank makes of it."""
+    """Build a layout's engine on the mock world and return the result of ``work`` on each rank."""
     ranks, overrides = (LAYOUTS | TWO_AXES)[name]
     arguments = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
     chosen = run_config(arguments)
@@ -93,7 +93,7 @@ def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) ->
 
 
 def whole_state(engine: Engine) -> dict[str, Tensor]:
-    """Return what the rank holds a part of, whole."""
+    """Return full tensors of everything that the rank has shards of."""
     state = engine.state_dict()
     return {
         f"{kind}.{name}": (t.full_tensor() if isinstance(t, DTensor) else t).clone()
@@ -103,7 +103,7 @@ def whole_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def merged(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Put together what ranks of a pipeline's stages hold."""
+    """Merge the states of a pipeline's ranks."""
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
@@ -151,7 +151,7 @@ STEADY = ["optimizer.lr=1e-3", "scheduler=constant", "scheduler.warmup_steps=0"]
 
 @functools.cache
 def in_plain_torch(steps: int) -> dict[str, Tensor]:
-    """Train with torch alone; return parameters and optimizer states by their saved names."""
+    """Train with only torch; return parameters and optimizer states by their saved names."""
     chosen = run_config([*MODEL, *DATA, "strategy=single"])
     model = build_model(chosen.model, seed=chosen.seed)
     loader = Loader(data.build_dataset(chosen.data), seed=chosen.seed, global_batch_size=8)
@@ -177,7 +177,7 @@ def in_plain_torch(steps: int) -> dict[str, Tensor]:
 
 
 def assert_as_in_plain_torch(got: dict[str, Tensor], *, steps: int) -> None:
-    """Compare whole tensors, each beside the largest number of its kind."""
+    """Compare full tensors, each relative to the largest number of its kind."""
     expected = in_plain_torch(steps)
     assert {name for name in got if not name.startswith("counters")} == expected.keys()
     largest: dict[str, float] = {}
@@ -215,7 +215,7 @@ def test_checkpoint_of_two_axes_read_by_one_process_equals_plain_torch(
 
 @pytest.mark.parametrize("reader", every(6, of_two_axes(), start=4))
 def test_two_axes_resume_from_one_process_like_plain_torch(reader: str, tmp_path: Path) -> None:
-    """The step after it matters: each rank's states must be those of its own rows."""
+    """The next step must be right, too: each rank needs the states of its rows."""
 
     def write(engine: Engine, loader: Loader, world: World) -> None:
         train(engine, loader, to=2)

@@ -1,4 +1,4 @@
-"""A run resumes with the optimizer's states that it was saved with, or is refused with a reason."""
+"""A run resumes with its saved optimizer states, or is refused with a reason."""
 
 from __future__ import annotations
 

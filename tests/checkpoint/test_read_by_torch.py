@@ -20,8 +20,8 @@ from axonlaunch.checkpoint.format.torch_archive import archive_header
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 CONFIG = [

@@ -1,4 +1,4 @@
-"""Checkpoints in a place that an fsspec URL names: whole or not there, and read by any layout."""
+"""Checkpoints at an fsspec URL: complete or absent, and readable in any layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from axonlaunch.config import ConfigError
 
 @pytest.fixture
 def bucket() -> Path:
-    """A place in memory."""
+    """Return a location in memory."""
     return storage.storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
@@ -138,8 +138,9 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
-    """If this fails: look for what reads and writes by URL now, and change
-    checkpoint/loading/dcp_reader.py."""
+    """If this fails: find torch's new classes for URLs, and change
+    checkpoint/loading/dcp_reader.py.
+    """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.filesystem import FileSystemBase
 

@@ -1,4 +1,4 @@
-"""A resumed run has all that the undisturbed one has: fp16's scale and the optimizer's states."""
+"""A resumed run equals an uninterrupted one, including fp16's scale and the optimizer's states."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OVERRIDES = [
 
 @pytest.fixture(autouse=True)
 def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale begins at 8 and doubles after every third good step, not the 2000th."""
+    """The scale begins at 8 and doubles after every third good step, not every 2000th."""
     monkeypatch.setattr(
         engines.build, "LossScale", partial(LossScale, value=8.0, growth_interval=3)
     )
 
 
 def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
-    """Train to a step, from where the folder's run stopped; return all that it then saves."""
+    """Train from the folder's last step to a step; return everything that it then saves."""
     folder.mkdir(exist_ok=True)
     chosen = run_config([*OVERRIDES, f"strategy={strategy}", f"checkpoint.every={steps}"])
     there = {"run_dir": str(folder), "train.steps": steps}

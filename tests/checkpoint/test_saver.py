@@ -1,4 +1,4 @@
-"""Saves in the background: out of a copy, one at a time, and never a failure that passes."""
+"""Saves in the background: from a copy, one at a time, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axonlaunch.system.processes import forked_call
 
 
 def on_ranks(folder: Path, check: str) -> list[Any]:
-    """Run a function of this module on gloo ranks; return what each returned."""
+    """Run a function of ``saver_checks`` on gloo ranks; return each rank's result."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     calls = [(rank, str(folder), check) for rank in range(saver_checks.RANKS)]

@@ -1,4 +1,4 @@
-"""The copy from which a save in the background is written, of a GPU that is made up."""
+"""The copy for a save in the background, made from a simulated GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.search.workload import host_memory
 
 META = torch.device("meta")
-"""Stands in for a GPU: its tensors are not the host's, and can be copied from."""
+"""Replaces a GPU: its tensors are not on the host, and can be copied."""
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the made-up GPU."""
+    """Return the calls to the simulated GPU."""
     asked: list[str] = []
 
     def page_locked(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_gpu_state_reuses_buffers_and_synchronizes_once(log: list[str]) -> None:
     buffer, again = first["optimizer"]["a.exp_avg"], second["optimizer"]["a.exp_avg"]
     assert buffer.data_ptr() == again.data_ptr()
     log.clear()
-    copies.copy(state(rows=5))  # as fully_shard lays shards out again
+    copies.copy(state(rows=5))  # as fully_shard does when it replaces shards
     assert log.count("lock 40") == 3
 
 
@@ -98,7 +98,7 @@ def test_cpu_state_is_copied_to_new_memory(log: list[str]) -> None:
     assert log == []
 
 
-# Parts in host memory of tensors that are divided over GPUs.
+# Host shards of tensors that are divided over GPUs.
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_offloaded_shard_stays_in_host_memory(gpus: DeviceMesh) -> None:
     made = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
     assert made.to_local().data_ptr() == part.data_ptr()
     assert (made.shape, made.stride(), made.dtype) == ((3, 2), (2, 1), part.dtype)
-    # A build with CUDA and one without complain otherwise; if neither does: delete dtensor_of.
+    # Builds with and without CUDA raise different errors; if neither raises, delete dtensor_of.
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         DTensor.from_local(part, gpus, [Replicate()], run_check=False)
 
@@ -125,7 +125,7 @@ def test_offloaded_dtensor_is_not_copied_to_the_gpu(gpus: DeviceMesh) -> None:
     assert streaming.moved(host, META).to_local().is_meta
 
 
-# What it takes of the host's memory.
+# Host memory of a save.
 
 
 def test_estimate_counts_host_copies() -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, which are kept, and that no damage passes for one."""
+"""Which checkpoints are complete, which are kept, and that every damage is found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(run_dir: Path, *steps: int, keep: Retention | None = None) -> None:
         saver = Saver(run_dir, world=world, retention=keep or Retention(newest=99))
         for step in steps:
             saver.save(STATE, step=step, samples=8 * step, eval_loss=abs(step - 2.0))
-        saver.close()  # what is deleted is gone
+        saver.close()  # deletions are complete
 
     World.mock(1).run(on_rank)
 
@@ -43,7 +43,7 @@ def steps(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 1 to 3."""
+    """Return a run with checkpoints of steps 1 to 3."""
     run_dir = tmp_path_factory.mktemp("run")
     save(run_dir, 1, 2, 3)
     return run_dir
@@ -51,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def three(written: Path, tmp_path: Path) -> Path:
-    """A copy of it to break."""
+    """Return a copy of it to damage."""
     return Path(shutil.copytree(written, tmp_path / "run"))
 
 
@@ -102,7 +102,9 @@ def test_checkpoint_being_read_is_not_deleted(three: Path) -> None:
 
 
 def in_the_way(run_dir: Path, step: int) -> None:
-    """Let no checkpoint of a step be deleted: its folder can't get the name that it needs first."""
+    """Prevent the deletion of a step's checkpoint by blocking the name that its folder needs
+    first.
+    """
     (run_dir / f"checkpoints/step_{step}.partial/file").mkdir(parents=True, exist_ok=True)
 
 
@@ -123,7 +125,7 @@ def test_failed_deletion_is_reported_once_and_saves_continue(
             tmp_path,
             world=world,
             retention=Retention(newest=1),
-            wrote=lambda: in_the_way(tmp_path, step=1),  # after it is swept
+            wrote=lambda: in_the_way(tmp_path, step=1),  # after the old ones are removed
             warn=warnings.append,
         )
         for step in (2, 3):
@@ -227,7 +229,7 @@ def test_leftover_of_an_interrupted_save_is_swept(three: Path) -> None:
 
 
 def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
-    """200 of them, anywhere in any file that holds the state."""
+    """200 of them, anywhere in any file of the state."""
     newest = checkpoint.latest(three)
     assert newest is not None
     draw = random.Random(0)

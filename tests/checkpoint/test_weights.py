@@ -1,4 +1,4 @@
-"""Weights are exported, imported, and start a run of any layout."""
+"""Weights are exported, imported, and start a run in any layout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
 from axonlaunch.models.modules.module_state import model_state
@@ -188,7 +188,7 @@ def test_export_does_not_overwrite(tmp_path: Path) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let larger files be refused by the system, as a full disk refuses them."""
+    """Make the system refuse larger files, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

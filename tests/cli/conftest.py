@@ -14,7 +14,7 @@ from served import Server
 def axonlaunch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> Iterator[Command]:
-    """The command in a new folder, with an empty cache."""
+    """Return the command in a new folder, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     command = Served(tmp_path, server)
     yield command

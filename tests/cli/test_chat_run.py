@@ -1,4 +1,4 @@
-"""A run on chats with nothing but their rows: its tokenizer, its answers, what is resumed."""
+"""A run on chats that have only their rows: its tokenizer, its answers, and resuming it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT += ["train.eval_batches=1"]
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
-    """The command in a folder with a run of an epoch of 49 chats."""
+    """Return the command in a folder with a run of an epoch of 49 chats."""
     command = Served(tmp_path_factory.mktemp("runs"), server)
     rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}."} for n in range(50)]
     corpus.write_jsonl(command.folder / "chats.jsonl", rows)
@@ -53,7 +53,7 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
     corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
     overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
     error = command("train", *overrides, status=2).stderr
-    assert "tokenizer.name=train: another tokenizer is learned than the run was trained" in error
+    assert "tokenizer.name=train: data.files have changed, so training the tokenizer again" in error
     assert "use tokenizer=auto tokenizer.path=runs/chat/tokenizer" in error
 
 

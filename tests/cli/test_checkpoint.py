@@ -1,4 +1,4 @@
-"""``axonlaunch checkpoint``: what it lists, finds, compares, writes and refuses."""
+"""``axonlaunch checkpoint``: listing, finding, comparing, writing, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from served import Server
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
-    """The command in a folder with two runs of 6 steps, saved every third."""
+    """Return the command in a folder with two runs of 6 steps, saved every third."""
     command = Served(tmp_path_factory.mktemp("runs"), server)
     command.train("strategy=fsdp", "name=a", "checkpoint.every=3", "train.eval_every=3")
     command.train("strategy=ddp", "name=b", "checkpoint.every=6", "seed=1")

@@ -1,4 +1,4 @@
-"""Commands other than train: what they print, as text and as JSON."""
+"""Commands other than train: their output as text and as JSON."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_config_describes_what_each_key_means_and_may_be(run: Served) -> None:
     assert reported == {
         "value": 450,
         "allowed": "whole number, at least 1 | auto",
-        "meaning": "optimizer steps; auto: as many as epochs takes",
+        "meaning": "number of optimizer steps; auto: computed from epochs",
     }
     both = run("config", "--describe", "--explain", status=2)
     assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
@@ -252,4 +252,4 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
         "kernels": "4 us, 52.4 GB/s for 1 MiB",
         "gloo": "1,190 us per hop, 1.01 GB/s, gathers 0.435",
     }
-    assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to
+    assert "gloo" not in dict(_figures(measured))  # one rank has no peer

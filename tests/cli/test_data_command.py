@@ -1,4 +1,4 @@
-"""``axonlaunch data``: what it tokenises, and what it shows of it."""
+"""``axonlaunch data``: the tokens that it creates and shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.path=tokenizer"
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
-    """The command in a folder with 50 chats and a tokenizer."""
+    """Return the command in a folder with 50 chats and a tokenizer."""
     command = Served(tmp_path_factory.mktemp("data"), server)
     corpus.save_tokenizer(command.folder / "tokenizer", chat_template=chat_templates.CHATML)
     rows = [

@@ -1,4 +1,4 @@
-"""``axonlaunch train --dry-run``: what it prints, and that it exits as the launch would."""
+"""``axonlaunch train --dry-run``: its output, and the same exit status as the launch."""
 
 from __future__ import annotations
 

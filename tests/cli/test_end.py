@@ -1,4 +1,4 @@
-"""A command whose work is done ends with its status, whatever libraries do in their teardown."""
+"""A finished command ends with its status, whatever libraries do in their teardown."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_library_that_aborts_in_its_teardown_changes_no_status(
     overrides: list[str], status: int
 ) -> None:
-    # As gloo's threads did once in nine runs: std::terminate, status 134.
+    # Like gloo's threads, which called std::terminate (status 134) in one of nine runs.
     ran = _run(ABORTS, *overrides)
     assert ran.returncode == status, ran.stderr
-    assert ran.stdout or ran.stderr  # what was written before was flushed
+    assert ran.stdout or ran.stderr  # earlier output was flushed
 
 
 def test_threads_are_joined_and_what_is_registered_for_the_end_runs() -> None:

@@ -1,4 +1,4 @@
-"""``axonlaunch estimate``: what it prints, draws, and refuses."""
+"""``axonlaunch estimate``: its output, plots, and errors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_a_process_holds_besides_says_where_its_figures_are_from(
     estimate = replace(known.estimate, process_bytes=process, **held)
     text = shown(replace(known, estimate=estimate, measured=measured), width=200)
     assert reported in text
-    assert "includes" not in shown(known, width=200)  # of a CPU
+    assert "includes" not in shown(known, width=200)  # an estimate for a CPU
 
 
 @pytest.mark.timeout(240)
@@ -182,7 +182,7 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     reported = json.loads(axonlaunch("estimate", *overrides).stdout)
     states = [sum(rank["breakdown"][name] for name in STATES) for rank in reported["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
-    # Four numbers of fp32 a parameter, as AdamW has it, and for each tensor a count of steps.
+    # AdamW has four fp32 numbers per parameter, and a step count for each tensor.
     assert states == [4 * 4 * first + 4 * 5, 4 * 4 * last + 4 * 4]
 
 
@@ -265,7 +265,7 @@ def test_json_has_what_would_make_it_fit() -> None:
     ("memory", "word"), [(100, "fits"), (55, "tight"), (50, "does not fit"), (None, "")]
 )
 def test_between_fitting_and_not_a_run_is_tight(memory: int | None, word: str) -> None:
-    """54.3 GiB estimated: with the margin of a tenth that may be 59.8."""
+    """54.3 GiB estimated: with the margin of a tenth this may be 59.8."""
     estimated = forecast(memory=None if memory is None else memory * GIB)
     lines = shown(estimated, width=200).splitlines()
     ends = [line for line in lines if line.startswith(("fits", "tight", "does not fit"))]

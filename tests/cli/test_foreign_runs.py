@@ -1,4 +1,4 @@
-"""A stranger's run can be looked at and used, and its code runs only for who trusts it."""
+"""An untrusted run can be inspected and used; its code runs only if the user trusts it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def foreign(tmp_path: Path, server: Server) -> Served:
-    """A folder with a stranger's run of a small model, and the module that its code would be in."""
+    """Return a folder with another user's run of a small model, and the module of its code."""
     run_dir = tmp_path / "foreign"
 
     def on_rank(world: World) -> None:
@@ -200,7 +200,7 @@ def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> N
 
 
 def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
-    """``kept_by`` reads a configuration only where there is no folder of checkpoints."""
+    """``kept_by`` reads a configuration only if there is no folder of checkpoints."""
     (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
     freeze(foreign).write_text(BOMBS["an alias bomb"][0])
     assert step_folders.latest(foreign.folder / "foreign") is None

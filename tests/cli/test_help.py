@@ -27,7 +27,7 @@ def axonlaunch(tmp_path: Path, server: Server) -> Served:
 
 
 class Narrow(Served):
-    """On a terminal of 80 columns."""
+    """Runs the command on a terminal of 80 columns."""
 
     def environment(self) -> dict[str, str]:
         return {**super().environment(), "COLUMNS": "80"}
@@ -74,7 +74,7 @@ def examples_of(command: Any, name: str = "axonlaunch") -> Iterator[tuple[str, s
 def test_the_examples_of_every_command_fit_a_terminal_of_80_columns() -> None:
     lines = [*examples_of(typer.main.get_command(app))]
     assert len({name for name, _ in lines}) > 15
-    indent = 2  # of what stands below a command's help
+    indent = 2  # of the text below a command's help
     assert [(name, line) for name, line in lines if len(line) + indent > 80] == []
 
 
@@ -115,7 +115,7 @@ def test_a_command_that_is_no_page_is_sent_to_its_help(axonlaunch: Served) -> No
 
 
 def test_the_wheel_has_the_pages() -> None:
-    """hatchling takes every file of the package that git does not ignore, and leaves none out."""
+    """hatchling includes every file of the package that git does not ignore."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["packages"] == ["axonlaunch"]

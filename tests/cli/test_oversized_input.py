@@ -1,4 +1,4 @@
-"""What is too large, too deep or no figure at all is a line and exit status 2, in no time."""
+"""Input that is too large, too deep or not a number is a one-line error, exit status 2, at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``axonlaunch plan``: what it finds, prints, keeps and refuses."""
+"""``axonlaunch plan``: its results, output, cached files and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) 
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     overrides = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
-    overrides += ["train.micro_batch_size=auto"]  # as good as not set
+    overrides += ["train.micro_batch_size=auto"]  # same as unset
     ran = axonlaunch(
         "plan", *overrides, "--devices", "2", "--json", "--write", "experiment/best.yaml"
     )

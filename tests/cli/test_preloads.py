@@ -1,4 +1,4 @@
-"""What the fork server imports depends on the overrides."""
+"""The imports of the fork server depend on the overrides."""
 
 from __future__ import annotations
 

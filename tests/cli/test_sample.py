@@ -1,4 +1,4 @@
-"""``axonlaunch sample``: from a run, from what was exported of it, and from what was imported."""
+"""``axonlaunch sample``: from a run, from an export of it, and from an import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = ["data=text", "data.files=[text.txt]", "data.sequence_length=16", "model.
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
-    """The command in a folder with a run on text, one on tokens, one on images, and exports."""
+    """Return the command in a folder with runs on text, on tokens and on images, and exports."""
     command = Served(tmp_path_factory.mktemp("runs"), server)
     (command.folder / "text.txt").write_text("to be or not to be. " * 60)
     command("train", *MODEL, *SHORT, *TEXT, "name=text")

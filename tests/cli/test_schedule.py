@@ -36,9 +36,9 @@ Schedule = Callable[..., tuple[int, str, str]]
 def schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Schedule:
-    """The command in this process, which has torch already: status, output and errors.
+    """Return the command in this process, which has imported torch: status, output and errors.
 
-    A step has 32 samples, unless it is said otherwise.
+    A step has 32 samples by default.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
@@ -64,7 +64,7 @@ def in_json(schedule: Schedule, *overrides: str) -> dict[str, Any]:
 @pytest.mark.deferred
 @pytest.mark.costly
 def test_the_plot_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
-    """In a process of its own, whose output is no terminal: plain text."""
+    """In a separate process whose output is not a terminal: plain text."""
     script = (
         "import sys\n"
         "from axonlaunch.cli.app import run_command\n"
@@ -132,7 +132,7 @@ def test_a_step_may_be_several_rounds_and_ranks_may_have_other_work(schedule: Sc
 
 
 def test_spans_can_be_compared_between_schedules(schedule: Schedule) -> None:
-    """More stages a rank are the same work in smaller parts."""
+    """More stages per rank do the same work in smaller parts."""
     overrides = ["strategy=pipeline", "strategy.pipeline.degree=4", "train.micro_batch_size=4"]
     span = {
         name: in_json(schedule, *overrides, f"strategy.pipeline.schedule={name}")["span"]

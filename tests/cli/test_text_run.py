@@ -1,4 +1,4 @@
-"""A run on documents of files: its folder, its text, and what is exported of it."""
+"""A run on documents of files: its folder, its text, and exports of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
 
 @pytest.fixture(scope="module")
 def trained(command: Served) -> str:
-    """What a run printed."""
+    """Return the output of a run."""
     return command("train", *MODEL, *SHORT, *DATA, *TOKENIZER, "name=text").stdout
 
 

@@ -27,7 +27,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_script(
     script: Path, *, world_size: int, **environment: str
 ) -> list[tuple[int | None, str]]:
-    """Run a script, given its folder, on each rank of a world: status and output of each.
+    """Run a script, given its folder, on each rank of a world; return status and output of each.
 
     The ranks are forked from the server of the tests.
     """
@@ -53,7 +53,7 @@ def run_script(
 
 @pytest.fixture
 def run_ranks(tmp_path: Path, server: Server) -> Callable[..., list[tuple[int | None, str]]]:
-    """Run Python text on each rank of a world of processes: status and output of each."""
+    """Run Python text on each rank of a world of processes: return status and output of each."""
 
     def run(text: str, *, world_size: int = 2, **environment: str) -> list[tuple[int | None, str]]:
         script = tmp_path / "rank.py"
@@ -65,7 +65,7 @@ def run_ranks(tmp_path: Path, server: Server) -> Callable[..., list[tuple[int | 
 
 @pytest.fixture(scope="session")
 def gloo_outcomes(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[dict[str, Any]]:
-    """How every check went on each rank of one gloo world of processes."""
+    """Return the outcome of every check on each rank of one gloo world of processes."""
     folder = tmp_path_factory.mktemp("gloo")
     script = Path(shutil.copy(collective_checks.__file__, folder))
     size = collective_checks.WORLD_SIZE

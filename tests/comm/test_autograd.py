@@ -1,4 +1,4 @@
-"""Collectives inside autograd: what they compute, their gradients, what they leave alone."""
+"""Collectives inside autograd: outputs, gradients, and inputs that stay unchanged."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_copying_in_sums_backward_and_reducing_out_sums_forward(size: int) -> No
         assert torch.equal(gradients[rank], upstream[rank])
 
 
-# Several dims, and both with and without anything before the dim that is cut.
+# Several dims, with and without other dims before the divided one.
 DIMS = [((8, 4, 3), 0), ((2, 8, 3), 1), ((1, 8, 3), 1), ((2, 3, 8), -1), ((8,), 0), ((1, 1, 8), -1)]
 
 
@@ -165,7 +165,7 @@ def test_sums_and_maxima_without_autograd() -> None:
         part = finish(start_reduce_scatter(x, group, 0))
         assert part.tolist() == [[0.0, 3.0], [6.0, 9.0]][world.rank]
         assert finish(start_sum(x, group)).tolist() == [0.0, 3.0, 6.0, 9.0]
-        assert x.tolist() == [0.0, 3.0, 6.0, 9.0]  # in its own memory
+        assert x.tolist() == [0.0, 3.0, 6.0, 9.0]  # in its memory
 
     World.mock(2).run(rank)
 

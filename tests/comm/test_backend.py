@@ -93,7 +93,7 @@ def test_nccl_reports_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What initialises CUDA here would keep this process from forking ones that compute.
+    # If this process initialised CUDA, it could not fork processes that compute.
     here = os.getpid()
 
     def properties(index: int) -> SimpleNamespace:
@@ -103,7 +103,7 @@ def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpus, "has_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # answers are kept by it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # part of the cache's key
     assert gpus.devices() == [
         gpus.Device("H100 0", 2**36, "uuid-0"),
         gpus.Device("H100 1", 2**36, "uuid-1"),

@@ -1,8 +1,8 @@
-"""What torch's flight recorder reports of a rank.
+"""Reports of torch's flight recorder about a rank.
 
-Its names are private to torch. Where this fails after an update,
-``axonlaunch/diagnostics/flight_recorder.py`` is the one place to change: look for
-``_dump_fr_trace_json`` in torch's ``csrc/distributed/c10d``.
+Its names are private to torch. If this fails after an update, change only
+``axonlaunch/diagnostics/flight_recorder.py``: look for ``_dump_fr_trace_json`` in torch's
+``csrc/distributed/c10d``.
 """
 
 from __future__ import annotations

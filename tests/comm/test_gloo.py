@@ -1,8 +1,8 @@
-"""A stranger at a gloo port takes no rank's place unnoticed, and finds the port closed afterwards.
+"""An attacker at a gloo port can't replace a rank unnoticed, and the port is closed afterwards.
 
-``axonlaunch/comm/connection/gloo.py`` stands in for the name ``ProcessGroupGloo`` in
-``torch.distributed.distributed_c10d`` while a world lives. Where the last tests here fail after an
-update of torch, look at how ``_new_process_group_helper`` makes its groups now.
+``axonlaunch/comm/connection/gloo.py`` replaces the name ``ProcessGroupGloo`` in
+``torch.distributed.distributed_c10d`` while a world lives. If the last tests here fail after an
+update of torch, look at how ``_new_process_group_helper`` creates its groups now.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ if RANK == 1:
     gloo._prove = lambda group, store, challenge, key, **rest: original(
         group, store, challenge, bytes(range(32)), **rest)
 """
-    patient = "gloo.DEADLINE_S = 80.0\n"  # nobody waits for it, but on a machine that is busy
+    patient = "gloo.DEADLINE_S = 80.0\n"  # only reached on a busy machine
     (_, first), (_, second) = run_ranks(
         WORLD + "original = gloo._prove\n" + pretender + patient + START
     )
@@ -206,9 +206,9 @@ with World.init(timeout_s=600, store=dist.FileStore("store", 2)):
 
 
 def test_gloo_still_copies_what_estimates_count(run_ranks: Run) -> None:
-    # If it does not: planning/tracing/devices/gloo_buffers.py counts what is no more.
+    # If this fails, planning/tracing/devices/gloo_buffers.py counts buffers that no longer exist.
     for status, printed in run_ranks(WORLD + COPIES):
         assert status == 0, printed
         one, several, scattered = map(float, printed.split())
         assert [one, scattered] == pytest.approx([1.0, 1.0], abs=0.25)
-        assert 1.0 < several < 2.25  # as its two threads come to it, and never three
+        assert 1.0 < several < 2.25  # depends on its two threads, but never three

@@ -1,4 +1,4 @@
-"""A bucket gives back what was put in, and refuses what does not fit."""
+"""A bucket returns its inputs, and refuses inputs that do not fit."""
 
 from __future__ import annotations
 

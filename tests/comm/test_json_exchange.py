@@ -1,4 +1,4 @@
-"""Plain values travel between ranks without a pickle."""
+"""Plain values are sent between ranks without a pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_rank_gets_the_value_of_each() -> None:
 
 
 def test_nothing_of_ours_exchanges_pickled_objects() -> None:
-    """torch's checkpoints do, over proven connections; ``docs/security.md`` says so."""
+    """torch's checkpoints use pickle, over authenticated connections; see ``docs/security.md``."""
     names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
     assert "all_gather_object" in names
     sources = Path(axonlaunch.__file__).parent.rglob("*.py")

@@ -88,7 +88,7 @@ def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() ->
 
 
 class _Options:
-    """NCCL's, which a torch for CPUs has not."""
+    """NCCL's options, which a CPU build of torch lacks."""
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
@@ -97,7 +97,7 @@ class _Options:
 def groups_made(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, overrides: list[str]
 ) -> list[dict[str, Any]]:
-    """Return what torch is asked for, of rank 0's groups, while a run on 4 ranks is laid out."""
+    """Return the arguments of torch's calls for rank 0's groups when a run on 4 ranks is set up."""
     asked: list[dict[str, Any]] = []
     make = dist.new_group
 
@@ -122,7 +122,7 @@ def groups_made(
 
 
 NCCL, BOTH = "nccl", None
-"""Backends of a group in a world on NCCL: of the device's tensors alone, or of the host's too."""
+"""Backends of a group in a world on NCCL: only for device tensors, or also for host tensors."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ NCCL, BOTH = "nccl", None
         (["pipeline=2"], {"pp": BOTH, "dp_shard": NCCL}),
         (["tensor=2", "fsdp.cpu_offload=params"], {"dp_shard": BOTH, "tp": BOTH}),
         (["context=2"], {"cp": NCCL}),
-        (["tensor=4"], {"alone": "gloo"}),  # dp_shard, which fully_shard asks for
+        (["tensor=4"], {"alone": "gloo"}),  # dp_shard, which fully_shard requests
         ([], {}),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""A rank of the mock world that fails, waits for ever or differs is named to all."""
+"""A rank of the mock world that fails, waits forever or differs is named to all."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
 
     failure = failure_of(compute, timeout_s=0.2)
     assert failure.rank == 0
-    assert stopped.wait(60)  # on a machine that is busy
+    assert stopped.wait(60)  # on a busy machine
 
 
 def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:

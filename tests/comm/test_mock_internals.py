@@ -1,8 +1,8 @@
-"""The private names of torch that the mock world stands on.
+"""The private names of torch that the mock world uses.
 
 A failure here means that torch has moved one. The fix belongs in ``comm/mock/torch_internals.py``
-(how threads get their own torch.distributed) or ``group.py`` beside it (the wire names of a group);
-then raise the upper bound on torch in ``pyproject.toml``.
+(how threads get separate copies of torch.distributed) or in ``group.py`` next to it (the wire names
+of a group); then raise the upper bound on torch in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:
         for name, member in inspect.getmembers(type(distributed_c10d._world))
         if isinstance(member, property)
     }
-    derived = {"pg_config_info"}  # made from the others, for torch's flight recorder
+    derived = {"pg_config_info"}  # derived from the others, by torch's flight recorder
     assert theirs - derived <= set(ours)
 
 
@@ -78,7 +78,7 @@ def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
     def run(world: World) -> None:
         class Waiting(nn.Linear):
             def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-                dist.barrier()  # here the turn passes on
+                dist.barrier()  # here the next rank runs
                 return super().forward(inputs)
 
         DistributedDataParallel(Waiting(1, 1))(torch.ones(1, 1))
@@ -89,7 +89,7 @@ def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
 
 def test_every_way_to_communicate_on_a_torch_group_is_answered() -> None:
     not_ours = {
-        "boxed",  # of the C++ object itself
+        "boxed",  # the C++ object itself
         "unbox",
         "bound_device_id",
         "group_desc",

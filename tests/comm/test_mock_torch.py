@@ -1,4 +1,4 @@
-"""``torch.distributed`` itself on the mock world: what the engines and torch call directly."""
+"""``torch.distributed`` on the mock world: calls that the engines and torch make directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own parallel training, unchanged, on the mock world: the same as one process."""
+"""torch's parallel training, unchanged, on the mock world: equal to one process."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_pipeline_trains_as_one_process_does(
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow  # our own engines' mixtures run by default
+@pytest.mark.slow  # the engines' mixtures run by default
 def test_pipeline_and_fsdp_and_tensor_parallel_together(
     alone: tuple[Tensor, list[Tensor]],
 ) -> None:
@@ -186,7 +186,7 @@ def test_training_with_dropout_twice_gives_the_same_bits() -> None:
     assert len({tuple(numbers) for _, numbers in first}) == 4
 
 
-# What it leaves behind.
+# Cleaning up.
 
 
 @pytest.mark.deferred
@@ -198,7 +198,7 @@ def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     before = groups()
     kinds = [train_ddp, train_fsdp, train_hsdp, train_tensor]
     if torch.__version__ < (2, 13):
-        kinds = kinds[:1]  # DTensor's caches kept meshes before, whatever the backend
+        kinds = kinds[:1]  # DTensor's caches already kept meshes, on any backend
     for train_on in kinds:
         World.mock(4).run(lambda world, train_on=train_on: train_on(world) and None)
         World.mock(2).run(lambda world: train_pipeline(world, "Schedule1F1B", 1) and None)
@@ -207,7 +207,7 @@ def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
 
 def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:
     def use(world: World, num_groups_before: int) -> None:
-        for _ in range(num_groups_before):  # so that the groups of the mesh get other names
+        for _ in range(num_groups_before):  # changes the names of the mesh's groups
             dist.new_group([0])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         mesh._flatten("ab")
@@ -265,7 +265,7 @@ def test_a_checkpoint_continues_on_as_many_ranks_or_others(
 
 
 def test_an_fsdp_step_of_8_ranks_computes_for_a_fraction_of_a_second() -> None:
-    """Of CPU, by all ranks: how long it takes depends on what else runs."""
+    """CPU time of all ranks, because wall time depends on the machine's load."""
 
     def measure(world: World) -> float:
         model = shard(make_model(), init_device_mesh("cpu", (world.world_size,)))

@@ -1,4 +1,4 @@
-"""Asynchronous operations of the mock world: what they bring is there once they were waited for."""
+"""Asynchronous operations of the mock world: results are available after waiting."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_an_operation_brings_is_there_only_after_it_was_waited_for() -> Non
         functional_sum = functional.all_reduce(mine, "sum", dist.group.WORLD)
         dist.send(mine, 1 - rank) if rank else dist.isend(mine, 1).wait()
         dist.barrier()
-        mine.zero_(), both.zero_()  # what was sent has been read
+        mine.zero_(), both.zero_()  # the sent data has been read
         for name, output in outputs.items():
             assert torch.equal(output, before[name]), name
         for work in works:

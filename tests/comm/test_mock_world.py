@@ -24,7 +24,7 @@ from axonlaunch.comm import (
 from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.comm.mock.torch_internals import threads_are_isolated
 
-# What run does.
+# Running.
 
 
 def test_run_returns_results_by_rank() -> None:
@@ -149,7 +149,7 @@ def test_sums_are_the_same_to_the_bit_in_rank_order() -> None:
         assert all(torch.equal(seen, expected) for seen in World.mock(5).run(reduce))
 
 
-# What it leaves behind.
+# Cleaning up.
 
 
 def num_mock_groups() -> int:
@@ -216,7 +216,7 @@ def test_a_world_can_run_in_a_thread() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A shell that starts the tests in the background has them ignore SIGINT."""
+    """A shell that starts the tests in the background makes them ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,6 +1,6 @@
-"""A bucket of rows is laid out as shards are, and sums what it sends without overflow.
+"""A bucket of rows has the layout of shards, and sums without overflow.
 
-That each rank gets the mean of its own rows is among the checks of every backend.
+The checks of every backend test that each rank gets the mean of its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def test_the_padding_is_the_least_that_equal_messages_need() -> None:
     def run(world: World) -> int:
         return RowBucket(SHAPES, group=world.default_group).capacity
 
-    # Of 5 rows 2 each, of 3 one, the scalar, of one row one, of 8 rows 3 each.
+    # 2 of 5 rows each, 1 of 3, the scalar, 1 of 1, 3 of 8 rows each.
     assert World.mock(3).run(run) == [3 * (2 * 2 + 1 + 1 + 4 + 3 * 3)] * 3
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a mock world that share a GPU: what is done for one, counted without one."""
+"""Mock world ranks that share a GPU: calls to a simulated GPU are counted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mock import shared_device
 from axonlaunch.comm.process_group import compute_on
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 
 GPU = torch.device("cuda", 0)
 
 
 class MadeUpGpu:
-    """What torch says of one GPU, counted; its generator is a second one of the CPU."""
+    """Simulates torch's functions for one GPU with counts; its generator is a second one of the
+    CPU.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[torch.device] = []
@@ -126,7 +128,7 @@ def test_futures_of_torch_may_hold_tensors_of_the_gpu(
 def test_steps_of_a_world_on_another_device_read_nothing_of_it_and_mix_nothing_with_the_hosts(
     layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is ``meta``: to read of it, or to compute with a tensor of the host, raises."""
+    """The device is ``meta``: reading it, or computing with a host tensor, raises."""
     chosen = run_config(
         [
             *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=16"),

@@ -151,7 +151,7 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
         (4, _on_node_7(local_world_size=4), "nccl"),
         (2, _on_node_7(local_world_size=None), "nccl"),
         (1, RankEnvironment(), "nccl"),
-        (1, _on_node_7(local_world_size=4), "nccl"),  # a scheduler gives each task its own
+        (1, _on_node_7(local_world_size=4), "nccl"),  # a scheduler gives each task one device
         (1, _on_loopback(world_size=4), "gloo"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_rank_that_sees_one_device_takes_it(
     taken: list[object] = []
     monkeypatch.setattr(gpus, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    # Without it torch's device mesh would take the local rank's, which one task may not see.
+    # Without it, torch's device mesh would use the local rank's device, invisible to some tasks.
     monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialised"))
     assert world._device(Backend.NCCL, 3) == torch.device("cuda", index)
     assert taken == [index, "initialised"]
@@ -226,7 +226,7 @@ def test_nccl_connects_all_ranks_at_once_or_each_pair_on_its_first_message(
 def test_an_error_on_nccl_destroys_no_communicator(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, destroyed: int
 ) -> None:
-    # That would wait for peers that wait for this rank, and the error be known minutes later.
+    # It would wait for peers that wait for this rank, and the error would appear minutes later.
     calls: list[None] = []
     with World.init(backend="gloo") as alone:
         alone.backend = backend

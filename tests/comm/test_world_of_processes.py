@@ -1,4 +1,4 @@
-"""Worlds of real processes: what they listen on, what a launcher starts, what a death does."""
+"""Worlds of real processes: listening ports, launchers, and the effects of a death."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -
     outcomes = run_ranks(JOIN, MASTER_ADDR=host, MASTER_PORT=str(free_port()))
     for rank, (status, text) in enumerate(outcomes):
         assert status == 0, text
-        # Rank 0 listens for the store alone: gloo's ports are closed once the ranks have connected.
+        # Rank 0 listens only for the store: gloo's ports are closed once the ranks have connected.
         expected = "0 gloo lo 2 0100007F" if rank == 0 else "1 gloo lo 2"
         assert text.splitlines() == [expected, ""]
 

@@ -1,4 +1,4 @@
-"""Tests of the table of axes, and of what layouts derive from it."""
+"""Tests of the table of axes, and of values that layouts derive from it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every wrong configuration is refused with its own message, at once and without torch."""
+"""Every wrong configuration is refused with a specific message, at once and without torch."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""What a rank would refuse is refused by the command, before a rank is started."""
+"""Everything that a rank would refuse is refused by the command, before a rank starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "launch.nproc=2"]
 
 
 class Scaled(nn.Module):
-    """A model of a user's, whose parameters are of any type and shape."""
+    """A user's model with a parameter of any type and shape."""
 
     def __init__(self, *, scale: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32):
         super().__init__()

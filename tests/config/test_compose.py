@@ -1,4 +1,4 @@
-"""Composition: groups, a user's own folders, sweeps, and who set what."""
+"""Composition: groups, a user's folders, sweeps, and the source of each value."""
 
 import sys
 from pathlib import Path
@@ -220,7 +220,7 @@ def test_several_options_of_a_group_are_refused_where_plugins_may_register_one()
 
 @pytest.fixture
 def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: a module that registers an optimizer, and experiments."""
+    """Create a user's folder: a module that registers an optimizer, and experiments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "optimizer_of_a_test", raising=False)
     (tmp_path / "optimizer_of_a_test.py").write_text(
@@ -255,7 +255,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_options_own_value_counts_until_a_file_or_an_override_sets_another(
     overrides: list[str], rate: float, users: Path
 ) -> None:
-    """Whether it is included or registered, and whoever chooses it."""
+    """For included and registered options, chosen in any file or override."""
     composed = config.compose(overrides, config_dirs=[users])
     chosen = config.type_config(composed.tree, composed.problems)
     assert chosen.optimizer.lr == rate

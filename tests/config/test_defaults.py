@@ -1,4 +1,4 @@
-"""Each default of a key is in one place, its dataclass: the YAML of an option repeats none."""
+"""Each default of a key is defined only in its dataclass: an option's YAML repeats none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRIES = {
     for name, kind in registry.configs().items()
 }
 FALLBACK = re.compile(r"\$\{oc\.select:model\.preset\.\w+,(\w+)\}")
-"""A value that a model's preset replaces; without a preset it is the text after the comma."""
+"""Values that a model's preset replaces; without a preset the text after the comma applies."""
 
 
 def tree_of(file: Path) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_the_yaml_of_an_option_repeats_no_default(group: str) -> None:
             for key, value in settings.items()
             if value == defaults[key]
             and key != "name"
-            # A figure of a device that is not published is written as null, with the reason.
+            # An unpublished figure of a device is written as null, with the reason.
             and (group != "hardware" or value is not None)
         ]
     assert repeated == []

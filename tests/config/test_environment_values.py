@@ -1,4 +1,4 @@
-"""Values of environment variables (``${oc.env:NAME}``) reach ranks and no file, page or node."""
+"""Values of environment variables (``${oc.env:NAME}``) reach ranks, but no file, page or node."""
 
 from __future__ import annotations
 

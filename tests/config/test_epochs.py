@@ -1,4 +1,4 @@
-"""``train.epochs`` in place of ``train.steps``."""
+"""``train.epochs`` instead of ``train.steps``."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_each_measured_constant_names_its_source() -> None:
 def test_the_common_ones_lack_no_figure(name: str) -> None:
     hardware = configs.load([f"hardware={name}"]).hardware
     assert hardware is not None
-    # Not what its speed follows from.
+    # Figures that do not affect its speed.
     other = ("device", "allgather_bw_gb_s", "host_memory_gib", "price_per_hour")
-    other += ("context_mib", "communicator_mib")  # which nobody published of most
+    other += ("context_mib", "communicator_mib")  # unpublished for most devices
     assert None not in [value for name, value in vars(hardware).items() if name not in other]

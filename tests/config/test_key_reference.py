@@ -1,4 +1,4 @@
-"""Every key is described: what it means, and what it may be."""
+"""Every key has a description: its meaning and its possible values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def chosen() -> RunConfig:
-    """A run that leaves no group out; composing it takes longer than reading it."""
+    """Return a run with all groups. Composing it takes longer than reading it."""
     return config.load(["hardware=h200", "adapter=lora"])
 
 
@@ -94,9 +94,9 @@ def states_after_a_step(name: str, *, weight_decay: float) -> dict[str, torch.Te
 def test_the_text_of_weight_decay_says_whether_it_is_decoupled(
     name: str, chosen: RunConfig
 ) -> None:
-    """Decoupled decay leaves the optimizer's states alone; an L2 penalty changes them.
+    """Decoupled decay does not change the optimizer's states; an L2 penalty does.
 
-    A dataclass that inherits from another one also inherits its texts, even where they are false.
+    A dataclass that inherits from another one also inherits its texts, even if they are false.
     """
     optimizer = OPTIMIZERS.config(name)()
     text = described(replace(chosen, optimizer=optimizer))["optimizer.weight_decay"].meaning

@@ -1,4 +1,4 @@
-"""The arithmetic of layouts, and what is left to the node."""
+"""The arithmetic of layouts, and values that the node decides."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ra
         (["strategy=fsdp"], 4, 1, 4, 8, 1),
         (["strategy=hsdp", "strategy.fsdp.replicate=2"], 4, 2, 2, 8, 1),
         (["strategy=hsdp"], 4, 1, 4, 8, 1),
-        # Parameters are sharded over all nodes but where hybrid sharding is asked for.
+        # Parameters are sharded over all nodes unless hybrid sharding is configured.
         (["strategy=fsdp", "launch.nnodes=2"], 4, 1, 4, 8, 1),
         (["strategy=zero2", "launch.nnodes=2"], 4, 1, 4, 8, 1),
         (["strategy=hsdp", "launch.nnodes=2"], 4, 2, 2, 8, 1),

@@ -1,4 +1,4 @@
-"""A run that resumes says which settings are others, and not which keys its program has gained."""
+"""A resumed run reports changed settings, but not new keys of its program."""
 
 from __future__ import annotations
 

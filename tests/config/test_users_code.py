@@ -1,4 +1,4 @@
-"""What fails in a user's own code is reported with its file and line, before a rank is started."""
+"""An error in a user's code is reported with its file and line, before a rank starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MODULE = "code_of_a_user"
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module of a user's whose line 6 fails."""
+    """Create a user's module with an error in line 6."""
     file = tmp_path / f"{MODULE}.py"
     file.write_text(CODE)
     (tmp_path / "fails_at_once.py").write_text("\n\n\n{}['x']\n")

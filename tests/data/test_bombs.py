@@ -16,10 +16,10 @@ import pytest
 from axonlaunch.cli import app
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import TextConfig
-from axonlaunch.data import json_array, rows, tables
-from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.sources import find_sources
-from axonlaunch.data.text import Text
+from axonlaunch.data.files import json_array, rows, tables
+from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
+from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.included.text import Text
 
 arrow: Any = pytest.importorskip("pyarrow")
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def read(file: Path) -> list[Any]:
 
 
 def grown_by(work: Callable[[], object]) -> int:
-    """Return by how many bytes the peak memory of this process grew."""
+    """Return the growth in bytes of this process's peak memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10

@@ -1,4 +1,4 @@
-"""Text that is read as bytes is not what a pretrained model knows, and a run says so."""
+"""A run warns if it reads text as bytes for a pretrained model."""
 
 from __future__ import annotations
 

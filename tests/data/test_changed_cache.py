@@ -1,4 +1,4 @@
-"""Tokens of the cache are verified: changed files are made again, and links are refused."""
+"""Tokens of the cache are verified: changed files are created again, and links are refused."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, cached_folder, shard_maker
+from axonlaunch.data import build_dataset
+from axonlaunch.data.shards import cached_folder, shard_maker
 
 FILES = ["tokens.bin", "lengths.bin", "rows.bin", "shard.json", "sums.json"]
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Callable[..., Any]:
-    """Builds a dataset of 300 rows, in a cache of the test's own."""
+    """Builds a dataset of 300 rows, in a separate cache."""
     rows = [json.dumps({"text": f"{number} and more"}) for number in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
 
@@ -34,7 +35,7 @@ def documents(tmp_path: Path) -> Callable[..., Any]:
 
 
 def shard_folder(tmp_path: Path) -> Path:
-    """Return the first of the cache's shards by its first document."""
+    """Return the cached shard that starts with the first document."""
     folders = [*(tmp_path / "cache").iterdir()]
     return next(f for f in folders if (f / "rows.bin").read_bytes().startswith(b"\1\0\0\0"))
 
@@ -45,7 +46,7 @@ def inputs(dataset: Any) -> list[list[int]]:
 
 
 def change_a_byte(file: Path) -> None:
-    """Change the middle of a file, which keeps its size."""
+    """Change a byte in the middle of a file, which keeps its size."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -90,8 +91,8 @@ def test_a_rank_that_maps_changed_tokens_fails_and_the_next_run_makes_them_again
 
 
 def cached_shards_of_an_earlier_process() -> None:
-    """Forget what this process has mapped, as a new process would not know it."""
-    from axonlaunch.data import token_cache
+    """Forget this process's mapped files, as a new process would not have them."""
+    from axonlaunch.data.shards import token_cache
 
     token_cache._map_file.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Chats of files: their forms, the tokens that count, and what is wrong with them."""
+"""Chats in files: formats, counted tokens, and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.dataset import IGNORE_INDEX
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.texts.text_rows import TextRows
 
 pytest.importorskip("transformers")
 
@@ -32,7 +32,7 @@ SAID = ["A sequence\nthat can be changed: größer.", "One that can not."]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], str]:
-    """Gives the folder of a tokenizer with a chat template."""
+    """Return the folder of a tokenizer with a chat template."""
     made: dict[str | None, str] = {}
 
     def folder(template: str | None) -> str:
@@ -50,7 +50,7 @@ Chats = Callable[..., TextRows]
 
 @pytest.fixture
 def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
-    """Makes a dataset of rows by a template, a chat a row."""
+    """Return a dataset of chats, one per row, by a template."""
 
     def make(rows: list[Any], template: str | None = "CHATML", **keys: Any) -> Any:
         file = corpus.write_jsonl(tmp_path / "chats.jsonl", rows)
@@ -62,7 +62,7 @@ def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
 
 
 def tokens_and_counted(dataset: TextRows) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each row, by its first target that counts, and those that count."""
+    """Return each row's input tokens and its counted targets."""
     batch = dataset.samples(range(dataset.num_samples), split="train")
     return [
         (inputs.tolist(), targets[targets != IGNORE_INDEX].tolist())
@@ -71,7 +71,7 @@ def tokens_and_counted(dataset: TextRows) -> list[tuple[list[int], list[int]]]:
 
 
 def written(folder: str, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens that transformers makes of messages."""
+    """Return transformers' tokens of messages."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -231,7 +231,11 @@ BAD = [
         "CHATML",
         "messages[1] has weight=0; weights of messages are not read",
     ),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "CHATML", "message 1 has half of a"),
+    (
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        "CHATML",
+        "message 1 has an unpaired surrogate",
+    ),
 ]
 
 
@@ -282,13 +286,16 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     ("tokenizer", "message"),
     [
         (None, "null selects bytes, which have no chat template; use a folder that has one"),
-        ("", "the tokenizer has no chat template; use that of the model's instruct version or "),
+        (
+            "",
+            "the tokenizer has no chat template; use the one of the model's instruct version, or ",
+        ),
     ],
 )
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.untokenised import find_untokenised
+    from axonlaunch.data.texts.untokenised import find_untokenised
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:

@@ -46,7 +46,7 @@ def error_of(config):
     return str(error.value)
 
 
-# Python's own source
+# Python's source
 
 
 def test_python_source_is_text_of_which_whole_files_are_held_out():
@@ -72,7 +72,7 @@ def test_python_source_is_read_once_a_process():
 
 
 def test_the_held_out_files_follow_from_their_names_on_every_machine():
-    from axonlaunch.data.python_source import _share
+    from axonlaunch.data.included.python_source import _share
 
     assert _share("json/decoder.py") == pytest.approx(0.4508014742921951)
 
@@ -94,7 +94,7 @@ def test_a_share_that_leaves_one_side_empty_is_reported(tmp_path, monkeypatch):
 
 
 def test_tests_and_installed_packages_are_no_part_of_python_source(tmp_path, monkeypatch):
-    from axonlaunch.data.python_source import _source_files
+    from axonlaunch.data.included.python_source import _source_files
 
     for folder in ("json", "test", "site-packages/torch", "json/tests", "idlelib"):
         (tmp_path / folder).mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_tests_and_installed_packages_are_no_part_of_python_source(tmp_path, mon
     assert _source_files(tmp_path) == ["b.py", "json/a.py"]
 
 
-# A user's own text
+# A user's text
 
 
 def test_text_is_the_files_in_order_and_the_last_bytes_are_held_out(corpus):
@@ -137,7 +137,7 @@ def test_bytes_come_back_as_text(corpus):
     dataset = build_dataset(TextConfig(files=["a.txt"], sequence_length=4))
     assert dataset.decode(dataset.encode("naïve ✓")) == "naïve ✓"
     assert dataset.decode([0xFF, 65]) == "\ufffdA"
-    assert dataset.decode([300, 65]) == "A"  # of a model with more tokens than bytes
+    assert dataset.decode([300, 65]) == "A"  # from a model with more tokens than bytes
 
 
 def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
@@ -265,7 +265,7 @@ def test_token_files_that_can_not_be_are_reported(token_file, tmp_path, monkeypa
     (tmp_path / "odd.bin").write_bytes(b"abc")
     assert error_of(TokensConfig(path="odd.bin")) == (
         "data.path=odd.bin: its 3 bytes are not a whole number of uint16 tokens of 2 bytes; "
-        "check the file, or set data.dtype to what it was written as"
+        "check the file, or set data.dtype to the type it was written in"
     )
     token_file(np.arange(100))
     assert "data.eval_path=no.bin: no such file" in error_of(
@@ -283,7 +283,7 @@ def test_tokens_know_no_text(token_file):
         dataset.encode("text")
 
 
-# Made-up and real images
+# Synthetic and real images
 
 
 def test_synthetic_tokens_count_up_and_differ_between_training_and_evaluation():

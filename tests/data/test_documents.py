@@ -1,4 +1,4 @@
-"""Documents of files: tokenised once, in rows that are filled, with what is wrong reported."""
+"""Documents in files: tokenised once, packed into rows, with errors reported."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import torch
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, shard_maker, token_cache
-from axonlaunch.data.dataset import IGNORE_INDEX
-from axonlaunch.data.encoding import Tokenising
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data import build_dataset
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.shards import shard_maker, token_cache
+from axonlaunch.data.shards.encoding import Tokenising
+from axonlaunch.data.texts.text_rows import TextRows
 
 ROWS = [{"text": row["text"]} for row in corpus.functions()]
 
@@ -39,7 +40,7 @@ Documents = Callable[..., TextRows]
 
 @pytest.fixture
 def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
-    """Makes a dataset of rows, kept below the test's folder."""
+    """Return a dataset of rows, stored below the test's folder."""
 
     def make(
         rows: list[Any] = ROWS, *, files: Any = None, bytes_: bool = False, **keys: Any
@@ -55,7 +56,7 @@ def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
 
 
 def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
-    """Tokens of each row as transformers makes them, with the token that ends a text."""
+    """Return transformers' tokens of each row, with the token that ends a text."""
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(tokenizer.path)
@@ -63,7 +64,7 @@ def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
 
 
 def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
-    """The documents, or pieces, of all rows: their tokens and the last target."""
+    """Return the documents, or pieces, of all rows: their tokens and the last target."""
     count = dataset.num_samples if split == "train" else dataset.num_eval_samples
     batch = dataset.samples(range(count), split=split)
     positions = batch.positions
@@ -155,7 +156,7 @@ def test_what_is_held_out_is_trained_on_nowhere_and_depends_on_the_data_alone(
         assert not texts & evaluated
     other = corpus.write_jsonl(tmp_path / "b.jsonl", [{"text": "held out"}])
     assert pieces(documents(rows, held_out=[str(other)], **every), "eval") == [list(b"held out")]
-    with pytest.raises(ConfigError, match=r"a\.jsonl is in data\.files too"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl is also in data\.files"):
         documents(rows, held_out=[str(tmp_path / "a.jsonl")], **every)
     with pytest.raises(ConfigError, match="there are only 50 documents, so none would be left"):
         documents(rows, held_out=50, **every)
@@ -179,7 +180,7 @@ def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
 
 
 def kill_while_tokenising(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:
-    """End this process without a word when some chunks are written."""
+    """Kill this process when some chunks are written."""
     count = 0
 
     def end(state: Tokenising) -> None:
@@ -245,7 +246,7 @@ def test_two_that_want_the_same_tokens_make_them_once(documents: Documents, tmp_
     waited: list[Tokenising] = []
 
     def complete_it(state: Tokenising) -> None:
-        if state.waits:  # the other one completes the shard, and lets go of it
+        if state.waits:  # the other process completes the shard, and releases it
             complete.rename(shard)
             partial.rmdir()
             other.kill()
@@ -284,7 +285,7 @@ def test_a_bad_row_is_reported_with_file_and_line_or_skipped_and_counted(
     with pytest.raises(ConfigError) as raised:
         documents(**keys)
     assert str(raised.value).startswith(f"data.files: {file}, line 2: {reason}")
-    assert "data.on_bad_row=skip leaves such rows out" in str(raised.value)
+    assert "write data.on_bad_row=skip to leave such rows out" in str(raised.value)
     dataset = documents(on_bad_row="skip", **keys)
     assert pieces(dataset) == [list(b"good one"), list(b"good two")]
     assert (
@@ -341,7 +342,9 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
         documents(files=[str(tmp_path / "empty.jsonl")])
     with pytest.raises(ConfigError, match=r"there are no training documents"):
         documents([{"text": ""}], held_out=0)
-    with pytest.raises(ConfigError, match=r"train on; data.too_long=drop: documents left out: 1"):
+    with pytest.raises(
+        ConfigError, match=r"training documents; data.too_long=drop: documents left out: 1"
+    ):
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
 
 

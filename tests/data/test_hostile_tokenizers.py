@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of strangers that loop, or take all memory, are error lines."""
+"""Untrusted tokenizers and chat templates that loop, or take all memory, cause one-line errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import pytest
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, tokenizer
-from axonlaunch.data.chat_template import ChatTemplate
+from axonlaunch.data import build_dataset
+from axonlaunch.data.texts.chat_template import ChatTemplate
+from axonlaunch.data.tokenizers import tokenizer
 
 pytest.importorskip("transformers")
 
@@ -46,7 +47,7 @@ def change(folder: Path, **parts: Any) -> str:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Callable[[str], Any]:
-    """Builds a dataset of chats by a template."""
+    """Build a dataset of chats by a template."""
 
     def build(template: str) -> Any:
         folder = corpus.save_tokenizer(tmp_path / "tokenizer", chat_template=template)
@@ -75,7 +76,7 @@ def test_a_chat_template_that_writes_gigabytes_is_an_error(
 ) -> None:
     monkeypatch.setattr(tokenizer, "_LEAST_SECONDS", 60.0)
     before = time.monotonic()
-    with pytest.raises(ConfigError, match=r"line 1: the chat template (writes|refuses)|memory"):
+    with pytest.raises(ConfigError, match=r"line 1: the chat template (writes|rejects)|memory"):
         chats(template)
     assert time.monotonic() - before < 60
 

@@ -1,4 +1,4 @@
-"""``tokenizer=train``: what is learned from the data, and when it is learned again."""
+"""``tokenizer=train``: training a tokenizer on the data, and when it is trained again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.encoding import Tokenising
+from axonlaunch.data.shards.encoding import Tokenising
 
 pytest.importorskip("transformers")
 
@@ -22,7 +22,7 @@ TRAIN = TokenizerConfig(name="train", vocab_size=600)
 
 
 def documents(folder: Path, states: list[Tokenising] | None = None, **keys: Any) -> Any:
-    """A dataset of 60 functions of Python's library."""
+    """Return a dataset of 60 functions of Python's library."""
     rows = [dict(row) for row in corpus.functions()[:60]]
     file = folder / "rows.jsonl"
     if not file.exists():

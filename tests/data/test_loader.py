@@ -8,13 +8,13 @@ import torch
 
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
-from axonlaunch.data.loader import Loader, StreamLoader
-from axonlaunch.data.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, NoText
+from axonlaunch.data.datasets.loader import Loader, StreamLoader
+from axonlaunch.data.datasets.user_datasets import StreamedSamples
 
 
 class Numbers(NoText):
-    """Samples that are their own index, eval ones negative."""
+    """Samples that are their index; those for evaluation are negative."""
 
     kind = "tokens"
     sample_shape = (1,)
@@ -147,7 +147,7 @@ def test_a_capped_evaluation_is_of_the_same_samples_in_every_layout():
 
     assert samples(1) == samples(4) == samples(2, seed=9)
     assert len(samples(1)) == 40
-    assert max(samples(1)) > 500  # spread over the held-out part, not its beginning
+    assert max(samples(1)) > 500  # distributed over the held-out part, not only its beginning
 
 
 def test_an_evaluation_may_have_a_batch_size_of_its_own():

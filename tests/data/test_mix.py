@@ -1,4 +1,4 @@
-"""Mixes of several sources of text: which row of which source a sample is."""
+"""Mixes of several sources of text: the source and row of each sample."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.loader import Loader
-from axonlaunch.data.mix import TextMix
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.datasets.loader import Loader
+from axonlaunch.data.texts.mix import TextMix
+from axonlaunch.data.texts.text_rows import TextRows
 from axonlaunch.events import Evaluated, Monitor, StepLogged
 from axonlaunch.training import worker
 
@@ -28,7 +28,7 @@ ROWS = {"a": 40, "b": 10}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files of rows of 8 bytes."""
+    """Create two files of rows of 8 bytes."""
     for name, count in ROWS.items():
         rows = [{"text": f"{name} {number:06}"} for number in range(count)]
         corpus.write_jsonl(tmp_path / f"{name}.jsonl", rows)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def overrides_of(folder: Path, *, a: str = "", b: str = "") -> list[str]:
-    """The keys of a mix of both files, a text a row."""
+    """Return the overrides of a mix of both files, one text per row."""
     sources = f"{{a: {{files: [{folder}/a.jsonl]{a}}}, b: {{files: [{folder}/b.jsonl]{b}}}}}"
     data = ["data=documents", f"data.mix={sources}", f"data.cache_dir={folder}/cache"]
     return [*data, "data.packing=none", "data.sequence_length=7", "data.held_out=0"]
@@ -86,7 +86,7 @@ def test_weights_are_shares_of_a_pass_in_which_each_row_is_seen(folder: Path) ->
 
 
 def test_the_order_depends_on_the_seed_and_the_sample_index_alone(folder: Path) -> None:
-    """What a run reads step by step does not depend on the ranks, nor on where it resumed."""
+    """The order does not depend on the number of ranks or on where the run resumed."""
     dataset = mixed(folder, b=", epochs: 3")
 
     def read(steps: range, *, seed: int = 0, shards: int = 1) -> list[str]:
@@ -144,7 +144,7 @@ TINY += ["train.log_every=1", "train.eval_batches=0", "scheduler=constant"]
 
 
 def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
-    """The losses that a run on the mix has logged when it ends, or stops after a step."""
+    """Return the logged losses of a run on the mix that ends, or stops after a step."""
     chosen = run_config([*overrides_of(folder, b=", epochs: 3"), *TINY, "train.epochs=1", *more])
     run = Path(chosen.run_dir)
     run.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
 
 
 def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(folder: Path) -> None:
-    """To the bit in the layout that it stopped in, to rounding in another one."""
+    """To the bit in the same layout, and to rounding in another one."""
     whole = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")
     assert len(whole) == (40 + 3 * 10) // 4 + 1
     for layout, exact in (("ddp", True), ("fsdp", False)):
@@ -172,7 +172,7 @@ def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(fold
 
 
 def evaluations(chosen: RunConfig) -> list[Evaluated]:
-    """What the main rank reported of its evaluations."""
+    """Return the evaluations that the main rank reported."""
     events: list[Any] = []
     World.mock(2).run(
         lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
@@ -210,7 +210,7 @@ def test_a_source_without_files_is_refused(folder: Path) -> None:
 
 
 def kinds(folder: Path, chat: str = "", documents: str = "") -> Any:
-    """A mix of chats and documents, with a tokenizer that is learned from both."""
+    """Return a mix of chats and documents, with a tokenizer that is trained on both."""
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(20)]
     corpus.write_jsonl(folder / "chats.jsonl", rows)
     talk = f"talk: {{files: [{folder}/chats.jsonl]{chat}}}"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonlaunch.data.packing import PACKERS, RowTable, best_fit, concat
+from axonlaunch.data.datasets.packing import PACKERS, RowTable, best_fit, concat
 
 LENGTH = 16
 LENGTHS = st.lists(st.integers(1, LENGTH), max_size=60)
@@ -20,7 +20,7 @@ def packed(how: str, places: list[int]) -> tuple[RowTable, np.ndarray]:
 
 
 def predictions(table: RowTable) -> list[int]:
-    """Where each token stands that a row predicts from."""
+    """Return the positions of tokens that a row predicts from."""
     positions = []
     for row in range(len(table)):
         for start, places in zip(*table.pieces(row), strict=True):
@@ -55,7 +55,7 @@ def test_best_fit_cuts_no_document(places: list[int]) -> None:
 
 def test_best_fit_puts_a_document_into_the_fullest_row_that_has_room() -> None:
     table, starts = packed("best_fit", [4, 13, 9, 3, 3])
-    # 13 and 9 begin rows, 4 fits the second alone, then one 3 fills each row.
+    # 13 and 9 begin rows, 4 only fits the second, then one 3 fills each row.
     rows = [sorted(table.pieces(row)[1].tolist()) for row in range(len(table))]
     assert rows == [[3, 13], [3, 4, 9]]
     assert starts.tolist() == [0, 5, 19, 29, 33]
@@ -77,10 +77,10 @@ def test_many_documents_are_packed_in_a_time_that_grows_with_their_number() -> N
 @pytest.mark.parametrize(
     ("places", "rows"),
     [
-        ([5] * 50, 50),  # each has its own
-        ([5] * 80, 64),  # best_fit fills 27, which are two batches of no size
+        ([5] * 50, 50),  # one row for each
+        ([5] * 80, 64),  # best_fit fills 27, which are spread over 64
         ([5] * 300, 100),  # as best_fit fills them
-        ([12] * 28 + [5] * 57 + [4] * 84, 61),  # as best_fit: the last ones fit none of 64
+        ([12] * 28 + [5] * 57 + [4] * 84, 61),  # as best_fit: the last ones fit into none of 64
     ],
 )
 def test_a_few_documents_are_spread_over_rows_that_are_more_than_a_batch(

@@ -1,4 +1,4 @@
-"""Datasets of pairs: targets of any numbers, and a loss of one's own that sees those that count."""
+"""Datasets of pairs: arbitrary target tensors, and a custom loss that sees only counted samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.verification.comparison.compare import on_mock
@@ -83,7 +83,7 @@ CLASSES += ["train.loss=classes_of_a_test"]
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of the working folder."""
+    """Create a module in the working folder."""
     (tmp_path / "pairs_of_a_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -113,7 +113,7 @@ def evaluated(*overrides: str) -> tuple[float, float]:
 
 
 def by_hand(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *overrides: str) -> float:
-    """Return the same mean, of each held-out sample once."""
+    """Return the same mean, with each held-out sample once."""
     from axonlaunch.models.build import build_model
 
     config: RunConfig = run_config([*CHOSEN, *overrides, "strategy=single", "launch.nproc=1"])
@@ -151,7 +151,7 @@ def test_verify_compares_float_targets_with_one_process() -> None:
 
 
 def test_float_targets_without_a_loss_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss=null: .*targets that are floats"):
+    with pytest.raises(ConfigError, match=r"train\.loss=null: .*float targets"):
         run_config([*CHOSEN, "strategy=single", "launch.nproc=1"])
 
 

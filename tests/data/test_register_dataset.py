@@ -1,4 +1,4 @@
-"""A dataset of one's own: registered, offered by a package, or named by where it is."""
+"""Custom datasets: registered, offered by a package, or given as ``module:name``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
-from axonlaunch.data.dataset import Batch, DatasetInfo, NoText
-from axonlaunch.data.loader import order_of
+from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, NoText
+from axonlaunch.data.datasets.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
 from axonlaunch.training.text.sampling import continue_prompt
@@ -111,7 +111,7 @@ def test_no_estimate_is_kept_of_one_that_is_not_included(tmp_path: Path) -> None
 
 
 def offer(folder: Path, name: str, target: str, source: str) -> None:
-    """Lay out an installed package that offers a dataset."""
+    """Create an installed package that offers a dataset."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}_package\nVersion: 1.0\n")
@@ -122,7 +122,7 @@ def offer(folder: Path, name: str, target: str, source: str) -> None:
 OFFERED = """
 import numpy as np
 from axonlaunch import register_dataset
-from axonlaunch.data.dataset import Batch, NoText
+from axonlaunch.data.datasets.dataset import Batch, NoText
 
 @register_dataset("offered")
 class Offered(NoText):
@@ -137,7 +137,7 @@ class Offered(NoText):
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages."""
+    """Return a folder of installed packages."""
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("offered_")]:
@@ -173,7 +173,7 @@ def test_a_name_that_two_packages_offer_is_refused(packages: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[axonlaunch.datasets]\noffered = offered_two:It\n")
-    with pytest.raises(ConfigError, match=r"offered_package .* and other .*uninstall all but one"):
+    with pytest.raises(ConfigError, match=r"offered_package .* and other .*keep only one"):
         config.load(["data=offered"])
 
 
@@ -213,7 +213,7 @@ class Bare(Pairs):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of datasets in the working folder."""
+    """Create a module of datasets in the working folder."""
     (tmp_path / "pairs_of_a_test.py").write_text(PAIRS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -319,7 +319,7 @@ def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, messa
 
 
 class Letters(Counts):
-    """Text of a to z, as the numbers of its letters."""
+    """Text of a to z, with each letter's number as its token."""
 
     is_text, num_classes = True, 26
 

@@ -1,4 +1,4 @@
-"""The rows of files of every format, and what is wrong with them."""
+"""Rows of files in every format, and errors in them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.data.chat_rows import chat_columns
-from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.sources import find_sources
+from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
+from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.texts.chat_rows import chat_columns
 
 pyarrow = pytest.importorskip("pyarrow")
 

@@ -1,4 +1,4 @@
-"""A DataLoader with the sampler reads what the loader reads, each sample once an epoch."""
+"""A DataLoader with the sampler reads the same samples as the loader, each once an epoch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import axonlaunch as ax
 from axonlaunch import config, data
 from axonlaunch.comm import World
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 
 
 def indices(samples: int, ranks: int, *, epoch: int = 0, **options: int) -> list[list[int]]:
-    """Return what each rank takes in an epoch."""
+    """Return the indices of each rank in an epoch."""
 
     def run(world: World) -> list[int]:
         sampler = ax.DistributedSampler(range(samples), world, **options)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_training_on_any_number_of_ranks_sees_the_same_global_batches() -> None:
             model = ax.DDP(module, sync="synchronous")
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             samples = TensorDataset(inputs)
-            sampler = ax.DistributedSampler(samples)  # in turn, the world found by itself
+            sampler = ax.DistributedSampler(samples)  # without shuffling; finds the world itself
             for epoch in range(2):
                 sampler.set_epoch(epoch)
                 for (batch,) in DataLoader(samples, batch_size=8 // ranks, sampler=sampler):

@@ -1,4 +1,4 @@
-"""Rows of files that are tokenised while a run trains on those before them."""
+"""Rows of files that are tokenised while a run trains on earlier ones."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from configured import run_config
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, shard_maker
-from axonlaunch.data.loader import Loader, order_of
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.token_cache import Shard
+from axonlaunch.data import build_dataset
+from axonlaunch.data.datasets.loader import Loader, order_of
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.shards.token_cache import Shard
+from axonlaunch.data.texts.sharded_rows import ShardedRows
 
 SHARDS, DOCUMENTS = 4, 12
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the fixture's files is a shard of its own."""
+    """Make each of the fixture's files a separate shard."""
     monkeypatch.setattr(shard_maker, "SHARD_SIZE", 300)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Files of documents that name their file and their number."""
+    """Create files of documents that name their file and their number."""
     return [
         corpus.write_jsonl(
             tmp_path / f"{file}.jsonl",
@@ -71,7 +72,7 @@ def test_the_first_batch_needs_the_first_file_alone_and_the_others_come_in_turn(
 
 def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Path]) -> None:
     dataset = made(files)
-    order_of(dataset, np.array([10_000]), seed=3)  # all are known
+    order_of(dataset, np.array([10_000]), seed=3)  # all shards are tokenised
     rows = dataset._first_rows[-1]
     first = order_of(dataset, np.arange(rows), seed=3)
     second = order_of(dataset, np.arange(rows, 2 * rows), seed=3)
@@ -79,7 +80,7 @@ def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Pat
     assert list(first) != list(second)
     assert list(first) != list(order_of(dataset, np.arange(rows), seed=4))
     ends = dataset._first_rows
-    for start, end in itertools.pairwise(ends):  # a shard after the other
+    for start, end in itertools.pairwise(ends):  # one shard after the other
         assert sorted(first[start:end]) == list(range(start, end))
 
 
@@ -96,7 +97,7 @@ def test_each_later_pass_has_the_rows_of_each_shard_in_another_order(files: list
 def test_rows_are_counted_for_each_packing_and_length(
     files: list[Path], filling: dict[str, Any]
 ) -> None:
-    """Also where a run with other rows has left its counts beside the same tokens."""
+    """Includes a cache in which a run with other rows has left its counts."""
     before = made(files).shard_rows()
     after = made(files, **filling).shard_rows()
     assert before != after
@@ -104,7 +105,7 @@ def test_rows_are_counted_for_each_packing_and_length(
 
 
 def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
-    """By one shard or several, from the first step or a later one, in this process or the next."""
+    """By one or several shards, from the first or a later step, in this process or another."""
     whole = made(files)
     expected = {
         step: Loader(whole, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
@@ -122,7 +123,7 @@ def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = made(files)
-    order_of(whole, np.array([10_000]), seed=5)  # all are known
+    order_of(whole, np.array([10_000]), seed=5)  # all shards are tokenised
     last = whole._first_rows[-1] - 1
     expected = Loader(whole, seed=5, global_batch_size=1).batch(last).inputs
     read: list[Path] = []
@@ -135,7 +136,7 @@ def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
     assert read == [shards[0], shards[-1]], "of the first one are the rows that are held out"
     for folder in shards:
         for note in folder.glob("rows-*.json"):
-            note.write_text("{")  # as a disk that was full leaves it
+            note.write_text("{")  # as a full disk leaves it
     assert torch.equal(
         Loader(made(files), seed=5, global_batch_size=1).batch(last).inputs, expected
     )
@@ -163,7 +164,7 @@ def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list
 def test_another_process_tokenises_the_rest_and_ends_with_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # that process divides files as they are divided for users
+    monkeypatch.undo()  # the process divides files by the default rules
     rows = [{"text": "half of a shard " * (shard_maker.SHARD_SIZE // 32)}] * 3
     dataset = made([corpus.write_jsonl(tmp_path / "large.jsonl", rows)], held_out=0)
     assert isinstance(dataset, ShardedRows)
@@ -193,7 +194,7 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
     overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
     overrides += ["data.sequence_length=24", "data.held_out=2"]
-    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenised"):
+    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenized"):
         run_config([*overrides, "train.steps=auto", "train.epochs=2"])
     run_config([*overrides, "train.steps=1000"])
     mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"

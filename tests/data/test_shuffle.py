@@ -6,7 +6,7 @@ from covers import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axonlaunch.data.shuffle import dataset_indices, permute
+from axonlaunch.data.datasets.shuffle import dataset_indices, permute
 
 
 def test_every_small_size_is_permuted():

@@ -1,4 +1,4 @@
-"""Shards of large files: bounded, the same whoever makes them, and read once."""
+"""Shards of large files: bounded, identical from any process, and read once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from axonlaunch.data import shard_maker, token_cache
-from axonlaunch.data.documents import DocumentEncoder
-from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.sources import SourceFile, find_sources
-from axonlaunch.data.token_cache import Corpus
-from axonlaunch.data.tokenizer import ByteTokenizer
+from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.shards import shard_maker, token_cache
+from axonlaunch.data.shards.encoding import OnProgress
+from axonlaunch.data.shards.token_cache import Corpus
+from axonlaunch.data.texts.documents import DocumentEncoder
+from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -170,7 +170,7 @@ def test_rows_are_numbered_from_the_beginning_of_their_file(file: Path, tmp_path
         for shard in shards_of(file, folder=tmp_path)
         for number in range(shard.num_documents)
     ]
-    step = 2 if ".jsonl" in file.name else 1  # a line between two is empty
+    step = 2 if ".jsonl" in file.name else 1  # every other line is empty
     first = 2 if file.suffix == ".csv" else 1
     assert places == [f"{file}, row {first + step * number}" for number in range(len(ROWS))]
 

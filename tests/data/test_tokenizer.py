@@ -1,4 +1,4 @@
-"""What turns text into tokens: bytes, or the files of a tokenizer."""
+"""Tokenizers: bytes, or the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from axonlaunch.checkpoint.exchange.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data.tokenizer import (
+from axonlaunch.data.tokenizers.tokenizer import (
     FOLDER,
     PretrainedTokenizer,
     Tokenizer,
@@ -46,7 +46,7 @@ def test_a_folder_a_file_in_it_and_that_file_alone_are_read(folder: Path, tmp_pa
     assert loaded(folder / "tokenizer.json").encode(text) == tokens
     assert loaded(alone).encode(text) == tokens
     assert loaded(folder).decode(tokens) == text
-    # What says which token ends a text is in the other file.
+    # The token that ends a text is defined in the other file.
     assert loaded(folder).documents([text])[0].tolist() == [*tokens, 0]
     assert loaded(alone).documents([text])[0].tolist() == tokens
 
@@ -90,7 +90,9 @@ def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: 
 def test_what_is_kept_is_of_the_class_that_the_models_configuration_chose(
     folder: Path, tmp_path: Path
 ) -> None:
-    """As gpt2 is published: what its tokens are begins with ``model_type`` in ``config.json``."""
+    """Like the published gpt2, whose tokenizer class follows from ``model_type`` in
+    ``config.json``.
+    """
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
@@ -166,7 +168,7 @@ def test_a_kept_tokenizer_that_is_a_link_is_not_read(folder: Path, tmp_path: Pat
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Copy a tokenizer's folder, as a stranger may have prepared it."""
+    """Copy a tokenizer's folder, as an untrusted user may have prepared it."""
     to.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -174,7 +176,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 READ_BY_TRANSFORMERS = ["config.json", "source.spm", "additional_chat_templates/tool.jinja"]
-"""Files that are not kept in a run's folder, but read."""
+"""Files that are read, but not kept in a run's folder."""
 
 
 @pytest.mark.timeout(60)
@@ -196,7 +198,7 @@ def test_a_link_that_leaves_a_tokenizers_folder_is_refused(
         file.symlink_to(targets.get(prepared, "/nowhere"))
     message = refusal(tmp_path / "model")
     assert message.startswith(f"tokenizer.path={tmp_path}/model: {file}: can't be read: is not a ")
-    assert ("put a copy of the file in its place" in message) is (prepared != "fifo")
+    assert ("replace it with a copy of the file" in message) is (prepared != "fifo")
 
 
 def test_a_folder_of_chat_templates_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_links_inside_a_tokenizers_folder_and_to_the_hubs_blobs_are_read(
     assert loaded(snapshot).fingerprint == expected.fingerprint
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
-    assert "put a copy of the file in its place" in refusal(snapshot)
+    assert "replace it with a copy of the file" in refusal(snapshot)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.x", "config.json"])

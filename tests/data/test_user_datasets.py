@@ -1,4 +1,4 @@
-"""Datasets as torch has them, of samples of any structure, and losses that see the whole batch."""
+"""torch datasets with samples of any structure, and losses that see the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from axonlaunch import data, models
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.events import Monitor, StepLogged
 from axonlaunch.planning.memory import estimate as memory_estimate
@@ -137,7 +137,7 @@ INDEXED, STREAM = "data.target=own_of_a_test:ByIndex", "data.target=own_of_a_tes
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of the working folder."""
+    """Create a module in the working folder."""
     (tmp_path / "own_of_a_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -262,7 +262,7 @@ def test_a_stream_continues_where_its_state_says_also_in_a_later_pass() -> None:
             if not rank:
                 for step in range(resumed_at, 9):
                     assert str(again.batch(step).items) == str(expected[step])
-    past = loader(0)  # a checkpoint without a state: what was read is read again
+    past = loader(0)  # a checkpoint without a state: samples are read again
     assert str(past.batch(7).items) == str(expected[7])
 
 
@@ -315,7 +315,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         run_config(chosen)
 
 
-# What is refused, before there is a rank
+# Errors before a rank starts
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], mess
         run_config([*CHOSEN, INDEXED, "train.micro_batch_size=4", *more, *overrides])
 
 
-# A loss of one's own on tokens
+# A custom loss on tokens
 
 
 def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:

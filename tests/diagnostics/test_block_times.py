@@ -19,13 +19,13 @@ from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.stragglers import Stragglers
 
 now: dict[int, float] = defaultdict(float)
-"""Milliseconds that the work of each rank's stream takes, so far."""
+"""Milliseconds of work on each rank's stream until now."""
 ready = True
-"""Whether devices have done what was recorded."""
+"""Whether devices have completed the recorded work."""
 
 
 class MadeUpEvent:
-    """A CUDA event, of which nothing is there that waits."""
+    """A simulated CUDA event without functions that wait."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -57,7 +57,7 @@ class _Work(torch.autograd.Function):
 
 
 class Timed(nn.Module):
-    """Takes so many milliseconds of the stream."""
+    """Adds milliseconds of work to the stream."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -79,7 +79,9 @@ def _events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(watch: Any, blocks: list[Timed], *, between: float = 3.0) -> None:
-    """Let a trainer do a step; other ranks are waited for between blocks, forward and backward."""
+    """Run one step as a trainer, with waits for other ranks between blocks, forward and
+    backward.
+    """
     watch.note("reading")
     watch.note("stepping")
     x = torch.ones(2, requires_grad=True)
@@ -179,8 +181,10 @@ def test_ranks_that_share_a_gpu_are_not_compared() -> None:
 def test_parameters_are_gathered_before_a_block_s_time_begins_and_reduced_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """fully_shard hooks itself to the same places; its waits are not the block's."""
-    happened: list[str] = []  # to rank 0
+    """fully_shard registers hooks at the same places; its waits are not part of the block's
+    time.
+    """
+    happened: list[str] = []  # on rank 0
 
     def noted(name: str) -> None:
         own = getattr(FSDPParamGroup, name)

@@ -1,4 +1,4 @@
-"""Two module traces side by side: where they part first, and what can't be compared."""
+"""Comparison of two module traces: the first difference, and values that can't be compared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BEGIN = StepTrace(
 
 
 def scaled(factor: float, *names: str, kind: str = "output") -> StepTrace:
-    """The trace with some tensors larger by a factor."""
+    """Return the trace with some tensors scaled by a factor."""
 
     def of(tensor: TracedTensor) -> TracedTensor:
         if tensor.kind != kind or tensor.name not in names:
@@ -60,7 +60,7 @@ def compared(ours: StepTrace, theirs: StepTrace) -> TraceComparison:
 
 
 def said(ours: StepTrace, theirs: StepTrace) -> tuple[str, str]:
-    """What is said of the first difference: it, and its likely cause."""
+    """Return the description of the first difference, and its likely cause."""
     first, names = compared(ours, theirs).differences[0], ("a", "b")
     what = f"{first.module}: {describe_difference(first, names)}"
     return what, likely_cause(first, names, (ours, theirs), steps=[ours.step])

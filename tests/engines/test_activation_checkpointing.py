@@ -1,4 +1,4 @@
-"""What blocks keep and compute again, alone and compiled."""
+"""Activations that blocks keep or recompute, with checkpointing only and with the compiler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.deferred
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it from its inputs
 @pytest.mark.parametrize(
     "mode",
     [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full")), "selective"],

@@ -1,7 +1,7 @@
-"""What torch's compiler makes of a divided block: products that overlap with what ranks exchange.
+"""Matrix products that overlap with communication in a tensor-parallel block compiled by torch.
 
-The graphs are those that Inductor would be given; its pass is run on copies of them. Where ranks
-have no GPU the products themselves can't be run.
+The graphs are Inductor's inputs; its pass is run on copies of them. Without a GPU the fused
+products themselves can't be run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASYNC = [
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
-    """Two ranks on NCCL, as rank 0 sees them; nothing is exchanged."""
+    """Return a group of two ranks on NCCL, seen from rank 0; nothing is communicated."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(autograd, "_fusible", set())
@@ -51,13 +51,13 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
 
 
 @pytest.mark.deferred
-@pytest.mark.filterwarnings("ignore")  # dynamo asks things that torch warns of
+@pytest.mark.filterwarnings("ignore")  # dynamo reads things that torch warns about
 @pytest.mark.costly
 @pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_compiler_overlaps_a_block_s_exchanges(
     group: ProcessGroup, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Their import takes a second, in every worker.
+    # These imports take a second in every worker.
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -96,17 +96,17 @@ def test_the_compiler_overlaps_a_block_s_exchanges(
     )
     model(torch.zeros(samples, 64, dtype=torch.int64)).sum().backward()
     forward, backward = graphs
-    # Attention and feed-forward: each gathers its input, and scatters its output's sum.
+    # Attention and feed-forward: each gathers its input and reduce-scatters its output.
     assert forward.count("symm_mem.fused_all_gather_matmul.default") == 2
     assert forward.count("symm_mem.fused_matmul_reduce_scatter.default") == 2
     assert not any("_c10d_functional" in target for target in forward)
-    # An input's gradient is the sum of several products, after which torch fuses nothing.
+    # An input's gradient is the sum of several products, which torch does not fuse.
     assert backward.count("symm_mem.fused_all_gather_matmul.default") == 2
     assert backward.count("_c10d_functional.reduce_scatter_tensor.default") == 2
 
 
 def test_symmetric_memory_is_made_for_the_group_that_asks(group: ProcessGroup) -> None:
-    """torch 2.13 warns of the function, and its compiler still asks what it leaves."""
+    """torch 2.13 warns of the function, but its compiler still reads the setting."""
     name = group.torch_group.group_name
     noted: list[Any] = []
     memory: Any = _symmetric_memory._SymmetricMemory

@@ -1,4 +1,4 @@
-"""Running statistics in every strategy: moved on every rank, and everywhere the same when used."""
+"""Running statistics in every strategy: updated on every rank, and equal on all ranks when used."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_forward_of_an_evaluation_broadcasts_no_buffers(monkeypatch: pytest.Mo
 
 
 class MovingMean(nn.Module):
-    """Its running mean is a new tensor after each forward."""
+    """Replaces its running mean by a new tensor in each forward."""
 
     mean: Tensor
 

@@ -1,4 +1,4 @@
-"""Which losses are compiled with the blocks, and that they stay what they are."""
+"""Which losses are compiled with the blocks, and that their values do not change."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_users_own_loss_is_not_compiled(compiled: list[Any]) -> None:
 def test_blocks_and_loss_are_compiled_in_the_mode_that_is_asked_for(compiled: list[Any]) -> None:
     mode = "max-autotune-no-cudagraphs"
     overrides = ["train.compile=true", f"train.compile_mode={mode}", "model.num_hidden_layers=2"]
-    # Threads of the mock world are refused a compiler; here a single one only asks for it.
+    # Threads of the mock world refuse the compiler; a single rank is enough to see the request.
     config = with_values(run_config([*overrides, "launch.nproc=1"]), {"launch.backend": "mock"})
     World.mock(1).run(lambda world: rank_engine(config, world))
     assert [asked for _, asked in compiled] == [mode] * 3

@@ -1,8 +1,8 @@
-"""Sequences divided among ranks: torch's ring attention on the CPU, positions, joined outputs.
+"""Context parallelism: torch's ring attention on the CPU, positions, and gathered outputs.
 
-If a test here fails after an upgrade of torch, look at what has become of
-``torch.distributed.tensor.experimental._context_parallel._attention``: ``ring_attention`` calls
-its two templates, ``_templated_ring_attention`` and ``..._backward``, with kernels of its own.
+If a test here fails after an upgrade of torch, look at the changes to
+``torch.distributed.tensor.experimental._context_parallel._attention``: ``ring_attention`` calls its
+two templates, ``_templated_ring_attention`` and ``..._backward``, with kernels of axonlaunch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context import context
 from axonlaunch.engines.context import ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis
@@ -88,7 +88,7 @@ def test_the_ring_passes_each_head_of_keys_and_values_once_and_kernels_get_whole
         ring_attention(q, k, v, group=world.default_group).sum().backward()
 
     World.mock(2).run(run)
-    # Of each rank the keys and values forward, again backward, and their gradients twice.
+    # Each rank sends its keys and values in forward, again in backward, and their gradients twice.
     assert sent == [2 * 2 * 4 * 8] * len(sent)
     assert len(sent) == 2 * 4
     assert heads_of_kernels == {4}
@@ -136,7 +136,7 @@ def test_a_length_that_can_t_be_divided_is_refused() -> None:
 def test_every_layer_gets_the_same_positions_of_a_part_on_its_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Made again on the host, or copied from it, they would wait for the device in each layer.
+    # Tensors created on the host, or copied from it, would wait for the device in each layer.
     def run(world: World) -> None:
         axis = ContextAxis(world.default_group)
         assert axis._local_positions(4) is axis._local_positions(4)

@@ -1,10 +1,11 @@
-"""The private names of torch's DDP that keep one layout of buckets from the first backward on.
+"""Private names of torch's DDP that keep one layout of buckets from the first backward on.
 
 A failure here means that torch has moved one. The fix belongs in ``FixedBuckets`` of
-``engines/data_parallel/ddp.py``: look in ``torch/nn/parallel/distributed.py`` for what builds the
-reducer's parameters and in ``torch/csrc/distributed/c10d/reducer.cpp`` for what lays buckets out
-again after the first backward. Where torch no longer does that, delete ``FixedBuckets`` and use
-``DistributedDataParallel`` itself; then raise the upper bound on torch in ``pyproject.toml``.
+``engines/data_parallel/ddp.py``: look in ``torch/nn/parallel/distributed.py`` for the construction
+of the reducer's parameters and in ``torch/csrc/distributed/c10d/reducer.cpp`` for the code that
+rebuilds buckets after the first backward. If torch no longer rebuilds them, delete ``FixedBuckets``
+and use ``DistributedDataParallel`` itself; then raise the upper bound on torch in
+``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def test_torch_still_builds_the_reducer_of_parameters_that_a_subclass_may_reorde
 
 
 def layouts(kind: type[DistributedDataParallel]) -> list[Layout]:
-    """Return the shapes in each bucket, of three steps of a module used in its own order."""
+    """Return the shapes in each bucket for three steps of a module whose layers run in definition
+    order.
+    """
 
     class Crossed(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What dropout draws: alike where ranks hold the same values, otherwise apart, and again alike."""
+"""Dropout masks: equal on ranks with the same values, different on others, reproducible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import axonlaunch as ax
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.models.build import build_model
 from axonlaunch.models.tensors.dtensor_regions import whole
 
@@ -23,7 +23,7 @@ BLOCKS, STEPS = 2, 2
 
 
 class Block(nn.Module):
-    """Notes what its dropout keeps; ``given`` is kept instead, where it is set."""
+    """Records the mask of its dropout, or uses ``given`` as the mask if it is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Dropping(nn.Module):
 
 @dataclass
 class Drawn:
-    """By step: what each block kept, that of its forward first, gradients, and samples."""
+    """Records of each step: masks of each block (the forward's first), gradients and samples."""
 
     kept: list[list[list[Tensor]]]
     gradients: list[dict[str, Tensor]]
@@ -87,7 +87,7 @@ def configured(*overrides: str, ranks: int) -> RunConfig:
 
 
 def draw(chosen: RunConfig, *, ranks: int) -> list[Drawn]:
-    """Train for some steps on the mock world; return what each rank drew."""
+    """Train for some steps on the mock world; return each rank's masks."""
 
     def run(world: ax.World) -> Drawn:
         engine, loader = rank_engine(chosen, world)
@@ -104,7 +104,7 @@ def draw(chosen: RunConfig, *, ranks: int) -> list[Drawn]:
             drawn.batches.append(batch)
             for block in blocks:
                 block.kept = []
-            engine.update()  # at a rate of 0: every step has the same weights
+            engine.update()  # with a rate of 0, so that every step has the same weights
         return drawn
 
     return ax.World.mock(ranks).run(run)
@@ -138,14 +138,14 @@ def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("overrides", [["strategy=single"], *LAYOUTS[:2]], ids=" ".join)
 def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode: str) -> None:
-    """What is recomputed in backward must be dropped as it was in forward."""
+    """Recomputation in backward must use the masks of the forward."""
     ranks = 1 if overrides == ["strategy=single"] else 4
     chosen = configured(*overrides, RECOMPUTE + mode, ranks=ranks)
     drawn, layout = draw(chosen, ranks=ranks), Layout.of(chosen, world_size=ranks)
     for step in range(STEPS):
         plain = build_model(chosen.model, seed=chosen.seed)
         blocks = [module for module in plain.modules() if isinstance(module, Block)]
-        for rank in range(0, ranks, layout.tensor):  # of tensor ranks one
+        for rank in range(0, ranks, layout.tensor):  # one of the tensor ranks
             for block, masks in zip(blocks, drawn[rank].kept[step], strict=True):
                 block.given = masks[0]
             batch = drawn[rank].batches[step]

@@ -1,4 +1,6 @@
-"""Parameters that are frozen by pattern: one process equals plain torch, layouts equal one."""
+"""Parameters that are frozen by pattern: one process equals plain torch, and layouts equal one
+process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ FROZEN = [
     "train.freeze=[embed_*,layers.0.*,layers.*.mlp.*,norm.*]",
     "train.unfreeze=[layers.2.mlp.down_proj.*]",
 ]
-"""Of every first stage nothing is trained, and the head, which is the embedding, is not either."""
+"""Nothing of the first stage is trained, nor the head, which is tied to the embedding."""
 LAYOUTS = {
     "ddp": "launch.nproc=2 strategy=ddp",
     "zero1": "launch.nproc=2 strategy=zero1",
@@ -71,7 +73,7 @@ def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
     some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
     assert everything.gradients == 1
     per_gradient = [memory.states / memory.gradients for memory in (everything, some)]
-    assert per_gradient == pytest.approx([2, 2], rel=0.01)  # and a count of steps
+    assert per_gradient == pytest.approx([2, 2], rel=0.01)  # and a step count
     model = on_meta(run_config([*SMALL, *FROZEN, "strategy=single"]), seed=0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert some.gradients == trained / sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What fully_shard gathers together: blocks, and large ends of a model by themselves."""
+"""Modules that fully_shard gathers together: blocks, and large ends of a model separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = {"", "layers.0", "layers.1"}
 
 
 def units(*overrides: str) -> set[str]:
-    """Names of the modules that have a gather of their own, on rank 0."""
+    """Names of the modules with a separate all-gather, on rank 0."""
     chosen = run_config([*overrides, "strategy=fsdp", "launch.nproc=2"])
 
     def look(world: World) -> set[str]:
@@ -65,7 +65,7 @@ def test_tied_ends_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ends_of_their_own_change_nothing_that_is_learned(
     layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against one process of plain tensors, whose steps clip and update too."""
+    """The reference is one process of plain tensors, with clipping and updates."""
 
     def losses(*overrides: str) -> list[float]:
         chosen = run_config([*UNTIED, *overrides])

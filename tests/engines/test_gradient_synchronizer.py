@@ -1,4 +1,4 @@
-"""Gradients are averaged as torch's own all-reduce averages them, when the strategy says."""
+"""Gradients are averaged as by torch's all-reduce, at the time that the strategy chooses."""
 
 from __future__ import annotations
 
@@ -44,15 +44,13 @@ def averaged_by_torch() -> list[Tensor]:
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("notes", [True, False])
 def test_every_gradient_becomes_the_mean(strategy: str, notes: bool) -> None:
-    """Whether or not it was noted that gradients are complete."""
-
     def run(world: ax.World) -> list[Tensor]:
         model = net()
         sync = ax.GradientSynchronizer(strategy=strategy, bucket_size_mb=TINY_BUCKETS)
         assert sync.strategy is ax.GradSyncStrategy(strategy)
         sync.prepare(model.parameters())
         assert len(sync.buckets) > 1
-        for _ in range(2):  # a second step needs no other preparation
+        for _ in range(2):  # the second step runs without any further setup
             model.zero_grad()
             gradients = backward(model, world.rank)
             for parameter in model.parameters() if notes else ():
@@ -74,7 +72,7 @@ def test_only_overlapped_buckets_go_when_they_are_complete(strategy: str, sent: 
         )
         for parameter in (first, last):
             parameter.grad = torch.full((20,), float(world.rank))
-        sync.add_gradient(first)  # its bucket goes second: not before the other's
+        sync.add_gradient(first)  # its bucket is the second: it must not be sent before the other
         assert all(bucket.is_empty for bucket in sync.buckets)
         sync.add_gradient(last)
         started = sum(not bucket.is_empty for bucket in sync.buckets)
@@ -111,7 +109,7 @@ def test_a_parameter_that_was_not_prepared_is_refused() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Uses one head or the other, as the rank says, and a third never."""
+    """Uses one of two heads, depending on the rank, and never a third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +151,7 @@ def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: st
 def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str) -> None:
     def run(world: ax.World) -> list[float | None]:
         parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        used = parameters[: 1 + world.rank]  # the second by one rank, the third by none
+        used = parameters[: 1 + world.rank]  # the second is used by one rank, the third by no rank
         sync = ax.GradientSynchronizer(parameters, strategy=strategy)
         for _ in range(2):
             for parameter in parameters:
@@ -168,10 +166,11 @@ def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str
 
 @pytest.mark.parametrize("unused", [True, False])
 def test_the_first_backward_has_the_buckets_of_all_others(unused: bool) -> None:
-    """Sums over 3 ranks or more round as buckets are laid out: a resumed run must lay out alike.
+    """Sums over 3 or more ranks round differently in other buckets, so a resumed run must have the
+    same.
 
-    Where this fails after an update of torch, ``engines/data_parallel/ddp.py`` uses a private name
-    of its DistributedDataParallel that has changed.
+    If this fails after an update of torch, a private name of its DistributedDataParallel that
+    ``engines/data_parallel/ddp.py`` uses has changed.
     """
 
     def run(world: ax.World) -> list[list[str]]:
@@ -196,7 +195,7 @@ def test_the_first_backward_has_the_buckets_of_all_others(unused: bool) -> None:
         return layouts
 
     layout = ax.World.mock(2).run(run)[0][0]
-    # The last parameters, whose gradients come first, go first.
+    # The last parameters are first, because their gradients are computed first.
     assert layout[0].split()[0].startswith("3.")
     assert layout[-1].split()[-1].startswith("0.")
 
@@ -221,7 +220,7 @@ def test_groups_are_given_by_position() -> None:
 def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
     dtype: torch.dtype | None, operation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL divides while it sums; where the sum's type is smaller, it is divided before."""
+    """NCCL divides while it sums. If the sum has a smaller dtype, values are divided before."""
     asked: list[Any] = []
     all_reduce = dist.all_reduce
 
@@ -255,7 +254,7 @@ def test_a_backward_that_raised_leaves_nothing_to_the_next() -> None:
     def run(world: ax.World) -> list[Tensor]:
         model = net()
         replicas = ax.DDP(model, reduce_dtype=torch.float64, bucket_size_mb=TINY_BUCKETS)
-        # Once the last layer's gradients are on their way.
+        # After the last layer's gradients were sent.
         fail: Any = Failing.apply
         handle = model[1].register_forward_hook(lambda _, inputs, outputs: fail(outputs))
         with pytest.raises(ArithmeticError):

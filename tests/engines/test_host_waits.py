@@ -1,4 +1,4 @@
-"""In an unlogged step no rank waits for its device, in any layout: the host stays ahead of it."""
+"""In an unlogged step no rank waits for its device, in any layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 
 def waits(model: str, ranks: int, *overrides: str) -> list[str]:
-    """Return where ranks wait in the second step; the first makes what is kept."""
+    """Return where ranks wait in the second step; the first one fills caches."""
     blocks = 4 if any("pipeline" in override for override in overrides) else 2
     chosen = run_config(
         [
@@ -75,7 +75,7 @@ def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied()
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tensor", "zero1"])
 def test_nor_does_one_that_fp16_may_leave_out(layout: str) -> None:
-    """Torch's fused optimizers look at the flag on the device, a private name of theirs says so."""
+    """torch's fused optimizers read the flag on the device, through a private attribute."""
     ranks, overrides = LAYOUTS[layout]
     assert waits("llama", ranks, *overrides, "train.precision=fp16") == []
 

@@ -1,4 +1,4 @@
-"""LoRA on our own models: layouts train the adapters that one process trains, and nothing else."""
+"""LoRA on built-in models: layouts train the same adapters as one process, and nothing else."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
 
 
 class Ended(nn.Module):
-    """A model that says by its ends alone which layer is its head."""
+    """A model with a head that only its ``ends`` identify."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_gradients_and_states_are_those_of_the_adapters() -> None:
     sizes = {name: parameter.numel() for name, parameter in named}
     own = sum(size for name, size in sizes.items() if is_of_adapter(name))
     assert shares.gradients == own / sum(sizes.values())
-    assert shares.states == pytest.approx(2 * shares.gradients, rel=0.05)  # and counts of steps
+    assert shares.states == pytest.approx(2 * shares.gradients, rel=0.05)  # and step counts
 
 
 @pytest.mark.parametrize(

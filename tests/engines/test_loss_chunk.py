@@ -1,4 +1,4 @@
-"""A loss in chunks is the loss without, and so are its gradients, in every layout."""
+"""A chunked loss equals the unchunked loss, and so do its gradients, in every layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_
 GPT = ["model=gpt", "model.num_hidden_layers=4", "model.hidden_size=32", *DATA]
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
 CAPPED = {"final_logit_softcapping": 0.1}
-"""So low that logits of random weights are bent by it."""
+"""Low enough to change the logits of random weights."""
 ZERO_BUBBLE = [
     *("strategy=pipeline", "launch.nproc=2"),
     "strategy.pipeline.schedule=zbv_zero_bubble",
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[s
             assert parameter.grad is not None
             gradient = wanted[name].grad
             assert gradient is not None
-            # Softmax ignores the bias of keys, whose gradient is rounding.
+            # Softmax ignores the bias of keys, so its gradient is only rounding.
             floor = 1.0 if name.endswith("k_proj.bias") else 0.0
             distance = (parameter.grad - gradient).norm() / (gradient.norm() + floor)
             assert distance < 1e-6, name
@@ -139,7 +139,7 @@ def test_predictions_are_logits() -> None:
 
 @pytest.mark.deferred
 def test_the_estimate_has_the_logits_of_one_chunk() -> None:
-    """A vocabulary so large that the loss makes the peak: three fp32 numbers a logit."""
+    """The vocabulary is large enough that the peak is at the loss: three fp32 numbers per logit."""
     large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]
     overrides = [*GPT, *large, "model.num_hidden_layers=1", "strategy=ddp", "launch.nproc=2"]
 
@@ -154,7 +154,7 @@ def test_the_estimate_has_the_logits_of_one_chunk() -> None:
 
 
 class _Sorts(nn.Module):
-    """Uses its logits together, after the head."""
+    """Needs all of its logits at once, after the head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole parameters that are kept in fp32 and computed with in bf16."""
+"""Unsharded parameters that are stored in fp32 and computed with in bf16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = torch.arange(12).view(2, 6)
 def trained(model: list[str], *overrides: str) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses and parameters of two steps on two ranks."""
     common = ["launch.backend=mock", "launch.nproc=2", "train.global_batch_size=8"]
-    # The norm that gradients are clipped to is summed in another order over shards.
+    # The norm for clipping gradients is summed in another order over shards.
     arithmetic = ["train.precision=bf16", "train.grad_clip=null"]
     chosen = run_config([*model, *common, *arithmetic, *overrides])
 
@@ -50,7 +50,7 @@ def test_replicas_compute_what_shards_do_bit_for_bit(model: str) -> None:
 
 
 class _Lifted(nn.Module):
-    """A block that computes with a weight and is given fp32 by the one before."""
+    """A block that computes with a weight of its input's dtype; its predecessor outputs fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_module_of_any_kind_computes_with_copies_and_gets_fp32_gradients() -> 
     assert all(own is not None and own.dtype is torch.float32 for own, _ in gradients)
     assert all(torch.equal(own, theirs) for own, theirs in gradients)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.head.weight is model.table.weight  # outside of a forward, the parameter
+    assert model.head.weight is model.table.weight  # the parameter itself, outside of a forward
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -133,7 +133,7 @@ def test_what_has_running_statistics_computes_with_weights_of_their_type() -> No
 
 
 class _Experts(nn.Module):
-    """Reads experts one by one, and weights that are used again where gradients are off."""
+    """Reads experts one by one, and uses weights again without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_loop_over_experts_keeps_one_copy_of_them_and_all_get_gradients() -> N
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-# Of torch's own look at what a block is given, which it hides unless warnings are errors.
+# A warning about torch inspecting a block's inputs, which torch hides unless warnings are errors.
 @pytest.mark.deferred
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_block_casts_within_its_one_graph() -> None:

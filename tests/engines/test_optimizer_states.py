@@ -1,4 +1,4 @@
-"""States are allocated without a step, and training is then what plain torch.optim does."""
+"""States are allocated without a step, and training then equals plain torch.optim."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def net() -> nn.Sequential:
 
 
 def updates(kind: str, config: OptimizerConfig, world: World) -> Update:
-    """Return the update that a layout uses, over the tensors that it would hold."""
+    """Return the update of a layout, over the tensors that it would hold."""
     model = net()
     mesh = world.mesh(dp_replicate=world.world_size).device_mesh
     if kind in ("sharded", "streamed shards"):
@@ -189,7 +189,9 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
 def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
     layout: str, momentum: str
 ) -> None:
-    """As every run with ``model.weights=`` does, and one that saves before it has stepped."""
+    """This is the case in every run with ``model.weights=``, and in runs that save before the first
+    step.
+    """
     ranks, strategy = LAYOUTS[layout]
     overrides = SGD[momentum].split()
     chosen = as_a_command_does([*overrides, *strategy.split(), f"launch.nproc={ranks}"])

@@ -1,4 +1,4 @@
-"""Every optimizer is what torch or its paper says, in one process and in every layout."""
+"""Every optimizer follows torch or its paper, in one process and in every layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from axonlaunch.config.optimization.optimizer import (
 )
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.engines.optimizer import muon
+from axonlaunch.engines.optimizer.algorithms import muon
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.tensors.dtensor_regions import whole
 
@@ -79,7 +79,7 @@ def trained(config: OptimizerConfig) -> dict[str, Tensor]:
 
 
 def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return torch's own optimizers, as their documentation says to group parameters."""
+    """Return torch's optimizers with parameter groups as in their documentation."""
     optim = torch.optim
     groups: list[dict[str, Any]] = [
         {"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.3},
@@ -171,7 +171,7 @@ SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
     *("train.grad_clip=1.0", "scheduler=constant", "scheduler.warmup_steps=0"),
 ]
-# eps keeps a gradient of rounding alone, as the key's bias has, from moving it by whole steps.
+# eps keeps gradients that are only rounding, like the key bias's, from causing full steps.
 OVERRIDES = {
     "adam": ["optimizer=adam", "optimizer.eps=1e-4"],
     "nadam": ["optimizer=nadam", "optimizer.eps=1e-4"],
@@ -198,9 +198,9 @@ def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
     return gathered(World.mock(ranks).run(on_rank))
 
 
-# Elementwise ones share all that a layout could get wrong: each layout tries one of them, three of
-# four layouts under --all. Of those that exchange parts each is tried in layouts that divide
-# otherwise, in the others under --all.
+# Elementwise optimizers share everything that a layout could get wrong: each layout tests one of
+# them, and three of four layouts run only under --all. Optimizers that exchange shards are each
+# tested in layouts that divide differently, in the other layouts under --all.
 _ELEMENTWISE = every(4, zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False))
 _TRIED = {
     "adafactor": ("zero2", "hsdp", "zero1 x tensor"),
@@ -210,7 +210,7 @@ _EXCHANGING = [
     pytest.param(layout, kind, marks=() if layout in tried else pytest.mark.slow)
     for kind, tried in _TRIED.items()
     for layout in LAYOUTS
-    if "offloaded" not in layout  # is refused
+    if "offloaded" not in layout  # refused
 ]
 
 
@@ -231,14 +231,14 @@ def test_a_layout_trains_as_one_process_does(layout: str, kind: str) -> None:
     for name, tensor in expected.items():
         moved = float((tensor - start[name]).norm())
         off = float((got[name] - tensor).norm())
-        # Muon rounds to bf16 and then multiplies what is small 480 times: that it is exact for
-        # equal gradients is shown below.
+        # Muon rounds to bf16 and then amplifies small values up to 480 times. Another test below
+        # shows that it is exact for equal gradients.
         share = 0.05 if kind == "muon" else 1e-3
         assert off <= share * moved + 1e-6 * math.sqrt(tensor.numel()), name
 
 
 def after_a_tensor_axis(dim: int) -> list[Placement]:
-    """Return how fully_shard divides what a tensor axis has divided by this dim."""
+    """Return how fully_shard divides a tensor that a tensor axis has divided along ``dim``."""
     data: Placement = Shard(0) if dim else _StridedShard(0, split_factor=2)
     return [data, Shard(dim)]
 
@@ -255,7 +255,7 @@ SHAPES = {"one row": (1, 4), "tall": (6, 4), "wide": (4, 10), "few": (3, 8), "la
 
 
 def matrix(name: str, step: int) -> Tensor:
-    """Return a parameter before any step, or its gradient in a later one."""
+    """Return a parameter for step 0, or its gradient for a later step."""
     generator = torch.Generator().manual_seed(7 * step + len(name))
     return torch.randn(SHAPES[name], generator=generator)
 
@@ -287,7 +287,7 @@ def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DT
 def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) -> None:
     sizes, placements = DIVISIONS[division]
     config = OPTIMIZERS[kind]
-    # A tensor axis divides evenly or is refused; fully_shard leaves the last ranks less.
+    # A tensor axis must divide evenly; fully_shard gives the last ranks less.
     names = [name for name in SHAPES if "tp" not in sizes or SHAPES[name][0] % 2 == 0]
     hidden = {
         name: ParameterFacts(name=name, shape=SHAPES[name], is_hidden_matrix=True) for name in names
@@ -320,7 +320,7 @@ def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) ->
 
 
 def test_shards_that_are_laid_out_again_are_what_is_updated() -> None:
-    """As fully_shard does before its first forward where it pins or pads them."""
+    """fully_shard replaces shards before its first forward if it pins or pads them."""
 
     def run(world: World) -> None:
         mesh = world.mesh(dp_shard=2).device_mesh

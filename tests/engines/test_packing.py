@@ -1,4 +1,4 @@
-"""Rows that hold several documents, under every layout."""
+"""Rows with several documents, in every layout."""
 
 from __future__ import annotations
 

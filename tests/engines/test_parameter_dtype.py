@@ -1,4 +1,6 @@
-"""Weights in bf16 train as torch trains such a model, in every layout; states may stay fp32."""
+"""Training weights in bf16 equals torch's training of such a model, in every layout; states may be
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def batches(chosen: RunConfig) -> list[Any]:
 
 
 def by_torch(*, in_fp32: bool) -> list[float]:
-    """The same by a loop of torch alone: a model in bf16, its AdamW, and fp32 copies if asked."""
+    """Train with only torch: a model in bf16, torch's AdamW, and optionally fp32 copies of the
+    weights.
+    """
     chosen = run_config([*SETTINGS, "strategy=single"])
     model = build_model(chosen.model, seed=0).to(torch.bfloat16)
     parameters = [*model.parameters()]
@@ -105,7 +109,7 @@ def test_losses_are_those_of_a_model_in_bf16_under_torch(
     layout: str, states: tuple[str, ...]
 ) -> None:
     expected = by_torch(in_fp32=bool(states))
-    # Roundings to bf16, 1/256, are all that layouts may add; one process adds none.
+    # Layouts may only add roundings to bf16 (1/256); one process adds none.
     tolerance = 1e-6 if layout == "single" else 5e-3
     assert in_layout([*LAYOUTS[layout], *states]) == pytest.approx(expected, rel=tolerance)
 

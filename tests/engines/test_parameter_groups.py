@@ -1,4 +1,4 @@
-"""Groups of parameters by pattern of names: their options, their learning rates, their refusals."""
+"""Parameter groups by patterns of names: options, learning rates and errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ LAYOUTS = {
 
 
 def plain_sgd() -> dict[str, Tensor]:
-    """Train by hand with torch's SGD: groups of parameters written out, rates by LambdaLR."""
+    """Train by hand with torch's SGD: explicit parameter groups, rates by LambdaLR."""
     chosen = resolved(
         configuration.load([*SMALL, "strategy=single", "launch.nproc=1"]), accelerators=0
     )
@@ -99,7 +99,14 @@ def plain_sgd() -> dict[str, Tensor]:
             lr, decay = 0.0, 0.2
         groups.append({"params": [p], "lr": lr, "weight_decay": decay, "momentum": momentum})
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    factors = [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]  # up in two steps, then evenly to a tenth at the sixth
+    factors = [
+        0.5,
+        1.0,
+        1.0,
+        0.7,
+        0.4,
+        0.1,
+    ]  # up in two steps, then linearly down to a tenth at the sixth
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step])
     _, loader = World.mock(1).run(lambda world: rank_engine(chosen, world))[0]
     for step in range(STEPS):
@@ -114,7 +121,7 @@ def plain_sgd() -> dict[str, Tensor]:
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: str) -> None:
-    """Under a pipeline both ends of the tied embedding take the options of its name."""
+    """In a pipeline, both ends of the tied embedding use the options of its name."""
     ranks, strategy = LAYOUTS[layout]
     chosen = run_config([*SMALL, *strategy.split(), f"launch.nproc={ranks}"])
 

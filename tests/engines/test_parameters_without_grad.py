@@ -1,4 +1,4 @@
-"""A parameter that a step's backward does not reach is named, where replicas wait for it."""
+"""A parameter without a gradient is named in the error, if replicas wait for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Idle(nn.Module):
 
 
 class SkipsOnce(Idle):
-    """It leaves a layer out of one of its forwards."""
+    """Leaves a layer out of one of its forwards."""
 
     def __init__(self, without: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_overlapped_replicas_refuse_it_by_name() -> None:
     ("overrides", "name"),
     [
         (("model.arguments.without=3",), "extra.weight, extra.bias"),
-        # The micro-batch before it had reached the layer; the last one sends.
+        # The previous micro-batch used the layer; the last one sends the gradients.
         (("model.arguments.without=6", "train.micro_batch_size=1"), "a parameter"),
     ],
     ids=["last step", "last micro-batch"],

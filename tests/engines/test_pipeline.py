@@ -1,4 +1,4 @@
-"""Pipelines in plain Python: a list of modules, a schedule, one process's numbers."""
+"""Pipelines in plain Python: a list of modules, a schedule, and the values of one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
 def test_nccl_connects_the_stages_before_the_first_batch_of_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A batch of a send and a receive would wait for ranks whose schedule has none."""
+    """A batched send and receive would wait for ranks whose schedule has no message yet."""
     done: list[tuple[str, int]] = []
 
     def spied(name: str) -> None:
@@ -91,7 +91,7 @@ def test_nccl_connects_the_stages_before_the_first_batch_of_messages(
 
 
 def test_no_message_connects_a_rank_to_itself() -> None:
-    """By torch 2.11 one does where a V turns, which gloo refuses."""
+    """Up to torch 2.11, V-shaped schedules send to the same rank at the turn, an error of gloo."""
 
     def run(world: World) -> None:
         pipeline = Pipeline.from_modules(modules(4), schedule="zbv_zero_bubble", microbatches=4)

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: the order that torch really carries out."""
+"""Pipeline schedules, compared with the order in which torch executes them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def batch(microbatches: int) -> Tensor:
 
 @dataclass
 class Record:
-    """What torch's stages were asked to do, by rank, and what they held, by stage."""
+    """The actions of torch's stages by rank, and the activations that they held by stage."""
 
     actions: dict[int, list[Action]]
     most_held: Counter[int]
@@ -75,7 +75,7 @@ class Record:
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
-    """Let every stage of torch's report what it does."""
+    """Record the actions of all of torch's stages."""
     recorded = Record(defaultdict(list), Counter())
 
     def watch(name: str, kind: Callable[[dict[str, Any]], str]) -> None:
@@ -100,7 +100,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 def run_for_real(schedule: PipelineSchedule) -> tuple[float, list[Tensor]]:
-    """Carry one round out by torch on rank threads; the loss and all gradients, stage by stage."""
+    """Run one round with torch on rank threads; return the loss and all gradients, by stage."""
     inputs, targets = batch(schedule.microbatches)
 
     def work(world: World) -> tuple[float, dict[int, list[Tensor | None]]]:
@@ -178,7 +178,7 @@ def test_every_size_that_the_rules_allow_runs_as_the_schedule_says(
 
 
 def sizes(name: str) -> list[tuple[int, int, int]]:
-    """List degrees, stages a rank and micro-batches worth trying."""
+    """List degrees, stages per rank and numbers of micro-batches to test."""
     rule = SCHEDULES[name]
     turns = (rule.stages_per_rank,) if rule.fixed else (1, 2, 3)
     return [(p, v, m) for p in (2, 3, 4) for v in turns for m in range(1, 13)]
@@ -221,7 +221,9 @@ def test_torch_still_has_the_private_parts_that_are_read() -> None:
 
 
 def test_torchs_own_order_of_1f1b_can_still_not_be_used() -> None:
-    """When this fails torch is mended: read 1F1B's ``pipeline_order`` as that of the others."""
+    """If this fails, torch is fixed: read 1F1B's ``pipeline_order`` like that of the other
+    schedules.
+    """
     stage: Any = SimpleNamespace(num_stages=2, group_size=2, stage_index=0, has_backward=True)
     order = pipelining.Schedule1F1B(stage, 4).pipeline_order
     assert order is not None

@@ -1,4 +1,4 @@
-"""A stage whose parameters are divided gathers them once a step, however many micro-batches."""
+"""A stage with sharded parameters gathers them once per step, for any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 

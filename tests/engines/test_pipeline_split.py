@@ -1,4 +1,4 @@
-"""Where a model is cut: balanced by what training holds, and every name kept."""
+"""Where a model is split into stages: balanced by memory of training, with unchanged names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_stages_one_after_another_are_the_model(
     torch.testing.assert_close(x, whole(inputs))
     own = [name for name, _ in whole.named_parameters()]
     assert set(own) <= set(names)
-    assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends, each with its own name
+    assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends have a name each
 
 
 def test_a_plain_sequence_is_cut_between_its_modules_and_keeps_its_names() -> None:
@@ -77,7 +77,7 @@ def test_a_model_that_names_no_ends_can_t_be_cut() -> None:
 
 
 class Scaled(nn.Module):
-    """Blocks between an embedding and a head, and a parameter of its own in front of the head."""
+    """Blocks between an embedding and a head, and a parameter in front of the head."""
 
     def __init__(self) -> None:
         super().__init__()

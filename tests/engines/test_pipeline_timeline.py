@@ -1,4 +1,4 @@
-"""What a schedule costs: time that ranks wait, and activations that stages hold."""
+"""Cost of a schedule: idle time of ranks, and activations that stages hold."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_timeline_does_everything_once_in_an_order_that_can_be(
 
 
 def needs(action: Action, num_stages: int) -> list[list[Action]]:
-    """Say again, apart from the code under test, what comes before what."""
+    """Return the prerequisites of an action, independently of the code under test."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
         return [[Action("F", stage - 1, microbatch)]] if stage > 0 else []
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_micro_batches_held() -> None:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd holds for backward on this thread, weights left out."""
+    """Counts the bytes that autograd saves for backward on this thread, except weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.most = self._now = 0
@@ -182,7 +182,7 @@ def bytes_held_by_stage_0(name: str, degree: int) -> int:
         stage = pipelining.PipelineStage(block, world.rank, degree, torch.device("cpu"))
         made = schedule.torch_class(stage, 8, loss_fn=F.mse_loss)
         inputs = torch.randn(8 * 16, 32)
-        for turn in range(2):  # the first asks the stages for their shapes, too
+        for turn in range(2):  # the first round also lets stages exchange shapes
             saved = SavedBytes(block)
             with saved.hooks():
                 first, last = world.rank == 0, world.rank == degree - 1

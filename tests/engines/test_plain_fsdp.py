@@ -1,4 +1,4 @@
-"""FSDP from plain Python with a user's own optimizer: what it takes, offloads, counts, refuses."""
+"""FSDP in plain Python with a custom optimizer: accepted types, offloading, memory, and errors."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ def test_an_optimizer_that_would_not_stream_is_refused_with_what_to_write(offloa
         )
         with pytest.raises(RuntimeError, match=message):
             own.step()
-        other = nn.Parameter(
-            torch.ones(2)
-        )  # an optimizer of something else is none of its business
+        other = nn.Parameter(torch.ones(2))  # other optimizers are ignored
         other.grad = torch.ones(2)
         torch.optim.SGD([other], lr=1.0).step()
         assert other.tolist() == [0.0, 0.0]
@@ -135,7 +133,7 @@ def test_nothing_is_refused_once_the_module_is_gone() -> None:
 def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_the_device() -> (
     None
 ):
-    """A device that is not the host is stood in for by one that holds no data at all."""
+    """The meta device, which holds no data, replaces the GPU."""
     seen: list[list[tuple[str, str]]] = []
 
     class Watched(torch.optim.SGD):
@@ -150,7 +148,7 @@ def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_
     stream_parameters(optimizer, device=meta, states_on=meta)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    with pytest.raises(NotImplementedError, match="meta"):  # which can't be copied back
+    with pytest.raises(NotImplementedError, match="meta"):  # can't be copied back
         optimizer.step()
     assert seen == [[("meta", "meta")]]
     assert optimizer.param_groups[0]["params"] == parameters

@@ -98,7 +98,7 @@ def test_buffers_follow_the_first_rank_only_where_asked(
 
 
 class Positions(nn.Module):
-    """A scale, and a table that follows from what the module is: it is not saved."""
+    """A scale, and a table that is derived from the module and not saved."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_buckets_are_filled_in_reverse_and_hold_one_dtype() -> None:
         synchronizer = ax.GradientSynchronizer(parameters, bucket_size_mb=20 / 1024**2)
         return [bucket.capacity for bucket in synchronizer.buckets]
 
-    # Behind the gradients, for each: whether there was one.
+    # After the gradients, a flag for each: whether it existed.
     assert ax.World.mock(1).run(run)[0] == [5 + 1, 2 + 3 + 2, 4 + 1]
 
 
@@ -193,7 +193,7 @@ def test_fsdp_memory_is_what_the_storages_hold() -> None:
     assert idle.current_bytes == trained.current_bytes == back.current_bytes == total // 4
     assert idle.savings == pytest.approx(0.75)
     assert gathered.current_bytes >= total + total // 4
-    # Two blocks whole at once at most: the one that computes, and its neighbour.
+    # At most two gathered blocks at once: the current one and its neighbour.
     assert total // 4 < trained.peak_bytes <= total + total // 4
     assert idle.device_peak_bytes is None
 

@@ -1,4 +1,4 @@
-"""The update of every layout is that of plain torch: its rate, what it decays, what it averages."""
+"""Updates in every layout equal plain torch: learning rate, weight decay and averaging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch import data
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.build import build_model
 from axonlaunch.models.tensors.dtensor_regions import whole
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 class Frozen(nn.Module):
-    """Its embedding does not train."""
+    """Freezes its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Frozen(nn.Module):
 
 
 def train(name: str, *overrides: str, steps: int) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Return rank 0's whole parameters after each step, and the rates that it said it would use."""
+    """Return rank 0's full parameters after each step, and the reported learning rates."""
     ranks, layout = LAYOUTS[name]
     arguments = [*TOKENS, *layout, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"]
     chosen = run_config([*arguments, f"train.steps={steps}", "train.grad_clip=null"])
 
     def run(world: ax.World) -> tuple[list[dict[str, Tensor]], list[float]]:
         engine, loader = rank_engine(chosen, world)
-        # Asks for the optimizer's states, as a save before the first step does.
+        # Reads the optimizer's states, as a save before the first step does.
         states = engine.state_dict()["optimizer"]
         assert {name.partition(".")[0] for name in states} == {"head"}
         after, rates = [], []
@@ -66,7 +66,7 @@ def train(name: str, *overrides: str, steps: int) -> tuple[list[dict[str, Tensor
 def in_plain_torch(
     model: nn.Module, optimizer: Any, *, rates: list[float]
 ) -> list[dict[str, Tensor]]:
-    """Return the parameters after each step of torch's own loop on the same samples."""
+    """Return the parameters after each step of a plain torch loop on the same samples."""
     chosen = run_config([*TOKENS, "strategy=single"])
     loader = Loader(data.build_dataset(chosen.data), seed=chosen.seed, global_batch_size=4)
     after = []
@@ -90,7 +90,7 @@ def assert_close(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]
 
 @pytest.mark.parametrize("name", ["single", "zero1", "fsdp"])
 def test_the_rate_that_a_step_applies_is_that_of_the_step(name: str) -> None:
-    """Two steps of warm-up, then straight down to a tenth at the last of six."""
+    """Two steps of warm-up, then linearly down to a tenth at the last of six."""
     ax.register_model("frozen")(Frozen)
     schedule = ["scheduler=linear", "scheduler.warmup_steps=2", "scheduler.final_lr_ratio=0.1"]
     sgd = ["optimizer=sgd", "optimizer.lr=0.8", "optimizer.momentum=0.5"]
@@ -125,7 +125,9 @@ def test_frozen_parameters_are_not_decayed(name: str) -> None:
 def test_each_of_several_buckets_is_averaged_the_last_among_them(
     sync: str, reduce_dtype: torch.dtype | None
 ) -> None:
-    """Of replicas that torch reduces, too; a type of the sum keeps overlapped buckets to us."""
+    """Includes replicas that torch reduces. Setting a reduce dtype keeps overlapped buckets in
+    axonlaunch's code.
+    """
 
     def make() -> nn.Sequential:
         torch.manual_seed(0)
@@ -139,7 +141,7 @@ def test_each_of_several_buckets_is_averaged_the_last_among_them(
         model = make()
         replicas = DDP(model, sync=sync, bucket_size_mb=0.0003, reduce_dtype=reduce_dtype)
         assert len(replicas.synchronizer.buckets) > 2
-        for _ in range(2):  # what a step leaves of its buckets must not be in the way of the next
+        for _ in range(2):  # buckets of one step must not affect the next
             model.zero_grad()
             replicas(inputs[2 * world.rank : 2 * world.rank + 2]).square().mean().backward()
             if sync == "no_sync":

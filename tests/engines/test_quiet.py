@@ -1,4 +1,4 @@
-"""torch's warning of views is shown where a user's code could change one, not elsewhere."""
+"""torch's warning about views is shown only if user code could modify one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import axonlaunch as ax
 
 
 def warned(model: str) -> set[str]:
-    """Return the classes whose views torch warns of in a sharded step."""
+    """Return the classes that torch warns about in a sharded step."""
     chosen = run_config(
         [
             *(f"model={model}", "data=synthetic_tokens", "data.sequence_length=8"),

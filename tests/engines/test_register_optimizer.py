@@ -1,4 +1,4 @@
-"""An optimizer of somebody else's: by target or by name, tried on small parameters first."""
+"""Third-party optimizers by target or by name, tried on small parameters first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 
 
 class Tempered(Optimizer):
-    """Momentum that starts at one, divided by a count that is a number of Python's."""
+    """Momentum that starts at one, divided by a count that is a Python number."""
 
     def __init__(
         self, params: Any, lr: float, beta: float = 0.9, weight_decay: float = 0.0
@@ -54,7 +54,7 @@ class Tempered(Optimizer):
 
 
 class Normed(Tempered):
-    """Its update of an element depends on all the others."""
+    """Its update of an element depends on all others."""
 
     def update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
@@ -131,7 +131,9 @@ def test_a_class_by_its_target_trains_in_every_layout_as_in_one_process(layout: 
 
 
 def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_step() -> None:
-    """As every run with ``model.weights=`` asks for them: it does not start from zeros."""
+    """Every run with ``model.weights=`` reads states before the first step; this one's do not start
+    at zero.
+    """
     expected = run([*TEMPERED, "strategy=fsdp"], 2)
     asked = run(
         [*TEMPERED, "strategy=fsdp"],
@@ -142,7 +144,7 @@ def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_ste
 
 
 def test_nor_do_steps_that_fp16_left_out_make_them() -> None:
-    """What is saved after such steps alone is not what the class starts from."""
+    """Before the first real step, checkpoints must not have states that the class didn't create."""
     overrides = [*TEMPERED, "strategy=fsdp", "train.precision=fp16"]
 
     def overflow(engine: Any) -> None:
@@ -186,7 +188,7 @@ def test_states_are_saved_and_loaded_numbers_among_them() -> None:
 
 
 def test_a_parameter_that_had_no_gradient_resumes_without_states() -> None:
-    """Its optimizer makes them from its own start, as in a run that was not stopped."""
+    """Its optimizer then initialises them, as in a run that was not interrupted."""
     config = CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1)
     straight = {name: nn.Parameter(torch.ones(4, 3)) for name in ("used", "unused")}
     first = Update(config, straight)
@@ -208,7 +210,7 @@ def test_a_parameter_that_had_no_gradient_resumes_without_states() -> None:
 
 
 def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_makes() -> None:
-    """As the memory of every run on a CPU is measured: its states are asked for first."""
+    """Measuring memory on a CPU reads the states before the first step, too."""
     parameter = nn.Parameter(torch.ones(4, 3))
     update = Update(CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1), {"p": parameter})
     asked = [weakref.ref(state) for state in update.state_dict().values()]
@@ -227,7 +229,7 @@ def test_an_estimate_counts_its_states() -> None:
     def held(world: World) -> int:
         engine, loader = rank_engine(chosen, world)
         engine.train_step(loader.batch(0))
-        # A number of Python's is no tensor but in a checkpoint.
+        # A Python number is a tensor only in a checkpoint.
         states = [local_part(state) for state in engine.optimizer_states()]
         return sum(state.nbytes for state in states if state.ndim)
 

@@ -1,4 +1,4 @@
-"""Under ZeRO-1 each rank gets the mean gradient of its own rows, while the backward still runs."""
+"""Under ZeRO-1 each rank gets the mean gradient of its rows while the backward is still running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def engine_of(world: World, *overrides: str) -> tuple[Engine, Any]:
 def test_a_step_of_several_micro_batches_sends_twice_the_parameters(
     sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each gradient once, reduced to rows, and each updated row once; none of them whole."""
+    """Each gradient is reduce-scattered once, and each updated row gathered once; nothing is
+    all-reduced.
+    """
     sent: dict[str, list[int]] = {"reduced": [], "gathered": [], "whole": []}
     scatter, gather = row_bucket.reduce_scatter_single, zero1.all_gather_single
     reduce = dist.all_reduce
@@ -69,11 +71,11 @@ def test_a_step_of_several_micro_batches_sends_twice_the_parameters(
         return sum(p.numel() for p in parameters), len(parameters)
 
     elements, count = World.mock(RANKS).run(run)[0]
-    # Of the parameters every first dimension is even. Whether there was a gradient goes along.
+    # All first dimensions are even. A flag per gradient says whether it existed.
     assert sum(sent["reduced"]) == elements + RANKS * count
     assert sum(sent["gathered"]) == elements
     assert len(sent["reduced"]) > 4
-    assert set(sent["whole"]) == {1}  # of losses, targets and the norm
+    assert set(sent["whole"]) == {1}  # losses, targets and the norm
 
 
 def test_gradients_are_freed_as_they_go_while_the_backward_runs(
@@ -113,7 +115,7 @@ def test_gradients_are_freed_as_they_go_while_the_backward_runs(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ranks: int) -> None:
-    """Ranks of a sequence, whose first bucket one of them sends after its backward alone."""
+    """In a context-parallel group, one rank sends its first bucket only after its backward."""
 
     def run(world: World) -> bool:
         own = [f"strategy.context.degree={RANKS}", f"launch.nproc={RANKS}"]
@@ -130,13 +132,13 @@ def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ra
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None:
-    """Of three ranks rows are padded: no first dimension is a multiple of 3."""
+    """Rows of three ranks are padded, because no first dimension is a multiple of 3."""
 
     def run(world: World, strategy: str) -> dict[str, Tensor]:
         batch = f"train.global_batch_size={4 * ranks}"
         own = [f"strategy={strategy}", f"launch.nproc={ranks}", batch]
         engine, loader = engine_of(world, *own)
-        for step in range(2):  # adds up what two backwards give, as gradients of replicas do
+        for step in range(2):  # sums two backwards, as replicas' gradients do
             engine.backward(loader.batch(step))
         return {name: whole(t.grad) for name, t in engine.named_updated() if t.grad is not None}
 
@@ -148,7 +150,7 @@ def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None
 
 
 class Strided(nn.Module):
-    """Of a convolution's weight channels come last in memory, of the head's its rows."""
+    """The convolution's weight is channels-last, and the head's weight is transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +169,7 @@ def strided() -> nn.Module:
 
 
 def test_parameters_that_are_not_contiguous_are_updated_as_those_of_replicas() -> None:
-    """Torch's fused kernels go through parameter, gradient and states as they lie in memory."""
+    """torch's fused kernels process parameter, gradient and states in memory order."""
 
     def run(world: World, strategy: str) -> dict[str, Tensor]:
         model = ["model=custom", f"model.target={__name__}:strided", f"strategy={strategy}"]

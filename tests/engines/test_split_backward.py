@@ -1,4 +1,4 @@
-"""Schedules that go back to inputs and to weights apart don't compute the weights' part twice."""
+"""Schedules with separate backwards for inputs and weights compute the weights' part once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 pytestmark = pytest.mark.costly
@@ -51,9 +51,9 @@ def products(schedule: str) -> int:
 
 @pytest.mark.deferred
 def test_matrix_products_of_a_split_backward_under_a_tensor_axis() -> None:
-    """A sixth more at most: where torch cuts a stage's graph it goes some way twice.
+    """At most a sixth more: torch recomputes a part where it splits a stage's graph.
 
-    Layers of a region that went back together, as they do otherwise, would make it a third.
+    A joint backward of all layers of a region, the default, would need a third more.
     """
     whole, split = products("interleaved_1f1b"), products("zbv_zero_bubble")
     assert whole <= split <= 1.17 * whole

@@ -1,4 +1,4 @@
-"""An update that streams through a GPU, which is made up: what is copied, kept and waited for."""
+"""Updates streamed through a simulated GPU: copies, pinned memory and synchronisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ META, HOST = torch.device("meta"), torch.device("cpu")
 def test_host_memory_that_held_a_state_holds_it_again(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States on the host, the update on a device whose values nobody can read."""
+    """States are on the host; the update runs on the meta device, which holds no values."""
     waiting: list[bool] = []
     copy: Any = torch.Tensor.copy_
 
@@ -63,13 +63,14 @@ def test_a_parameter_of_the_host_is_written_to_in_place(monkeypatch: pytest.Monk
     assert written == [weight.data_ptr()]
 
 
-# Copies in both directions beside the update, on streams that are made up.
+# Copies in both directions overlap the update, on simulated streams.
 
 
 class _Stream:
-    """A stream of a GPU that does nothing, and knows what comes before what it does.
+    """A simulated GPU stream that only tracks the order of its operations.
 
-    Its clock has, for each stream, how much of what that does is done before this one continues.
+    Its vector clock counts, per stream, the operations that are complete before this
+    one continues.
     """
 
     current: _Stream
@@ -121,7 +122,7 @@ def _is_over(done: Done) -> bool:
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
-    """Four parameters that were updated on a GPU: what was done to each, and in which order."""
+    """Four parameters that were updated on a GPU: the operations on each, in order."""
     done: dict[str, list[Done]] = {"brought": [], "updated": [], "taken back": []}
     over: list[list[bool]] = []
     _Stream.current = _Stream()
@@ -151,7 +152,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
         weight.grad = torch.ones(3)
     optimizer.step()
     assert all(_is_before(gradients, brought) for brought in done["brought"])
-    # The host lets the fourth come when two of three have left, and waits for all in the end.
+    # The host starts the fourth when two of three are complete, and waits for all at the end.
     assert over == [[], [False], [True, False], [True, True, False]]
     assert all(map(_is_over, done["taken back"]))
     return done

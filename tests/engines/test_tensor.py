@@ -1,4 +1,4 @@
-"""Divided layers give what the whole layer gives, forward and backward."""
+"""Divided layers equal the undivided layer, forward and backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same_start(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def assert_same_training(divided: nn.Module, whole: nn.Module, x: Tensor) -> None:
-    """Compare outputs, the input's gradient and every parameter's."""
+    """Compare outputs, the input's gradient and every parameter's gradient."""
     results = []
     for module in (divided, whole):
         fed = x.clone().requires_grad_(x.is_floating_point())
@@ -235,7 +235,7 @@ def test_attention_divided_by_heads(size: int, fewer: int | None, bias: bool) ->
 def test_what_ranks_give_to_the_gradient_of_a_region_s_input_is_summed_where_it_was_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Out of place torch would copy it first."""
+    """An out-of-place sum would copy it first."""
     computed: set[int] = set()
     arrived: set[int] = set()
     of_input = fused_region._input_gradient
@@ -304,7 +304,7 @@ def test_cross_entropy_is_stable_and_in_fp32() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the size of the largest storage that an operation made, and all with a given dim."""
+    """Records the size of the largest new storage, and all tensors with a given dimension."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

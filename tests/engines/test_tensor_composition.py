@@ -1,4 +1,4 @@
-"""Divided models under sharding, recomputation and the compiler."""
+"""Divided models with sharding, recomputation and the compiler."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_recomputation_does_not_repeat_collectives_that_it_is_asked_to_save() ->
             loss.backward()
         return len(watched.names)
 
-    # 2 a block and the head's; nothing of the forward is done again.
+    # 2 per block and one for the head; nothing of the forward is recomputed.
     assert on_ranks(2, rank) == [5, 5]
 
 
@@ -120,7 +120,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.filterwarnings("ignore")  # dynamo asks things that torch warns of
+@pytest.mark.filterwarnings("ignore")  # dynamo reads things that torch warns about
 @pytest.mark.slow
 def test_blocks_compile_as_one_graph() -> None:
     tokens, targets = tokens_and_targets()

@@ -1,4 +1,4 @@
-"""A plan divides a whole model from outside and changes nothing that it computes."""
+"""A tensor plan divides a model from outside and does not change its results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_divided_transformer_learns_what_the_whole_one_does(
         model, mesh = in_float64(config), axis(world)
         plan = spec_for(config).plan(model)
         parallelize(model, plan, mesh=mesh, sequence_parallel=sequence_parallel)
-        for _ in range(2):  # gradients of a second backward add to the first's
+        for _ in range(2):  # gradients of a second backward are added
             loss = loss_of(model, mesh, tokens, targets)
             loss.backward()
         torch.testing.assert_close(loss, expected)
@@ -117,7 +117,7 @@ def test_a_vision_transformer_is_divided_too() -> None:
     ("sequence_parallel", "forward", "backward"),
     [
         (False, ["all_reduce"] * 2, ["all_reduce"] * 2),
-        # Two that leave, two that enter; backward also sums the gradients of two norms.
+        # Two leave the region, two enter it; backward also sums the gradients of two norms.
         (
             True,
             ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2,
@@ -170,7 +170,7 @@ def test_weights_gradients_are_computed_while_the_inputs_gradient_is_summed(
         waited = order.names.index("wait_tensor", started)
         return order.names[started:waited].count("mm")
 
-    assert on_ranks(2, rank) == [3, 3]  # of q, k and v
+    assert on_ranks(2, rank) == [3, 3]  # q, k and v
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -237,7 +237,7 @@ def test_state_loads_and_copies_compute() -> None:
 
 
 class NormedAttention(nn.Module):
-    """A user's attention: fused differently, with a norm and a scale of its own inside."""
+    """A user's attention: fused differently, with a norm and a scale inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,12 +249,12 @@ class NormedAttention(nn.Module):
 
     def forward(self, *, hidden: Tensor) -> Tensor:
         query = self.query_norm(self.query(hidden).unflatten(-1, (-1, 4)))
-        value = self.value(hidden.tanh()).unflatten(-1, (-1, 4))  # not the region's very input
+        value = self.value(hidden.tanh()).unflatten(-1, (-1, 4))  # not the region's input itself
         return self.out((self.scale * query.tanh() * value).flatten(-2))
 
 
 class Users(nn.Module):
-    """A user's model: parameters of its own, a weight read through its parent, a convolution."""
+    """A user's model: parameters, a weight that is read through its parent, and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,14 +305,14 @@ def test_a_users_own_model_is_divided_by_a_plan_in_words(size: int) -> None:
         got.square().sum().backward()
         undivided.read.bias.grad = None
         for name, parameter in model.named_parameters():
-            if name == "read.bias":  # nobody reads it
+            if name == "read.bias":  # unused
                 continue
             torch.testing.assert_close(whole(parameter.grad), undivided.get_parameter(name).grad)
         assert not isinstance(model.count, DTensor)
         assert model.attention.value.weight.placements == (Shard(0),)
         assert isinstance(model.shift, DTensor)
 
-    # Not from threads at once: draws of a seeded model come from the rank's own generator.
+    # Not in threads, because a seeded model draws from the rank's generator.
     on_ranks(size, rank)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a plan is reported without a rank, once a pattern."""
+"""Errors in a plan are reported without starting ranks, once per pattern."""
 
 from __future__ import annotations
 

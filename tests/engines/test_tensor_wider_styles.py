@@ -1,4 +1,4 @@
-"""Styles beyond Megatron's pairs: each computes, and learns, what the undivided module does."""
+"""Styles beyond Megatron's pairs: each computes and learns like the undivided module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Fused(nn.Module):
-    """Query, key and value in one weight, which lies as GPT-2's does; gate and up in one."""
+    """Query, key and value in one weight with GPT-2's memory layout; gate and up in another."""
 
     class Conv(nn.Module):
         def __init__(self, inputs: int, outputs: int) -> None:
@@ -68,7 +68,7 @@ class Fused(nn.Module):
 
 
 class Whole(nn.Module):
-    """A norm over all features stands between two layers, which nothing but a whole can pass."""
+    """Has a norm over all features between two layers, which needs gathered features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Whole(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gate and up projections of every expert in one parameter, a router's weights from outside."""
+    """Gate and up projections of all experts in one parameter, with routing weights as an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class Routed(nn.Module):
 
 
 class Scaled(nn.Embedding):
-    """Multiplies what it looks up."""
+    """Multiplies the rows that it looks up."""
 
     def forward(self, entries: Tensor) -> Tensor:
         return super().forward(entries) * 3
 
 
 class Looked(nn.Module):
-    """A scaled embedding whose rows are cut."""
+    """A scaled embedding with a sharded vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()

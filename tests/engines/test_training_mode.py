@@ -1,4 +1,4 @@
-"""Evaluating and predicting leave every module in the mode in which it was."""
+"""Evaluation and prediction restore the training mode of every module."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_evaluation_leaves_the_mode_of_each_module_as_it_was(name: str) -> None:
 
 
 def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode() -> None:
-    """As pretrained models come: their dropout would never draw."""
+    """Pretrained models come in evaluation mode, in which dropout is off."""
     from axonlaunch import register_model
 
     @register_model("came_in_eval", inputs="tokens")

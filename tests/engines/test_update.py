@@ -1,4 +1,4 @@
-"""Schedules, loss scaling, sharded and streamed updates, each against its definition."""
+"""Schedules, loss scaling, sharded and streamed updates, each compared with its definition."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_sharded_update_is_the_whole_one(
 
 
 def update_in_shards(world: World) -> None:
-    """Update parameters of which each of two ranks has some rows."""
+    """Update parameters whose rows are divided between two ranks."""
     own = parameters()
     mesh = world.mesh(dp_replicate=2).device_mesh
     updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
@@ -175,7 +175,7 @@ def test_rows_of_a_large_parameter_are_gathered_from_where_they_are(
 
     monkeypatch.setattr(zero1, "all_gather_single", seen)
     World.mock(2).run(update_in_shards)
-    # Of these ranks' 4 parameters the one whose rows they divide; the others travel together.
+    # The rows of one of the 4 parameters are divided by these ranks; the others share a message.
     assert is_in_place.count(True) == 2 * STEPS
     assert len(is_in_place) == 2 * 2 * STEPS
 
@@ -191,7 +191,7 @@ def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> 
 
 
 def test_a_streamed_update_keeps_states_where_it_is_asked_to() -> None:
-    """A device that is not the host is stood in for by one that holds no data at all."""
+    """The meta device, which holds no data, replaces the GPU."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
     update = StreamedUpdate(LionConfig(), own, device=meta, states_on=meta)
@@ -219,7 +219,7 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     from axonlaunch.config import RunConfig
-    from axonlaunch.data.dataset import Batch
+    from axonlaunch.data.datasets.dataset import Batch
     from axonlaunch.engines.build import build_engine
 
     overrides = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
@@ -248,7 +248,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     [
         SGDConfig(lr=0.1, momentum=0.9, weight_decay=0.1),
         AdamWConfig(lr=0.1, weight_decay=0.1),
-        NAdamConfig(lr=0.1),  # is not fused, so that the host waits
+        NAdamConfig(lr=0.1),  # is not fused, so the host waits
         CustomOptimizerConfig(
             target="torch.optim:SGD", lr=0.1, arguments={"momentum": 0.9, "fused": True}
         ),
@@ -256,7 +256,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     ids=lambda config: str(config.name),
 )
 def test_a_step_that_is_left_out_leaves_no_trace(config: OptimizerConfig) -> None:
-    """Also the first one, in which torch's fused SGD would make a momentum without values."""
+    """In a skipped first step, torch's fused SGD would create an uninitialised momentum."""
     own, plain = parameters(), parameters()
     update, right = Update(config, own), Update(config, plain)
     for step, overflows in enumerate((1.0, 0.0, 1.0, 0.0)):
@@ -282,7 +282,7 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_norm_of_a_large_gradient_is_that_of_float64(dtype: torch.dtype) -> None:
-    """``vector_norm`` of so many elements at once is off by 6e-4 in fp32, on a CPU."""
+    """One ``vector_norm`` over all of these elements is off by 6e-4 in fp32 on a CPU."""
     large = nn.Parameter(torch.zeros(2**24 + 5, dtype=dtype))
     small = nn.Parameter(torch.zeros(3, dtype=dtype))
     generator = torch.Generator().manual_seed(0)
@@ -298,10 +298,10 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(dtype: torch.dtype) -> 
 def test_a_loss_scale_leaves_gradients_in_the_pass_that_clips_them(
     monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
-    """Beside ``torch.amp``: unscaled, then clipped."""
+    """The reference is ``torch.amp``: unscaled, then clipped."""
     own, plain = parameters(), parameters()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
-    scaler.scale(torch.zeros(()))  # it begins with the first loss
+    scaler.scale(torch.zeros(()))  # starts with the first loss
     for name, gradient in gradients(0).items():
         own[name].grad, plain[name].grad = gradient * 2.0**13, gradient * 2.0**13
     scaler.unscale_(torch.optim.SGD(plain.values()))

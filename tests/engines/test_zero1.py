@@ -1,4 +1,4 @@
-"""ZeRO-1's updated rows travel while the next step computes, and arrive before they are needed."""
+"""ZeRO-1 gathers updated rows while the next step computes, and completes before they are used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _matrices_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_block_waits_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[Tensor, str] = {}
-    happened: list[str] = []  # to rank 0
+    happened: list[str] = []  # on rank 0
     finish = zero1._Message.finish
 
     def received(message: zero1._Message) -> None:
@@ -121,13 +121,13 @@ def test_rows_are_gathered_in_the_order_of_forwards_the_small_ones_first(
         last = names.pop(names.index("lm_head.weight"))
         return [tuple(whole[name].shape) for name in [*names, last] if "norm" not in name]
 
-    # One message of all norms, then one for each matrix, to its place: no byte travels twice.
+    # One message with all norms, then one for each matrix to its rank; no byte is sent twice.
     expected = World.mock(2).run(run)[0]
     assert sizes == [(5 * 32,), *expected]
 
 
 class ReadsFirst(nn.Module):
-    """It computes with the weights of blocks before it calls them."""
+    """Computes with the weights of blocks before it calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_weights_that_a_custom_model_reads_outside_their_block_are_those_of_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zero1, "_LARGE", 2**30)
-    monkeypatch.setattr(zero1, "_FULL", 1)  # each in a bucket of its own, which a wait unpacks
+    monkeypatch.setattr(zero1, "_FULL", 1)  # a bucket for each, which a wait unpacks
     ax.register_model("reads_first", inputs="tokens", layers="layers")(ReadsFirst)
 
     def losses(strategy: str) -> list[float]:

@@ -1,6 +1,6 @@
-"""What only a GPU shows in a few seconds; ``scripts/gpu`` has what takes minutes.
+"""Checks of a few seconds that need a GPU; ``scripts/gpu`` has the ones that take minutes.
 
-A step that makes the host wait raises, losses are those of a CPU, what is staged is page-locked.
+A step that makes the host wait raises, losses equal a CPU's, staged memory is page-locked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from axonlaunch.training.measuring.device_use import DeviceUse
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU here", allow_module_level=True)
 
-# What torch says of the mode in which a step is refused that makes the host wait.
+# torch's warning about the mode that raises if the host waits.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 LLAMA = ["model=llama_debug", "data=synthetic_tokens", "data.sequence_length=64"]
@@ -45,7 +45,9 @@ def world() -> Iterator[World]:
 
 
 def losses(world: World, *overrides: str, steps: int = 3, may_wait: bool = False) -> list[float]:
-    """Train some steps; from the third on, what makes the host wait raises, unless it may."""
+    """Train some steps; from the third on, operations that make the host wait raise, unless
+    allowed.
+    """
     chosen = run_config([*LLAMA, "train.global_batch_size=8", "launch.nproc=1", *overrides])
     engine, loader = rank_engine(chosen, world)
     step_losses = []
@@ -110,7 +112,7 @@ def test_events_around_blocks_say_for_how_much_of_a_step_they_compute(world: Wor
     engine, loader = rank_engine(chosen, world)
     [model] = engine.modules
     times = BlockTimes(spec_for(chosen).blocks(model).values())
-    for step in range(3):  # the second is measured, and ends where the third begins
+    for step in range(3):  # the second is measured, and ends when the third begins
         times.note("reading")
         batch = loader.batch(step)
         times.note("stepping")

@@ -1,4 +1,4 @@
-"""``scripts/gpu``: what its tables say, and that its cases are runs which a node would take."""
+"""``scripts/gpu``: the values in its tables, and that a node would accept the runs of its cases."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NAMES = ("table", *PARTS, "transfers")
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules of ``scripts/gpu_cases`` by name; no other module is hidden by theirs."""
+    """Return the modules of ``scripts/gpu_cases`` by name; they hide no other module."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_cases"))
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as they set it
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the scripts set it
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield {name: importlib.import_module(name) for name in NAMES}
@@ -83,7 +83,7 @@ def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, Modul
     good = compared("x", peaks, {**estimate, "peak_bytes": 10_264 * mib})
     assert good.problem == ""
     assert good.cells["allocated, estimated"] == "10,264.0 (+2.6%)"
-    assert good.cells["context, estimated"] == "426.0 (-50.0%)"  # which is required of nobody
+    assert good.cells["context, estimated"] == "426.0 (-50.0%)"  # no limit is set for it
     assert compared("x", peaks, {**estimate, "peak_bytes": 10_265 * mib}).problem
     low = {**estimate, "reserved_bytes": 11_399 * mib, "peak_bytes": 10_000 * mib}
     assert compared("x", peaks, low).problem == "reserved is -5.0% off"
@@ -99,7 +99,7 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
         "MFU 47.0%, 48% is required"
     )
     on_a_cpu = judged("1.2B", rates, 1e10, None, launches=4546, parts={"idle": 0.051})
-    assert on_a_cpu.problem == ""  # of a CPU nothing is
+    assert on_a_cpu.problem == ""  # no limit for a CPU
     assert (on_a_cpu.cells["kernels"], on_a_cpu.cells["idle"]) == ("4,546", "5.1%")
 
 
@@ -107,7 +107,7 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
     ("result", "problem"),
     [
         ({}, ""),
-        ({"passed": False}, ""),  # on a GPU other roundings pass
+        ({"passed": False}, ""),  # on a GPU, other roundings pass
         ({"passed": False, "gradient": 3e-4}, "gradient is 3.0e-04 off"),
         ({"passed": False, "checkpoint": float("nan")}, "checkpoint is nan off"),
         ({"passed": False, "rate": 1e-6}, "rate is 1.0e-06 off"),
@@ -180,7 +180,7 @@ def test_host_memory_is_what_is_offloaded(
     assert compared("x", peaks, offloaded).cells["host, MiB"] == "1,080.0"
     assert compared("x", peaks, offloaded).problem == ""
     assert compared("x", {**peaks, "host": 1100 * mib}, offloaded).problem == "host is -9.1% off"
-    assert "host, MiB" not in compared("x", peaks, estimate).cells  # batches alone
+    assert "host, MiB" not in compared("x", peaks, estimate).cells  # only batches
 
 
 def test_what_passes_between_host_and_device_is_held_beside_the_link(
@@ -194,7 +194,7 @@ def test_what_passes_between_host_and_device_is_held_beside_the_link(
     ignored = [{"cat": "kernel", "name": "Memcpy HtoD"}, {"name": "process_name"}]
     assert transfers.bytes_each_way([*events, *events, *ignored]) == (20, 14)
     links = {"host": 50.0, "device": 25.0}
-    assert transfers.floor(100_000_000_000, 75_000_000_000, links) == 3.0  # both ways at once
+    assert transfers.floor(100_000_000_000, 75_000_000_000, links) == 3.0  # both directions at once
     assert transfers.floor(1, 1, {}) == 0.0
     found = {"step": 0.5, "there": 0.0, "back": 0.0, "floor": 0.0}
     row = transfers.of_offload("offload params", found, on_cuda=True)
@@ -287,10 +287,10 @@ def test_its_help_names_every_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # as long as a part may take
+@pytest.mark.timeout(600)  # time limit of a part
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_cpu_a_part_runs_on_a_small_scale(part: str) -> None:
-    """Of memory: rank 0 of 4 holds what is estimated, where the other ranks are not there."""
+    """For memory: rank 0 of 4 has the estimated memory without the other ranks."""
     ran = subprocess.run(
         [ROOT / "scripts/gpu", part, "--device", "cpu"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The README and every page of the documentation: what they show runs, what they link exists."""
+"""The README and every page of the documentation: their examples run, their links exist."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 """Commands that trace many layouts: ten seconds each."""
 AT_ONCE = ("README",)
-"""Pages whose commands every test run has: those of each other take up to half a minute."""
-# Run by continuous integration, and by whoever installs.
+"""Pages whose commands run in every test run: those of any other page take up to half a minute."""
+# Run by continuous integration, and during installation.
 NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ")
 
 
@@ -51,7 +51,7 @@ def lines(page: Path) -> list[str]:
 
 
 def pages_with(language: str, *, at_once: Sequence[str] | None = None) -> list[object]:
-    """Return pages; all but those that are named run with what is deferred."""
+    """Return pages; all except the named ones are marked deferred."""
 
     def marks(page: Path) -> list[pytest.MarkDecorator]:
         return [] if at_once is None or page.stem in at_once else [pytest.mark.deferred]
@@ -61,14 +61,15 @@ def pages_with(language: str, *, at_once: Sequence[str] | None = None) -> list[o
 
 
 def shortened(command: str, page: Path) -> list[str]:
-    """The arguments of a command, with as much less to do as shows the same.
+    """Return the arguments of a command, with sizes reduced as far as the result stays the same.
 
-    A run does a fifth of the steps that the page asks for, so that one resumes another. Ranks are
-    threads but for the README's, and where the page says how they are launched.
+    A run does a fifth of the page's steps, so that one run can resume another. Ranks are threads,
+    except in the README and on pages that choose a launcher or backend.
     """
     arguments = shlex.split(command)
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
-    has_more_stages = any("pipeline.schedule=" in word for word in arguments)  # several a rank
+    # several stages per rank
+    has_more_stages = any("pipeline.schedule=" in word for word in arguments)
     narrow = ["model.hidden_size=32", "model.num_attention_heads=2", *small[has_more_stages:]]
     is_default = not any(word.startswith("model=") for word in arguments)
     if arguments[1] == "verify":
@@ -95,11 +96,9 @@ def shortened(command: str, page: Path) -> list[str]:
         arguments += narrow
     elif "model=llama_debug" in arguments:
         arguments += small
-    elif (
-        "model=hf" in arguments
-    ):  # whose import takes seconds, in each process that is not a thread
+    elif "model=hf" in arguments:  # its import takes seconds in each process
         arguments.append("launch.backend=mock")
-    if "launch.backend=mock" not in arguments:  # two processes show what four do
+    if "launch.backend=mock" not in arguments:  # two processes show the same as four
         arguments = ["launch.nproc=2" if word == "launch.nproc=4" else word for word in arguments]
     asks_for_ranks = any(word.startswith("launch.") for word in arguments)
     if page.stem != "README" and not asks_for_ranks:  # the README's are processes
@@ -109,7 +108,7 @@ def shortened(command: str, page: Path) -> list[str]:
 
 
 def write_files(page: Path, folder: Path) -> list[str]:
-    """Write the blocks that name their file; return the Python that names none."""
+    """Write the blocks that name their file; return Python blocks without a file name."""
     (folder / "README.md").write_text((ROOT / "README.md").read_text())  # text to train on
     scripts = []
     for block in [*blocks(page, "python"), *blocks(page, "yaml")]:
@@ -140,7 +139,7 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
     before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
     for command in [line for line in lines(page) if line not in before]:
         if command.startswith(COSTLY):
-            continue  # has a test of its own
+            continue  # has a separate test
         if command.startswith("python "):
             run_python(tmp_path / command.removeprefix("python "), tmp_path, server)
         elif command.startswith("axonlaunch "):
@@ -199,7 +198,7 @@ def test_the_errors_of_the_pages_are_what_one_sees(tmp_path: Path, server: Serve
 
 
 def shown_alone() -> list[str]:
-    """Return commands that pages show and no test runs: they are about files of the reader's."""
+    """Return commands that pages show and no test runs, because they need files of the reader."""
     shown = "\n".join(block for page in PAGES for block in blocks(page, "text"))
     commands = re.findall(
         r"^(?:(?:torchrun|mpirun|srun) .*)?axonlaunch [a-z].*", shown, re.MULTILINE
@@ -211,7 +210,8 @@ def shown_alone() -> list[str]:
 def test_a_command_that_is_shown_alone_lacks_nothing_but_the_readers_files(command: str) -> None:
     from axonlaunch.cli.app import app
 
-    words = shlex.split(command.replace("=Qwen/", "=./"), comments=True)  # not fetched from the hub
+    # not downloaded from the hub
+    words = shlex.split(command.replace("=Qwen/", "=./"), comments=True)
     name, *arguments = words[words.index("axonlaunch") + 1 :]
     if name == "train":
         try:
@@ -223,7 +223,7 @@ def test_a_command_that_is_shown_alone_lacks_nothing_but_the_readers_files(comma
         parser: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
         while hasattr(parser, "commands"):
             parser = parser.commands[arguments.pop(0)]
-        parser.make_context(name, arguments)  # raises for an option that there is not
+        parser.make_context(name, arguments)  # raises for an unknown option
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_every_option_of_what_is_chosen_by_name_is_on_its_page(group: str) -> No
 
 
 def code(page: Path) -> list[str]:
-    """Return what a page has in backticks."""
+    """Return the text in backticks on a page."""
     return re.findall(r"`([^`\n]+)`", page.read_text())
 
 
@@ -260,7 +260,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """Return what a heading is linked by, as GitHub makes it."""
+    """Return the anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 

@@ -1,4 +1,6 @@
-"""A package outside this repository adds one thing of each kind, and no command is without them."""
+"""A package outside this repository adds one thing of each kind, and every command supports
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch
 from configured import run_config
 
 from axonlaunch.comm import World
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parents[1] / "plugin_package"
@@ -44,16 +46,17 @@ if __name__ == "__main__":
 
 
 class Environment:
-    """A fresh environment in which the package is installed, and a folder to work in.
+    """A fresh environment with the installed package, and a working folder.
 
-    One process of it forks all commands, so that torch is imported once.
+    One process in it forks all commands, so that torch is imported once.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "work"
         self.folder.mkdir()
         venv.create(folder / "venv", with_pip=find_spec("pip") is None)
-        # What is installed here, and this package, are there too: nothing is fetched.
+        # Packages installed here, including this one, are available there, too: nothing is
+        # downloaded.
         [site] = (folder / "venv/lib").glob("python*/site-packages")
         outer = [path for path in sys.path if path.endswith("site-packages")]
         (site / "outer.pth").write_text("\n".join([*outer, str(PACKAGE.parents[1])]))
@@ -87,7 +90,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
-    """The command in a fresh environment with the package."""
+    """Return the command in a fresh environment with the package."""
     pytest.importorskip("hatchling")
     environment = Environment(tmp_path_factory.mktemp("environment"))
     yield environment
@@ -163,7 +166,7 @@ def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environm
     assert "did you mean strategy.options.period?" in wrong.stderr
     estimate = json.loads(command("estimate", *overrides, "--json").stdout)
     held = estimate["ranks"][0]["breakdown"]
-    assert held["parameters"] == held["optimizer"] == 4 * PARAMETERS  # of a replica
+    assert held["parameters"] == held["optimizer"] == 4 * PARAMETERS  # in a replica
     command("train", *overrides, "name=local", "checkpoint.every=4")
 
 
@@ -172,7 +175,7 @@ def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environm
 
 @pytest.fixture
 def local_sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package's variant, registered."""
+    """Register the package's variant."""
     monkeypatch.syspath_prepend(PACKAGE / "src")
     import axonlaunch_example.local_sgd as module
 
@@ -182,7 +185,9 @@ def local_sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_local_sgd_averages_what_each_replica_learned_by_itself(local_sgd: Any) -> None:
-    """Against plain torch in fp64: each rank does 2 steps on its own samples, then all average."""
+    """The reference is plain torch in fp64: each rank does 2 steps on its samples, then all
+    average.
+    """
     overrides = ["model=mlp", "model.input_size=6", "model.hidden_size=4", "model.num_classes=3"]
     overrides += ["data=synthetic_images", "data.image_size=1", "data.num_channels=6"]
     overrides += ["data.num_classes=3", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1"]

@@ -1,7 +1,7 @@
-"""The private names of torch: which file of a folder stands on them, and that torch has them.
+"""Private names of torch: the only file of a folder that uses them, and that torch still has them.
 
 A failure of ``test_torch_still_has_each`` means that torch has moved a name. The fix belongs in the
-file that it says; then raise the upper bound on torch in ``pyproject.toml``.
+file that the message names; then raise the upper bound on torch in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ INTERNALS = {
     "launch/multinode/torch_internals.py",
     "models/torch_internals.py",
     "planning/tracing/devices/fake_inductor.py",  # the compiler
-    "planning/tracing/fake_world.py",  # and what ranks do to each other
+    "planning/tracing/fake_world.py",  # and communication between ranks
     "training/measuring/profiling.py",
 }
-"""Where private names of torch may be: one file of a folder, or one of each of its parts."""
+"""Files that may use private names of torch: one file of a folder, or one of each of its parts."""
 DOCUMENTED = (
     "torch.ops.",  # operations by their names
     "torch._foreach_",
@@ -43,7 +43,7 @@ DOCUMENTED = (
     "torch.utils._pytree.tree_",
     "torch._subclasses.fake_tensor.FakeTensor",
 )
-"""Names that torch's own pages tell to use, for all that they begin with a line."""
+"""Names that torch's documentation recommends, although they begin with an underscore."""
 
 
 def _is_private(name: str) -> bool:
@@ -69,7 +69,7 @@ OF_OBJECTS: list[tuple[Any, str]] = [
     (FSDPModule, "_get_fsdp_state"),
     (nn.parallel.DistributedDataParallel, "_check_reducer_finalized"),
 ]
-"""What torch's objects have, whose names say nothing of torch."""
+"""Private attributes of torch's objects, with names that do not mention torch."""
 OF_OTHERS = {
     "config/composition/hydra_files.py": "Hydra",
     "models/hf/reading/library.py": "transformers",
@@ -78,7 +78,7 @@ OF_OTHERS = {
 DOCUMENTED_OF_OBJECTS = {
     *("_exit", "_current_frames"),  # Python's os and sys
     *("_parameters", "_modules", "_version", "_schema", "_step_supports_amp_scaling"),  # torch
-    *("_init_weights", "_no_split_modules"),  # transformers: what whoever writes a model defines
+    *("_init_weights", "_no_split_modules"),  # transformers: defined by the author of a model
 }
 
 
@@ -92,7 +92,7 @@ def test_private_names_of_torch_are_in_one_file_of_a_folder() -> None:
 
 
 def test_so_are_those_of_objects_of_whatever_class() -> None:
-    """Those that nothing of ours defines; whose object it is, the text alone does not say."""
+    """Attributes that axonlaunch does not define; the text does not show the object's class."""
     ours = set[str]().union(*(source.defined for source in sources()))
     elsewhere = {
         (source.path, name)

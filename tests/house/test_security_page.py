@@ -1,4 +1,4 @@
-"""Every test that the security page names is there."""
+"""Every test that the security page names exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_what_backs_the_security_page_exists() -> None:
 
 
 def test_pickles_are_read_in_these_files_alone() -> None:
-    """None of them reads what comes over a network, or a file that others wrote."""
+    """None of them reads pickles from a network, or from files of other users."""
     package = PAGE.parents[1]
     reading = {
         str(path.relative_to(package))
@@ -27,7 +27,7 @@ def test_pickles_are_read_in_these_files_alone() -> None:
     }
     assert reading == {
         "launch/local/rank_process.py",  # from the parent
-        "data/tokenise_ahead.py",  # from the pipe of the process that started it
+        "data/texts/tokenise_ahead.py",  # from the pipe of the process that started it
         "launch/multinode/rendezvous_state.py",  # what this process just pickled
         "system/processes/forked_call.py",  # its own pickle, and from the parent's pipe
         "system/processes/forked_map.py",  # from a child

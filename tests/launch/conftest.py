@@ -1,4 +1,4 @@
-"""The real command in real processes, in a folder of its own."""
+"""Fixtures that run the real command in real processes, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from served import Server
 
 @pytest.fixture
 def axonlaunch(tmp_path: Path) -> Iterator[Command]:
-    """The command in a new folder; whatever it leaves running is killed, and is a failure."""
+    """Return the command in a new folder. Kill processes that it leaves running, and fail the
+    test.
+    """
     command = Command(tmp_path)
     yield command
     left = command.processes()
@@ -26,27 +28,27 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
 
 @pytest.fixture
 def served(axonlaunch: Command, server: Server) -> Served:
-    """The same from a server that tests share: for what a run does, once it started."""
+    """Return the command forked from a server that tests share, for tests of a started run."""
     return Served(axonlaunch.folder, server)
 
 
 @pytest.fixture
 def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
-    """Two nodes on which the command is a new interpreter."""
+    """Return two nodes on which each command is a new interpreter."""
     with node_namespaces(axonlaunch.folder, 2) as made:
         yield made
 
 
 @pytest.fixture
 def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
-    """Two nodes on which the command is forked from a server that tests share."""
+    """Return two nodes on which the command is forked from a server that tests share."""
     with node_namespaces(axonlaunch.folder, 2, server) as made:
         yield made
 
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> list[str]:
-    """Overrides that train a model which fails as ``model.arguments`` says."""
+    """Return overrides that train a model which fails as ``model.arguments`` describe."""
     (tmp_path / "faulty_plugin.py").write_text(FAULTS)
     return [
         "plugins=[faulty_plugin]",

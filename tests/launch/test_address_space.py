@@ -1,4 +1,4 @@
-"""``ulimit -v`` counts where memory runs out: what a rank had is what it was allowed to map."""
+"""``ulimit -v`` counts when a rank runs out of memory: the report names the address space limit."""
 
 from __future__ import annotations
 

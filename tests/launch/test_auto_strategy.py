@@ -1,4 +1,4 @@
-"""``strategy=auto`` and the figures of this node that it plans with."""
+"""``strategy=auto`` and the measurements of this node that it plans with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def context(server: Server) -> Iterator[ForkServerContext]:
 
 
 def measured(ranks: int) -> dict[str, Any]:
-    """Keep figures as if they had been measured."""
+    """Store figures as if they had been measured."""
     figures: dict[str, Any] = {
         "fp32_tflops": 0.08,
         "attention_efficiency": 1.0,

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: the run resumes from there, on whatever node it is started."""
+"""Checkpoints in a bucket: the run resumes from them on any node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCESS = {
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """An S3 server of this node, with a bucket."""
+    """Run an S3 server with a bucket on this node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +43,7 @@ def _listens(port: int) -> bool:
 
 @pytest.fixture
 def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new bucket that this process's environment and a plugin of the run say how to reach."""
+    """Create a bucket; this process's environment and a plugin of the run have its credentials."""
     access = {**ACCESS, "AWS_ENDPOINT_URL": endpoint}
     for name, value in access.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""No two runs keep their checkpoints in one folder."""
+"""Two runs never share a folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launchers say of a process is read whole or refused whole."""
+"""A launcher's variables are either read completely or refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_mpirun_on_one_node_needs_no_address() -> None:
     assert (env.rank, env.local_rank, env.local_world_size) == (3, 3, 4)
     assert env.master_addr == "127.0.0.1"
     again = found({**OPEN_MPI, "PMIX_NAMESPACE": "prte-8@1"})
-    assert again.master_port != env.master_port  # two jobs do not meet
+    assert again.master_port != env.master_port  # two jobs use different ports
 
 
 def test_mpirun_over_nodes_is_reported_where_rank_0_is() -> None:

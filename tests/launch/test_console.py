@@ -1,4 +1,4 @@
-"""What a run's lines say, shown where there is no terminal."""
+"""Lines of a run's console without a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Eager training runs without an import of torch's compiler, and computes the same bits.
+"""Eager training runs without importing torch's compiler, with bitwise equal results.
 
 ``axonlaunch/launch/local/torch_internals.py`` has equivalents of four functions of
-``torch._dynamo``. The first tests compare them with torch's own functions: if one fails after an
-update of torch, change that file.
+``torch._dynamo``. The first tests compare them with torch's functions: if one fails after an update
+of torch, change that file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_eager_training_computes_the_same_bits_with_a_deferred_compiler_and_neve
 
 @pytest.mark.timeout(300)
 def test_a_deferred_compiler_compiles_as_ever_when_it_is_used() -> None:
-    """After eager steps, whose functions were called without it; in place, each module once."""
+    """Compiles after eager steps that ran without the compiler; in place, each module once."""
     printed = run(
         """
         import inspect, sys

@@ -1,4 +1,4 @@
-"""A rank with an accelerator: how it joins, how it fails, and what is seen of its memory."""
+"""Ranks with an accelerator: joining, failing, and reporting memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from axonlaunch.training.measuring.peak_memory import DevicePeak
 
 
 class _DeafWorld:
-    """A world whose peers wait in a collective: to close it takes the time limit of NCCL."""
+    """A world with peers that wait in a collective: closing it takes NCCL's time limit."""
 
     def __enter__(self) -> _DeafWorld:
         return self
@@ -88,7 +88,7 @@ def test_where_runs_are_to_repeat_nccl_adds_up_in_rings_alone(
     environ = dict(own)
     monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
     monkeypatch.setattr(rank_process.os, "environ", environ)
-    seen: list[dict[str, str]] = []  # when NCCL reads it
+    seen: list[dict[str, str]] = []  # at the time that NCCL reads it
     read = lambda: {k: v for k, v in environ.items() if k.startswith("NCCL_")}  # noqa: E731
     monkeypatch.setattr(World, "join", lambda place, **options: seen.append(read()))
     config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
@@ -168,9 +168,6 @@ def test_a_model_that_mixes_types_gets_a_hint_at_bf16() -> None:
     assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast
 
 
-# Its memory.
-
-
 def test_the_peak_is_that_of_the_second_step_and_those_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -186,7 +183,9 @@ def test_the_peak_is_that_of_the_second_step_and_those_after_it(
 def test_the_record_of_a_rank_whose_stack_has_come_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's recorder asks the device what is done, for longer than a stack takes."""
+    """NCCL's recorder asks the device which operations are done, which takes longer than a
+    stack.
+    """
     log = tmp_path / "rank_0.log"
     log.write_text("")
     stack = (

@@ -1,4 +1,4 @@
-"""What a node with accelerators makes of a run; its devices are made up, its processes real."""
+"""Runs on a node with accelerators; the devices are simulated, the processes are real."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ GIB = 2**30
 def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     devices = [gpus.Device("H100", 80 * GIB, f"uuid-{index}") for index in range(count)]
     monkeypatch.setattr(gpus, "devices", lambda: devices)
-
-
-# Which backend.
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,7 @@ def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
         ([["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]], 2, 2),
         ([["a"], ["b"], ["c"], ["d"]], 2, 2),  # --gpus-per-task=1
         ([["a"], ["a"], ["b"], ["b"]], 2, 1),  # two ranks share one
-        ([["a", "b"], ["a", "b"], [], []], 2, 0),  # a node without
+        ([["a", "b"], ["a", "b"], [], []], 2, 0),  # a node without devices
         ([["a"]], 1, 1),
     ],
 )
@@ -161,7 +158,7 @@ def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
     ("overrides", "device", "capability", "is_noted"),
     [
         ([], "cuda", (9, 0), True),
-        ([], "cuda", (7, 5), False),  # which has no TF32
+        ([], "cuda", (7, 5), False),  # without TF32
         ([], "cpu", (9, 0), False),
         (["train.matmul_precision=high"], "cuda", (8, 0), False),
         (["train.precision=bf16"], "cuda", (8, 0), False),

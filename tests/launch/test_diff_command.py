@@ -1,4 +1,4 @@
-"""``axonlaunch diff``: what it prints of two traced runs, its exit status, what it refuses."""
+"""``axonlaunch diff``: its output for two traced runs, exit status, and errors."""
 
 from __future__ import annotations
 

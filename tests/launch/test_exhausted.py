@@ -1,4 +1,4 @@
-"""A node that has run out of disk or files is reported in words, the failure summary first."""
+"""A full disk or exhausted files are reported in words, starting with the failure summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A disk of a MiB."""
+    """Mount a disk of one MiB."""
     needs("mount")
     folder = tmp_path / "small"
     folder.mkdir()
@@ -30,7 +30,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def few_inodes(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 MiB that holds 400 files."""
+    """Mount a disk of 64 MiB that holds 400 files."""
     needs("mount")
     folder = tmp_path / "few"
     folder.mkdir()
@@ -68,7 +68,9 @@ def _start(command: Command, faulty: list[str], disk: Path, *overrides: str) -> 
 
 
 def _failed(process: Any, disk: Path) -> str:
-    """Hold that a run failed in words alone, and left no half file; return the words."""
+    """Check that a run failed with a message, no traceback and no partial file; return the
+    message.
+    """
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1, errors
     assert errors.startswith("╭─ run failed")
@@ -177,12 +179,13 @@ def test_a_metrics_file_that_is_deleted_under_a_run_ends_it(
 def test_a_save_does_not_create_a_deleted_run_folder_again(
     served: Command, faulty: list[str], tmp_path: Path
 ) -> None:
-    # Only saves look at the folder.
+    # Only saves access the folder.
     saving = ["checkpoint.every=5", "checkpoint.async_save=false", "train.log_every=9999"]
     process = _start(served, faulty, tmp_path, *saving)
     wait_for((tmp_path / "run/checkpoints/step_5").is_dir, seconds=60)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # a save may have overtaken the first
+    # a save may be faster than the first removal
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
     assert f"the run folder {tmp_path}/run is gone" in _failed(process, tmp_path)
     assert not (tmp_path / "run").exists()
 
@@ -216,7 +219,7 @@ def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) 
 def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
     needs("prlimit", root=False)
     program = (
-        "import resource; from axonlaunch.system import limits; limits.allow_open_files();"
+        "import resource; from axonlaunch.system.node import limits; limits.allow_open_files();"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]

@@ -1,4 +1,4 @@
-"""Who is blamed, and what of what was said is shown."""
+"""Which rank is blamed for a failure, and which parts of the reports are shown."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewher
 
 
 def test_a_rank_that_can_not_report_is_blamed_before_those_that_wait_for_it() -> None:
-    """A stopped rank answers nothing; on a device its peers' stacks say nothing either."""
+    """A stopped rank does not answer; on a device its peers' stacks do not help either."""
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = find_root_cause([ahead, report(1, "hang", "is stopped")])
     assert crash.first.rank == 1
@@ -186,7 +186,7 @@ def test_a_stack_of_no_rank_is_none() -> None:
 
 
 def test_a_hang_is_shown_as_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    location = HangLocation(False, "is in forward (demo/sleepy.py:9)", "")
+    location = HangLocation(False, "is in forward (demo/sleepy.py:11)", "")
     first = location.to_report(report(2, "hang"), timeout_s=8)
     console.show_crash(Crash(first, ()), coords={}, world_size=4)
     page = (Path(axonlaunch.__file__).parent / "docs" / "failures.md").read_text()

@@ -1,4 +1,4 @@
-"""A failed run says who, where and what, and leaves nothing behind."""
+"""A failed run reports the rank, place and cause, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REASONS = {
     [
         ("SIGKILL", 0),
         ("exception", 1),
-        # Each fault and each rank is there already.
+        # Each fault and each rank is already covered.
         *(
             pytest.param(*both, marks=pytest.mark.slow)
             for both in (("exception", 0), ("SIGSEGV", 0), ("SIGKILL", 1), ("exit", 1), ("exit", 0))
@@ -190,7 +190,7 @@ SAVED_TWICE = ["strategy=fsdp", "name=run", "checkpoint.every=2"]
 
 @pytest.fixture(scope="module")
 def saved_twice(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
-    """A folder in which a run has ended that was killed before it said so."""
+    """Return a folder in which a run was killed after its last step, before it reported the end."""
     folder = tmp_path_factory.mktemp("saved")
     Served(folder, server).train(*SAVED_TWICE)
     (folder / "runs/run/summary.json").unlink()
@@ -229,7 +229,7 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
     served.train(*overrides)
     for step in (3, 6):
         flip(served.folder / f"runs/run/checkpoints/step_{step}/__1_0.distcp")
-    for status in (1, 2):  # it is found while they are loaded, and reported at the next start
+    for status in (1, 2):  # found while loading, and reported at the next start
         ran = served.train(*overrides, "train.steps=8", status=status)
         reported = ran.stderr if status == 2 else served.summary("run")["reason"]
         assert "step_3.corrupt __1_0.distcp is not what was written" in reported
@@ -255,7 +255,7 @@ def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Com
 
 @pytest.mark.deferred
 def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> None:
-    """A loop of links stands for a stale mount, and for folders of other users."""
+    """A loop of links has the same effect as a stale mount or folders of other users."""
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
     folder = served.folder / "runs/run/checkpoints"

@@ -1,4 +1,4 @@
-"""However a rank fails, and wherever, the right one is named, none is left, and the run resumes."""
+"""A failing rank is named for any kind of failure; no process is left, and the run resumes."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ if FAULT != "none":
 
 
 class Faulty:
-    """The command with a fault in its ranks."""
+    """Runs the command with a fault in its ranks."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
         (command.folder / "fault.py").write_text(PLUGIN)
 
     def __call__(self, fault: str, *overrides: str, status: int = 0) -> str:
-        """Train with a fault; return what it said on standard error."""
+        """Train with a fault; return the output on standard error."""
         self._set(fault)
         return self.command(*overrides, status=status).stderr
 
     def start(self, fault: str, *overrides: str) -> Any:
-        """Begin to train with a fault."""
+        """Start training with a fault."""
         self._set(fault)
         return self.command.start(*overrides)
 
@@ -113,7 +113,7 @@ def check(faulted: Faulty, strategy: str, fault: str, rank: int, phase: str) -> 
     process = faulted.start(f"{fault}:{rank}:{phase}", *overrides, "name=run", "launch.timeout_s=3")
     crash = command.folder / "runs/run/crash.json"
     wait_for(crash.exists, seconds=30)
-    # Of memory it estimates what would fit, after the report.
+    # After a report of memory it estimates which changes would fit.
     _, reported = process.communicate(timeout=100 if fault == "memory" else 30)
     assert process.returncode == 1
     assert f"rank {rank} of 2 {reason(fault)}" in reported.replace("\n", " ")
@@ -141,7 +141,7 @@ def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
 ) -> None:
     check(faulted, *case)
     strategy = case[0]
-    steps = 8 if case[3] == "end" else 6  # at the end all of them were done and saved
+    steps = 8 if case[3] == "end" else 6  # at the end all steps were done and saved
     overrides = [*RUN, *STRATEGIES[strategy], f"train.steps={steps}"]
     faulted("none:0:none", *overrides, "name=run")
     assert len(faulted.command.losses("run")) == steps
@@ -151,7 +151,7 @@ def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
 def test_who_waits_in_what_and_who_never_came_are_in_the_hang_report(
     served: Command, faulty: list[str]
 ) -> None:
-    arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all of them sleep
+    arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all ranks sleep
     ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
     assert "rank 0 of 2 made no progress for 3 s (hang): it is in forward" in ran.stderr
     assert "faulty_plugin.py:" in ran.stderr
@@ -263,7 +263,7 @@ def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_t
     process = By(axonlaunch.folder, ["setsid"]).start("train", *overrides, "name=run")
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     os.killpg(process.pid, getattr(signal, name))
-    if name == "SIGHUP":  # the shell signals its jobs too
+    if name == "SIGHUP":  # the shell signals its jobs, too
         time.sleep(0.05)
         os.killpg(process.pid, signal.SIGHUP)
     process.communicate(timeout=30)
@@ -290,7 +290,7 @@ def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
         connection = socket.create_connection(("127.0.0.1", port), timeout=5)
         if count % 3 == 0:
             connection.sendall(noise.randbytes(noise.randint(1, 300)))
-        elif count % 3 == 1:  # what torch's store expects first, then noise
+        elif count % 3 == 1:  # first the bytes that torch's store expects, then noise
             connection.sendall(struct.pack("<BI", 0, 0x3C85F7CE) + noise.randbytes(64))
         elif len(connections) < 200:
             connections.append(connection)

@@ -1,4 +1,4 @@
-"""What fails in a forked call is raised in the parent, with the traceback of the process."""
+"""An exception in a forked call is raised in the parent, with the traceback of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_
 
 
 def failure(target: str) -> tuple[Exception, str]:
-    """Return what a call raises, and how Python would print it."""
+    """Return the exception of a call, and its traceback as Python prints it."""
     context = get_context("forkserver")
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
         forked_call.call(context, f"failing:{target}")
@@ -99,7 +99,7 @@ def test_no_command_shows_a_traceback_of_a_forked_process_that_died(
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(method: str) -> None:
-    context: Any = get_context(method)  # a rank that another launcher started spawns an interpreter
+    context: Any = get_context(method)  # a rank of another launcher spawns an interpreter
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24", "estimate.background=true"])
     )

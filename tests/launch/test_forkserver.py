@@ -1,4 +1,4 @@
-"""The process that ranks are forked from may stop or die; nothing waits for it for ever."""
+"""The process that ranks are forked from may stop or die; the parent never waits forever."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from axonlaunch.system.processes.process_state import state
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[forkserver.ForkServerContext]:
-    """A server of this test's own, without torch; the tests' shared one is put aside."""
+    """Start a separate server without torch; the tests' shared one is not used."""
     shared = dict(vars(forkserver._server()))
     fresh = {name: None for name in shared if name.startswith("_forkserver")}
     vars(forkserver._server()).update(fresh)
@@ -82,7 +82,7 @@ def test_a_stopped_server_is_not_waited_for(bare: forkserver.ForkServerContext) 
     os.kill(_pid(), signal.SIGSTOP)
     with pytest.raises(forkserver.ForkServerError, match="it was stopped or killed"):
         forked_call.call(bare, "operator:add", 1, 2)
-    assert forked_call.call(bare, "operator:add", 1, 2) == 3  # by another server
+    assert forked_call.call(bare, "operator:add", 1, 2) == 3  # from another server
 
 
 def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: ForkedProcess) -> None:
@@ -90,7 +90,7 @@ def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: Fork
     assert not sleeping.has_ended
     sleeping.signal(signal.SIGKILL)
     wait_for(lambda: sleeping.has_ended, seconds=10)
-    assert sleeping.exitcode is None  # the server alone knows
+    assert sleeping.exitcode is None  # only the server knows
     sleeping.join()
     assert sleeping.has_ended
 

@@ -1,4 +1,4 @@
-"""On a node with GPUs no command initialises CUDA in a process that forks, nor where it traces."""
+"""On a node with GPUs, commands never initialise CUDA in a process that forks or traces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_command_that_starts_no_rank_leaves_cuda_alone(
 def test_nor_does_an_estimate_beside_a_run(
     server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in which nothing is known yet
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache
     device = gpus.Device(gpu_node.H100.name, gpu_node.H100.total_memory, gpu_node.H100.uuid)
     monkeypatch.setattr(gpus, "devices", lambda: [device] * 8)
     config = run_config([*FSDP, ON_H100, *ONE_BLOCK])
@@ -84,7 +84,8 @@ def test_nor_does_an_estimate_beside_a_run(
     with served.reached(server, around=there) as context:
         estimate = BackgroundEstimate(context, config)
         estimate.begin()
-        estimate.wait(300)  # it has the time that all else leaves, under load not much
+        # it only gets the CPU time that other processes leave, which may be little
+        estimate.wait(300)
         estimate.close()
     assert estimate.memory.result is not None, estimate.memory.reason
     assert estimate.step.result is not None, estimate.step.reason

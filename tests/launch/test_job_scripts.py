@@ -1,6 +1,6 @@
-"""The script of a SLURM job, line by line, as a file beside this one has it.
+"""Generated scripts of SLURM jobs, compared with expected files in this folder.
 
-Where a change is meant, the test prints the script: write it to the file, and read the difference.
+If a change is intended, the test prints the script: write it to the file, and read the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a SLURM job ended is what SLURM says, and where it says nothing, nobody guesses."""
+"""The final state of a SLURM job is the state that SLURM reports, otherwise unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def says(state: str, code: str = "0:0") -> str:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs, all that is found."""
+    """Return a folder that is the only one on the PATH."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(slurm, "_POLL_S", 0.0)
@@ -30,7 +30,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(programs: Path, **scripts: str) -> tuple[int, str, list[str]]:
-    """Submit a job where each program is a script; return status, state and what was announced."""
+    """Submit a job with scripts for programs; return status, state and printed lines."""
     for name, script in {"sbatch": "echo 7", **scripts}.items():
         (programs / name).write_text(f"#!/bin/sh\n{script}\n")
         (programs / name).chmod(0o755)

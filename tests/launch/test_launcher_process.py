@@ -1,4 +1,4 @@
-"""A rank ends when what started it has ended."""
+"""A rank ends when its launcher has ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAM = (
 
 
 def _seen(launcher: str, variables: dict[str, str]) -> str:
-    """Return which process a rank behind two shells takes for its launcher."""
+    """Return the process that a rank behind two shells takes for its launcher."""
     program = f'{sys.executable} -c "{PROGRAM % launcher}"'
     ran = subprocess.run(
         ["sh", "-c", f"sh -c '{program.replace(chr(39), chr(92) + chr(34))}; true'; true"],
@@ -53,7 +53,7 @@ def test_segments_of_a_gpus_allocator_grow_in_a_rank_that_another_launcher_start
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = "PYTORCH_ALLOC_CONF"
-    monkeypatch.setenv(asked, "")  # so that it is put back
+    monkeypatch.setenv(asked, "")  # so that it is restored
     monkeypatch.delenv(asked)
     monkeypatch.setattr(rank, "main", lambda *_, **__: (0, {asked: os.environ[asked]}))
     environment = ClusterEnvironment.detect(
@@ -146,7 +146,7 @@ def test_a_failure_that_followed_from_the_launchers_end_is_not_the_cause(
     launcher.name, launcher.pid = "torchrun", 123
 
     def root_cause(reports: object) -> Crash:
-        launcher.is_gone.set()  # it is noticed a moment later than the connection it ended
+        launcher.is_gone.set()  # noticed a moment after the connection was closed
         return find_root_cause([Report(rank=0, kind="connection", reason="Connection closed")])
 
     ended: list[Crash] = []

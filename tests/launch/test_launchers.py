@@ -1,4 +1,4 @@
-"""Whoever starts the ranks, they train as the local launcher's do, to the bit."""
+"""Ranks of any launcher train like the local launcher's, to the bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from axonlaunch.system.node import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
 GATHERED = 55_000
-"""Bytes of a gathered block, which stays where gloo's thread lets go of it late."""
+"""Bytes of a gathered block that remain allocated until gloo's thread releases it late."""
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[float]:
-    """The losses of the local launcher's ranks."""
+    """Return the losses of the local launcher's ranks."""
     command = Served(tmp_path_factory.mktemp("local"), server)
     command(*RUN, "launch.nproc=2", "name=run")
     return command.losses("run")
@@ -53,7 +53,8 @@ def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
 
 
 def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
-    # Beside a run an estimate has the time that ranks leave, which here may be none: it is cached.
+    # During a run, an estimate only gets CPU time that ranks leave, possibly too little: it is
+    # cached.
     on_cpus = [*RUN[1:], "launch.nproc=2", "hardware=cpu"]
     Served(axonlaunch.folder, server)("estimate", *on_cpus)
     run = mpirun(axonlaunch.folder, 2).served(server)
@@ -67,7 +68,7 @@ def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]
 def test_under_srun_on_two_nodes(
     axonlaunch: Command, server: Server, cluster: dict[str, str], expected: list[float]
 ) -> None:
-    # A rank alone on its node would take all cores, and products of two threads round otherwise.
+    # A single rank on a node would use all cores, and products of two threads round differently.
     srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
     srun.served(server)(*RUN, "name=run", f"launch.threads={host.threads(ranks=2)}")
     assert axonlaunch.losses("run") == expected
@@ -127,7 +128,7 @@ def test_a_rank_that_fails_under_torchrun_is_on_one_card(
     assert (crash["rank"], crash["step"], crash["kind"]) == (1, 2, "error")
 
 
-@pytest.mark.slow  # as one that fails, above
+@pytest.mark.slow  # like a failing one, above
 def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
@@ -280,7 +281,7 @@ def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(
 def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str], reported: list[str]
 ) -> None:
-    """By hand or pre-emption, and shortly before its time is up, when SLURM signals it by USR1."""
+    """Requeued by hand, by pre-emption, or shortly before the time limit, when SLURM sends USR1."""
     overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
     axonlaunch(*overrides, "name=whole")
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
@@ -298,7 +299,8 @@ def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
     summary = axonlaunch.folder / "runs/job/summary.json"
     wait_for(lambda: summary.exists() and axonlaunch.summary("job")["status"] == "interrupted")
     time.sleep(3)
-    now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]  # it would wait 2 minutes
+    # otherwise it would wait 2 minutes
+    now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
     subprocess.run(now, env=slurm_environment, check=True)
     process.communicate(timeout=100)
     assert process.returncode == 0
@@ -327,7 +329,7 @@ def test_a_finished_run_is_not_evaluated_again_and_one_killed_after_its_last_sav
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     for start in (lambda: ended([by_torchrun.start(*overrides)]), on_two_nodes):
-        (folder / "summary.json").unlink()  # what a run that was killed has not written
+        (folder / "summary.json").unlink()  # a killed run has not written it
         assert all(status == 0 for status, _, _ in start())
         assert axonlaunch.summary("run")["eval_loss"] == finished["eval_loss"]
         assert axonlaunch.losses("run") == losses

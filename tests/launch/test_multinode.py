@@ -1,4 +1,4 @@
-"""Nodes on one wire train as one, and none outlives the run when one is lost."""
+"""Nodes on one network train together, and all end when one is lost."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_rank_that_is_stopped_on_another_node_is_in_the_hang_report(
     assert [status for status, _, _ in reported] == [1, 1]
     summary = " ".join(reported[0][2].replace("│", " ").split())
     assert "rank 2 of 4 made no progress for 4 s (hang): it is stopped by a signal" in summary
-    # Rank 1 may wait in the one before, where rank 2 was stopped within it.
+    # Rank 1 may wait in the previous collective, if rank 2 was stopped inside of it.
     waiting = re.findall(r"ranks? ([\d, -]+): waiting in [^,]+?: all_reduce \d+ of world", summary)
     assert ", ".join(waiting) in ("0-1, 3", "0, 3, 1"), summary
 
@@ -196,7 +196,7 @@ def test_what_a_node_must_know_of_the_others_is_asked_for(served: Command) -> No
 
 
 def nodes_of(run: Path) -> list[int]:
-    """How many nodes took part in each attempt."""
+    """Return the number of nodes in each attempt."""
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return [len(event["hosts"]) for event in events if event["event"] == "nodes"]
 
@@ -295,7 +295,7 @@ def test_a_node_that_is_killed_and_rejoins_an_elastic_run_takes_part_and_no_loss
 def test_a_node_that_rejoins_an_elastic_run_and_finds_it_done_ends_at_once(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
-    """While it waits without room, just after the end, and when node 0 is gone."""
+    """While it waits for room, just after the end, and when node 0 is gone."""
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=0"]
     overrides += ["train.global_batch_size=12"]
     with node_namespaces(axonlaunch.folder, 3, server) as three:
@@ -315,6 +315,6 @@ def test_a_node_that_rejoins_an_elastic_run_and_finds_it_done_ends_at_once(
         [(status, printed, errors)] = ended([start(2)], timeout=60)
         assert status == 0, errors
         assert "run is finished: it has trained all of its 40 steps" in printed
-        [(status, printed, errors)] = ended([start(0)], timeout=60)  # waits for no other node
+        [(status, printed, errors)] = ended([start(0)], timeout=60)  # does not wait for other nodes
         assert status == 0, errors
         assert "run is finished: it has trained all of its 40 steps" in printed

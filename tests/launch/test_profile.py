@@ -1,4 +1,4 @@
-"""Profiled steps: what a trace is divided into, how traces align, and what a run writes."""
+"""Profiled steps: parts of a trace, alignment of traces, and files of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shares(content: dict[str, Any]) -> dict[str, float]:
     return {kind: round(seconds * 1e6, 6) for kind, seconds in step.parts.items() if seconds}
 
 
-# What a step is divided into.
+# Parts of a step.
 
 
 def test_on_a_gpu_communication_under_kernels_is_not_exposed() -> None:
@@ -60,7 +60,7 @@ def test_on_a_gpu_communication_under_kernels_is_not_exposed() -> None:
         event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 50, 60),
         event("void at::native::vectorized_elementwise_kernel", 55, 70),
         event("ncclDevKernel_AllReduce", 70, 80, **{"Process Group Description": "mesh_tp"}),
-        event("aten::mm", 0, 100, "cpu_op"),  # of the host, which only launches
+        event("aten::mm", 0, 100, "cpu_op"),  # on the host, which only launches
     )
     assert shares(content) == {
         "matrix products": 30.0,
@@ -99,7 +99,7 @@ def test_on_a_cpu_an_operation_counts_without_those_inside_it() -> None:
     }
 
 
-# How traces align.
+# Alignment of traces.
 
 
 def test_traces_of_nodes_whose_clocks_differ_are_put_on_one(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_traces_of_nodes_whose_clocks_differ_are_put_on_one(tmp_path: Path) -> N
     assert names == ["rank 0: python", "rank 1: python"]
 
 
-# What a run writes.
+# Files of a run.
 
 
 @pytest.mark.deferred
@@ -226,7 +226,7 @@ def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
     assert dumped == ([snapshot] if is_kept else [])
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_run_without_a_trace_is_refused(
     assert message in served("profile", "run", status=2).stderr
 
 
-# What a pipeline's ranks did, and when.
+# Timeline of a pipeline's ranks.
 
 
 def test_actions_of_a_pipeline_are_those_of_the_first_step_on_one_clock() -> None:

@@ -1,8 +1,7 @@
-"""torch's rendezvous, as far as we lean on it.
+"""The parts of torch's rendezvous that axonlaunch relies on.
 
-Where one of these fails after an update of torch, ``launch/multinode/rendezvous.py`` is the one
-place to change: look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has
-moved.
+If one of these fails after an update of torch, change only ``launch/multinode/rendezvous.py``: look
+for moved names in ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
             assert reported == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
     assert len({attempt.name for attempt in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
     speaking = {*threading.enumerate()} - before
-    assert len(speaking) == 2  # each says that it is there
+    assert len(speaking) == 2  # each sends heartbeats
     for node in (second, first):
         node.leave()
     assert not speaking & {*threading.enumerate()}
@@ -63,7 +62,7 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
 def test_the_sources_of_who_calls_are_not_read_for_each_event(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With thousands of modules that took so long that nodes never found each other."""
+    """With thousands of modules, reading took so long that nodes never found each other."""
 
     def stack() -> None:
         raise AssertionError("torch asks inspect for who calls")
@@ -127,7 +126,7 @@ def test_a_node_that_waits_to_rejoin_is_told_at_once_that_the_run_has_ended(
         again = threads.submit(rounds(port, 2, first=False, most=most, timeout_s=300).next)
         wait_for(lambda: len(first._waiting()) == 1)
         second.leave()
-        first.leave("failed")  # the store may go now: the node that waits has read it
+        first.leave("failed")  # the store may end now, because the waiting node has read it
         assert again.done() or again.exception(timeout=0.5) is not None
     ended = again.exception()
     assert isinstance(ended, RunEndedError)

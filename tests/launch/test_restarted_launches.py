@@ -1,4 +1,4 @@
-"""A run that torchrun or SLURM starts again is the same run, whatever its command begins from."""
+"""A run that torchrun or SLURM restarts stays the same run, however its command resumes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_attempts_of_one_torchrun_have_one_identity_and_the_later_are_restarts(
     [
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "1", **JOB}, False),  # which may have several runs
+        ({"TORCHELASTIC_RESTART_COUNT": "1", **JOB}, False),  # a job may have several runs
     ],
 )
 def test_a_run_without_a_name_that_torchrun_starts_again_is_found(

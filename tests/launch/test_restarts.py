@@ -1,4 +1,4 @@
-"""When a run that failed is started again; its ranks are made up."""
+"""When a failed run is restarted; the ranks are simulated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_on_one_node_is_started_again_as_often_as_allowed_unless_it_was_st
 
 
 def node(*, restarts: int, is_headless: bool = False, will_restart: bool = False) -> NodeMembership:
-    """Return a node of a run that may be started again twice."""
+    """Return a node of a run that may be restarted twice."""
     member = NodeMembership.__new__(NodeMembership)
     member._given = load(["launch.max_restarts=2"])
     member._peers = cast("Any", SimpleNamespace(is_headless=is_headless, will_restart=will_restart))

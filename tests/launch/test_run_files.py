@@ -1,4 +1,4 @@
-"""Damaged or replaced files of a run folder are said or refused in a line, and never waited for."""
+"""Damaged or replaced files of a run folder are reported in one line, without waiting."""
 
 from __future__ import annotations
 

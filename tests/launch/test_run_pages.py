@@ -1,4 +1,4 @@
-"""``runs``, ``report``, ``compare`` and ``watch`` on runs that were really done."""
+"""``runs``, ``report``, ``compare`` and ``watch`` on real runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
 
 @pytest.fixture
 def run(trained: Path, served: Command) -> Path:
-    """A copy of what was trained, in the folder of the test."""
+    """Return a copy of the trained run in the test's folder."""
     shutil.copytree(trained, served.folder / "runs")
     return served.folder / "runs/demo"
 

@@ -1,4 +1,4 @@
-"""Which launcher has the runs of a command, and what it is not asked for."""
+"""Which launcher starts the runs of a command, and the options that it refuses."""
 
 from __future__ import annotations
 

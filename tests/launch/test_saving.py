@@ -1,4 +1,4 @@
-"""Saving while ranks are killed: what is there is whole, and the run resumes to the bit."""
+"""Saving while ranks are killed: checkpoints are complete, and the run resumes to the bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_whenever_it_is_killed_it_continues_from_a_whole_checkpoint(
         process.communicate(timeout=30)
         assert checkpoint.corrupt_checkpoints(folder) == {}
         assert all(step_folders.damage(c) == [] for c in checkpoint.list_checkpoints(folder))
-        # Completed too where it was killed after its last save.
+        # Also completed if it was killed after its last save.
         served("train", *run, f"name={name}")
         assert served.summary(name)["status"] == "done"
         assert served.losses(name) == expected, f"kill {number}"

@@ -1,4 +1,4 @@
-"""A secret of the environment reaches its logger and is in no file and no page of the run."""
+"""A secret from the environment reaches its logger, but no file and no page of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_secret_of_the_environment_reaches_its_logger_and_no_file_or_page(
     for process in (printed, *shown):
         assert SECRET not in process.stdout + process.stderr
     frozen = [path for path in files if path.name == "config.yaml"]
-    assert len(frozen) == 2  # in the run's folder and in that of its checkpoints
+    assert len(frozen) == 2  # in the run's folder and in its checkpoints' folder
     assert all("${oc.env:API_KEY}" in path.read_text() for path in frozen)
     assert not Path(served.folder, "runs/run-2").exists()
     resumed = served.train(*train[:3], "train.steps=4", *saving, logger)

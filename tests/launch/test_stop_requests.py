@@ -1,4 +1,4 @@
-"""A node that was asked to stop ends the run on all nodes, also where the run fails meanwhile."""
+"""A node that was asked to stop ends the run on all nodes, even if the run fails meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAILED = Report(rank=0, kind="error", reason="no space left")
 
 @pytest.fixture
 def nodes() -> list[Coordinator]:
-    """Two nodes that have met."""
+    """Return two connected nodes."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     members: list[Coordinator] = []
     for member in (1, 0):
@@ -81,7 +81,7 @@ def test_every_node_knows_with_the_root_cause_that_one_was_asked_to_stop(
 
 
 class _Others:
-    """The other nodes of a run, one of which fails once this one was asked to stop."""
+    """Other nodes of a run: one of them fails after this node was asked to stop."""
 
     def __init__(self, *, is_stopping: bool = False) -> None:
         self.was_asked = is_stopping
@@ -104,7 +104,7 @@ class _Others:
 
 
 def follow(others: _Others, *, asked: bool) -> Outcome:
-    """Follow a rank that never ends on a node that is asked to stop, or is not."""
+    """Follow a rank that never ends; ``asked`` says whether its node gets a stop request."""
     process = SimpleNamespace(
         has_ended=True, pid=1, signal=lambda _: None, kill_group=lambda: None, join=lambda: None
     )

@@ -1,4 +1,4 @@
-"""The rank that the others wait for is named, unless its node alone makes it slow."""
+"""The rank that the others wait for is named, unless only its node makes it slow."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     overrides = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=48"]
     ran = served("train", *overrides)
     reported = [line.get("slowest") for line in served.lines("run")]
-    assert reported[0] is None  # too little was seen in the first step
+    assert reported[0] is None  # too few measurements in the first step
     assert {straggler["rank"] for straggler in reported[2:]} == {2}
     last = reported[-1]
-    # On a quiet node 0.8 and 1: a busy one makes whatever else is in a step longer.
+    # On an idle node between 0.8 and 1: load makes the other parts of a step longer.
     assert last["cost"] > 0.2
     assert last["compute"] > 0.3
     kinds = ("data", "compute", "wait", "starved")
@@ -103,7 +103,7 @@ def test_a_rank_that_waits_for_data_is_as_slow_as_one_that_computes() -> None:
 
 
 def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:
-    """Return what the console prints of logged steps in which a rank cost the others so much."""
+    """Return the console's output for logged steps with these costs of a slow rank."""
     stream = io.StringIO()
     show = RunConsole(stream=stream)
     step: dict[str, Any] = dict.fromkeys(("loss", "lr", "tokens_per_s", "step_s"), 1.0)

@@ -1,4 +1,4 @@
-"""What someone without the run's token can do on its network: end it, and nothing else."""
+"""An attacker on the network without the run's token can end the run, and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def master() -> Any:
 
 
 def joined(master: Any) -> Any:
-    """Connect to a store, as anybody can."""
+    """Connect to a store without a token."""
     timeout = timedelta(seconds=20)
     return dist.TCPStore("127.0.0.1", master.port, is_master=False, timeout=timeout)
 
@@ -55,7 +55,7 @@ def rounds(master: Any, order: int) -> ElasticRendezvous:
         least=2,
         most=2,
         order=order,
-        timeout_s=60,  # on a machine that is busy
+        timeout_s=60,  # on a busy machine
     )
 
 
@@ -94,14 +94,15 @@ def test_an_earlier_state_of_the_rendezvous_is_refused(master: Any) -> None:
     now = backend.get_state()
     assert now is not None
     assert pickle.loads(now[0]).round == 1
-    written = backend.set_state(states[1], now[1])  # what the stranger put back is replaced
+    written = backend.set_state(states[1], now[1])  # the replayed state is replaced
     assert written is not None
     assert written[2]
 
 
 def test_the_state_of_torchs_rendezvous_is_kept_whole_as_plain_values() -> None:
-    """Where this fails after an update of torch, ``launch/multinode/rendezvous_state.py`` lacks a
-    field."""
+    """If this fails after an update of torch, ``launch/multinode/rendezvous_state.py`` lacks a
+    field.
+    """
     state, now = _RendezvousState(), datetime.now(UTC)
     first, second, third = (_NodeDesc(f"node {number}", 10 + number, 0) for number in range(3))
     state.round, state.complete, state.closed, state.deadline = 3, True, True, now
@@ -171,7 +172,7 @@ def test_a_message_of_an_earlier_start_or_round_or_key_is_refused(master: Any) -
     earlier = met(other, 1)
     first = peers(lead, 0, met(lead, 0))
     first.publish("frozen", {"config": "old"})
-    again = peers(other, 1, met(other, 1))  # started again: the old answer is to another nonce
+    again = peers(other, 1, met(other, 1))  # after a restart, the old answer has another nonce
     with pytest.raises(ForgedMessageError, match="for an earlier start of this node"):
         again.wait_for("frozen", timeout_s=5)
     assert peers(other, 1, earlier).wait_for("frozen", timeout_s=5) == {"config": "old"}
@@ -215,7 +216,7 @@ def test_who_ends_waits_for_no_member_that_is_silent(
         for member in both
     ]
     waiting, other = (other, lead) if silent == 0 else (lead, other)
-    other._send_heartbeat(1)  # and no more: it is stopped, or its thread has died
+    other._send_heartbeat(1)  # only one: the node is stopped, or its thread has died
     waiting.watch()
     ended = waiting.finish([])
     assert isinstance(ended, Crash)
@@ -260,7 +261,7 @@ def test_a_message_that_is_deleted_is_not_waited_for(
     theirs = joined(master)
     with pytest.raises(ForgedMessageError, match="joined/0: a stranger deleted it"):
         met(lead, 0, confirm=lambda: theirs.delete_key("joined/0"))
-    monkeypatch.setattr(lead, "check", lambda names: True)  # it is deleted just after
+    monkeypatch.setattr(lead, "check", lambda names: True)  # deleted just afterwards
     with pytest.raises(ForgedMessageError, match="joined/1: was deleted"):
         met(lead, 0)
 
@@ -287,7 +288,7 @@ def test_the_fork_servers_socket_is_its_users_alone(server: Server) -> None:
 
 
 def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[int, str]:
-    """Train while a stranger is at every port that opens; return status and errors."""
+    """Train with an attacker at every port that opens; return status and errors."""
     program = [sys.executable, str(SUPPORT / "stranger.py"), kind, "127.0.0.1", str(amount)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None

@@ -1,4 +1,4 @@
-"""A run's console is never what ends it."""
+"""A run is never ended by its console."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_console_that_is_gone_becomes_dev_null(dead: object) -> None:
     print("a line", file=stream, flush=True)
     print("another", file=stream, flush=True)
     assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull  # noqa: PTH115
-    stream.close()  # with what was left in the buffer
+    stream.close()  # with remaining data in the buffer
 
 
 def test_a_stream_that_was_closed_ends_nothing() -> None:
@@ -71,7 +71,7 @@ def test_a_character_that_the_console_lacks_is_escaped() -> None:
 
 def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -> None:
     program = (
-        "from axonlaunch.system import streams; import os, tempfile;"
+        "from axonlaunch.system.text import streams; import os, tempfile;"
         "streams.open_missing(); file = tempfile.TemporaryFile();"
         "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
         "assert file.fileno() > 2 and file.read() == b'', file.fileno()"

@@ -1,4 +1,6 @@
-"""What a node's supervisor makes of ranks that end; they are made up, their pipes are real."""
+"""How a node's supervisor reacts to ranks that end; the ranks are simulated, their pipes are
+real.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class _Ended:
         os.close(self.sentinel)
 
     def join(self) -> None:
-        """It has been."""
+        pass
 
 
 @pytest.fixture

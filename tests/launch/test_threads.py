@@ -1,4 +1,4 @@
-"""The number of threads that a rank computes with is part of the run: its bits depend on it."""
+"""The number of a rank's threads is part of the run, because its bits depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's token comes from, who can read it, and what a run without one says."""
+"""A run's token: where it comes from, who can read it, and the warning of a run without one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
 
 def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: Path) -> None:
     config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
-    for _ in range(2):  # queued again, or submitted again, it is kept
+    for _ in range(2):  # kept when the job is requeued or submitted again
         (tmp_path / "config.yaml").touch()
         slurm._write(config, tmp_path)
         launch = configuration.read_frozen(tmp_path / "job.yaml").launch
@@ -113,7 +113,9 @@ def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> N
 
 
 def visible(command: Command) -> bytes:
-    """Return the arguments and variables of a run's processes, and its files that others read."""
+    """Return arguments and environment of a run's processes, and its files that other users can
+    read.
+    """
     shown = [
         (Path("/proc") / str(pid) / name).read_bytes()
         for pid in command.processes()
@@ -129,7 +131,7 @@ def visible(command: Command) -> bytes:
 def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_read(
     axonlaunch: Command, faulty: list[str], by: str
 ) -> None:
-    # The plugin hands the key to this test in a private file.
+    # The plugin passes the key to this test in a private file.
     plugin = axonlaunch.folder / "faulty_plugin.py"
     plugin.write_text(plugin.read_text() + KEY)
     command = axonlaunch if by == "local" else torchrun(axonlaunch.folder, 2)
@@ -188,7 +190,7 @@ def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: NodeNamespa
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command, node: int) -> None:
-    """Each by itself: it waits for no other."""
+    """Each node is refused without waiting for the other."""
     overrides = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
     overrides += [f"launch.node_rank={node}", "launch.require_token=true"]
     ran = served("train", *TINY, *overrides, status=2)

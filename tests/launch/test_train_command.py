@@ -1,4 +1,4 @@
-"""``axonlaunch train`` in real processes: what it writes, and that every backend agrees."""
+"""``axonlaunch train`` in real processes: its output, and equal results on every backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = {
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
     ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep_last=1")
     folder = served.folder / "runs" / "run"
-    assert set(served.lines("run")[0]) - {"slowest"} == LINE  # there where a rank is slow
+    assert set(served.lines("run")[0]) - {"slowest"} == LINE  # only there if a rank is slow
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_6"]
     summary = served.summary("run")
@@ -67,7 +67,7 @@ def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
 @pytest.mark.slow  # test_truth has processes of a hybrid mesh, tests/parity its curve
 @pytest.mark.timeout(240)
 def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
-    """2 x 2 x 2 on the default data, as the README's table of strategies has it."""
+    """2 x 2 x 2 on the default data, as in the README's table of strategies."""
     common = ["train.steps=6", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
     common += ["data.sequence_length=32", "model.num_hidden_layers=2", "model.hidden_size=64"]
     curves = {}
@@ -228,7 +228,9 @@ def test_a_run_folder_that_takes_up_a_checkpoint_path_says_which_settings_are_ot
 
 @pytest.mark.deferred
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
-    """By the same command: evaluated, summed up, and with the metrics of one never killed."""
+    """By the same command: evaluated, with a summary, and the same metrics as an uninterrupted
+    run.
+    """
     overrides = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
     served.train(*overrides, "name=whole")
     served.train(*overrides, "name=killed")
@@ -246,7 +248,7 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
         summary, whole = served.summary("killed"), served.summary("whole")
         for key in ("status", "steps", "loss", "eval_loss"):
             assert summary[key] == whole[key], key
-        (folder / "summary.json").unlink()  # once more: no line twice
+        (folder / "summary.json").unlink()  # once more: no duplicate line
     served.train(*overrides, "name=killed", "train.steps=8")
     assert served.summary("killed")["steps"] == 8
 
@@ -308,7 +310,7 @@ def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
     served.train("name=plain", *overrides)
     served.train("name=compiled", *overrides, "train.compile=true")
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
-    # Nothing on a CPU sees what kernels allocate.
+    # On a CPU, kernels' allocations can't be measured.
     assert served.summary("compiled")["measured_peak_bytes"] is None
 
 
@@ -384,7 +386,7 @@ def test_the_shortest_run_reports_what_it_held_and_what_it_was_to_hold(
     monkeypatch.setenv("XDG_CACHE_HOME", str(served.folder / "cache"))
     served.train("strategy=fsdp", "name=new", "train.steps=2", "estimate.background=true")
     summary = served.summary("new")
-    # The trainer keeps the last step's numbers, and between rows of a batch lies a token more; a
-    # gathered block stays where gloo's thread lets go of it late.
+    # The trainer keeps the last step's numbers, and each row of a batch has one more token. A
+    # gathered block stays allocated until gloo's thread releases it late.
     gathered = 55_000
     assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < gathered

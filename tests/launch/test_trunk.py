@@ -1,4 +1,4 @@
-"""From ``main`` to the training loop: few calls, and the configuration and the rank by value."""
+"""From ``main`` to the training loop: few calls, with configuration and rank passed as values."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ Recorded = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded, Recorded]:
-    """What the parent had called when it forked a rank, a rank in its first backward, and what the
-    parent had when it started the fork server.
+    """Record three call stacks: the parent when it forked a rank, a rank in its first backward,
+    and the parent when it started the fork server.
     """
     command = Command(tmp_path_factory.mktemp("trunk"))
     for name, text in (("recording", RECORDING), ("recorded", MODEL), ("parent", PARENT)):
@@ -136,7 +136,7 @@ def test_torch_is_imported_for_ranks_before_what_parses_the_command_line(
 def test_ranks_get_the_configuration_of_their_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of an elastic run the frozen file says 2:4; these are ranks of an attempt on 3 nodes."""
+    """The frozen file of an elastic run says 2:4; these are ranks of an attempt on 3 nodes."""
     forked: list[tuple[RunConfig, RankSpec]] = []
 
     def fork(context: object, target: str, pickled: bytes, place: RankSpec, pipe: object) -> None:
@@ -164,7 +164,7 @@ def test_ranks_get_the_configuration_of_their_attempt(
 
 
 def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
-    """The plugin is imported by the command too, which does all that, and by its children."""
+    """The plugin is also imported by the command, which does all of this, and by its children."""
     (served.folder / "refusing.py").write_text(
         "import multiprocessing\n"
         "from axonlaunch import config\n"

@@ -1,4 +1,4 @@
-"""``axonlaunch verify`` in real processes: what it prints and how it exits."""
+"""``axonlaunch verify`` in real processes: its output and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the working folder is not imported in a library's place, by any process of a run."""
+"""Modules in the working folder never replace a library's, in any process of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ TRAIN = ["train", *TINY, "train.steps=2", "name=run"]
 
 @pytest.fixture
 def hostile(axonlaunch: Command) -> Command:
-    """A working folder with modules of libraries' names, which leave a mark where one runs."""
+    """Return a working folder with modules named like libraries, which leave a mark when they
+    run.
+    """
     for name in LIBRARIES:
         marker = str(axonlaunch.folder / f"ran_{name}_")
         (axonlaunch.folder / f"{name}.py").write_text(HOSTILE.format(marker=marker))
@@ -52,7 +54,7 @@ def test_the_installed_command_imports_nothing_from_the_working_folder(hostile: 
     )
     assert _marks(hostile) == []
     assert ran.returncode == 0, ran.stderr
-    assert (hostile.folder / "imported").exists()  # what was asked for
+    assert (hostile.folder / "imported").exists()  # requested by the configuration
 
 
 @pytest.mark.slow
@@ -105,10 +107,10 @@ def test_what_the_compiler_starts_imports_nothing_from_the_working_folder(
     hostile: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hostile.folder)
-    monkeypatch.setenv("PYTHONSAFEPATH", "")  # as a user's shell has it, restored at the end
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # as set in a user's shell; restored at the end
     chosen = run_config(["strategy=single", "launch.nproc=1", "train.compile=true"])
     ax.World.mock(1).run(partial(rank_engine, chosen))
-    # Of the programs by which torch tries the CPU; the second is up to torch 2.11.
+    # Environment of the programs by which torch tests the CPU; the second is up to torch 2.11.
     environment = getattr(cpu_vec_isa.VecISA, "_build_probe_env", python_subprocess_env)
     probe = [sys.executable, "-c", "import typer"]
     subprocess.run(probe, env=environment(), check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Attention takes a fused kernel wherever there is one, and rotary positions few."""
+"""Attention uses a fused kernel if there is one, and rotary positions need few kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axonlaunch.models.modules.attention import Attention, RotaryTable
 @pytest.mark.parametrize(
     ("device", "dtype", "is_masked", "repeats"),
     [
-        ("cuda", torch.float32, False, True),  # whose fused kernels refuse grouped heads
+        ("cuda", torch.float32, False, True),  # its fused kernels refuse grouped heads
         ("cuda", torch.bfloat16, False, False),
         ("cuda", torch.bfloat16, True, True),
         ("cpu", torch.float32, False, False),
@@ -57,7 +57,7 @@ def test_repeated_heads_are_those_of_the_group() -> None:
 
 
 class _Launches(TorchDispatchMode):
-    """Counts what a GPU would launch: operations that are not views."""
+    """Counts the kernels that a GPU would launch: operations that are not views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""What passes through a model: which parameters are whose, and what no pipeline carries."""
+"""Values that pass through a model: parameters of each block, and values that pipelines can't
+send.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Returning(Block):
 
 
 class Model(nn.Module):
-    """Embeds, calls three blocks as ``through`` does, and normalises."""
+    """Embeds, calls three blocks with ``through``, and normalises."""
 
     def __init__(self, through: Callable[..., Any], *, block: type = Block) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ def test_a_tied_parameter_is_used_at_both_ends() -> None:
 
 
 def beside(value: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Calls that pass a second value to each block."""
+    """Return calls that pass a second value to each block."""
 
     def through(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
         more = value(model, hidden, tokens)
@@ -130,7 +132,7 @@ def beside(value: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., Any]
 
 
 def between(change: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Calls that change hidden states between blocks."""
+    """Return calls that change hidden states between blocks."""
 
     def through(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
         for block in model.blocks:

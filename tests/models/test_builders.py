@@ -1,4 +1,4 @@
-"""What a user's builder gives is held before it is used."""
+"""The result of a user's builder is checked before it is used."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def test_what_is_no_box_is_refused():
 
 
 def test_a_rank_holds_its_part_of_each_piece_that_is_packed():
-    """Of a weight of three pieces [24, 4] two ranks have rows of each, which data ranks divide."""
+    """A weight has three pieces [24, 4]; two tensor ranks have rows of each, divided by data
+    ranks.
+    """
     numbers = torch.arange(96.0).view(24, 4)
 
     def rank(world: World) -> list[tuple[int, int]]:

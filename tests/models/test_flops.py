@@ -1,4 +1,4 @@
-"""The FLOPs that MFU counts, compared with those that torch's own counter sees."""
+"""The FLOPs of MFU, compared with the counts of torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flops_without_windows(model: nn.Module) -> ModelFlops:
     ["qwen3", "gemma2", "gpt2", "phi3", "bloom", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"],
 )
 def test_flops_of_hf_models_are_what_torch_counts(kind: str) -> None:
-    """Within 3 %: 6 FLOPs are counted for each number of a norm and a bias too."""
+    """Within 3 %: 6 FLOPs are also counted for each element of a norm and a bias."""
     model = theirs(kind).eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -95,7 +95,7 @@ def test_frozen_parameters_need_no_gradient_of_their_own() -> None:
     whole, frozen = (theirs("qwen3").eval() for _ in range(2))
     for model in (whole, frozen):
         model.set_attn_implementation("eager")
-    for parameter in frozen.parameters():  # the table is trained, so all layers pass gradients on
+    for parameter in frozen.parameters():  # the table is trained, so all layers propagate gradients
         parameter.requires_grad_(parameter is frozen.model.embed_tokens.weight)
     flops = ModelFlops.of(frozen)
     assert flops.frozen == flops.multiplied

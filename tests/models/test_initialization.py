@@ -187,7 +187,7 @@ def test_draws_follow_their_distributions():
     even = whole((1000, 300), Uniform(0.5))
     assert abs(even.std() - 0.5 / 3**0.5) < 0.01
     assert (whole((3, 3), Constant(1.5)) == 1.5).all()
-    # No block repeats another: equal ones would betray a seed that ignores the block's number.
+    # No block repeats another, which would mean that a seed ignores the block's number.
     assert len(set(normal[:, 0].tolist())) > 900
 
 

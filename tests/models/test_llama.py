@@ -21,7 +21,9 @@ CONFIG = LlamaConfig(
 
 
 def reference(weights: dict[str, Tensor], tokens: Tensor, config: LlamaConfig) -> Tensor:
-    """Llama as its paper and Hugging Face describe it, one position and one head at a time."""
+    """Compute Llama as its paper and Hugging Face describe it, one position and one head at a
+    time.
+    """
     heads, groups = config.num_attention_heads, config.num_key_value_heads or 1
     size = config.hidden_size // heads
     length = tokens.shape[1]

@@ -85,7 +85,7 @@ def test_an_unknown_name_is_reported_with_the_nearest():
 
 
 def offer(folder, name, target, source):
-    """Lay out an installed package that announces a model."""
+    """Create an installed package that announces a model."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

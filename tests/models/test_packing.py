@@ -1,4 +1,4 @@
-"""Rows that hold several documents compute what each document computes by itself."""
+"""Rows with several documents compute the same as each document in a separate row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def built(config: Any) -> nn.Module:
     model = build_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "sinks" in name or name.endswith("bias"):  # which start at zero, and say nothing
+            if "sinks" in name or name.endswith("bias"):  # zero at the start, so without effect
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory, of a driver that is made up: no page is locked twice, none stays so."""
+"""Page-locked host memory, with a simulated driver: pages are locked once, and always unlocked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Driver:
     """Locks whole pages, and refuses one that is locked (cudaErrorHostMemoryAlreadyRegistered).
 
     Attributes:
-        locked: Each page, and where the range begins that it was locked for.
-        requests: How often it was asked to lock some.
-        copies: The addresses that what was launched on device 3 still copies to or from.
-        refusal: What it answers instead; 0: it does as it is asked.
+        locked: Maps each locked page to the start of its locked range.
+        requests: Number of requests to lock memory.
+        copies: Addresses that work launched on device 3 still copies to or from.
+        refusal: Error code of all requests; 0 means success.
     """
 
     locked: dict[int, int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def test_it_has_the_strides_and_the_type_that_were_asked_for(driver: Driver) -> 
 
 
 class OfGpu(torch.Tensor):
-    """A tensor whose device takes itself for a GPU."""
+    """A tensor whose device claims to be a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Tensors that stand for slices of others hold what torch's own operations would give."""
+"""Tensors that describe slices of others have the values of torch's operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few equal blocks stand for all; unequal ones don't."""
+"""A few equal blocks can represent all; unequal ones can't."""
 
 from __future__ import annotations
 

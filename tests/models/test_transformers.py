@@ -85,7 +85,7 @@ def test_stages_without_some_parts_give_the_whole_models_outputs(config):
 
 
 @pytest.mark.deferred
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at a block's input
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it from a block's input
 @pytest.mark.parametrize("config", every(2, [LLAMA, GPT]), ids=lambda config: config.name)
 def test_all_blocks_compile_into_one_graph_once(config):
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Layouts drawn at random: what preflight passes trains as one process, the rest has a reason."""
+"""Random layouts: those accepted by preflight train as one process, others are errors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OF_ONE_KIND = [
     "strategy.fsdp.sharding=no_shard",
     "strategy.fsdp.replicate=2",
 ]
-"""Settings that mean nothing, and are refused, where the data-parallel ranks do something else."""
+"""Settings that have no effect, and are refused, for another kind of data-parallel ranks."""
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
-    """Draw ``(ranks, model, what makes the model and the batch, what makes the layout)``."""
+    """Draw ``(ranks, model, overrides of model and batch, overrides of the layout)``."""
     model = draw(st.sampled_from(list(MODELS)))
     layers, batch = draw(st.integers(1, 9)), draw(st.sampled_from([4, 6, 8, 12, 16]))
     pipeline, tensor = (
@@ -69,7 +69,7 @@ def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
 
 
 def problems_of(overrides: list[str], ranks: int) -> list[ConfigIssue]:
-    """Return what ``axonlaunch train`` would refuse, before any rank starts."""
+    """Return the problems for which ``axonlaunch train`` would refuse before any rank starts."""
     try:
         run_config([f"launch.nproc={ranks}", "launch.backend=mock", *overrides])
     except ConfigError as error:
@@ -78,7 +78,9 @@ def problems_of(overrides: list[str], ranks: int) -> list[ConfigIssue]:
 
 
 def check(run: tuple[int, str, list[str], list[str]]) -> bool:
-    """Say whether a run was let pass; fail if it then differs, or was refused without a reason."""
+    """Return whether a run is accepted; fail if it then differs, or was refused without a
+    reason.
+    """
     ranks, model, common, chosen = run
     problems = problems_of([*MODELS[model], *common, *chosen], ranks)
     if problems:

@@ -1,6 +1,6 @@
-"""A layout changes where work happens, never what is computed: one process is the reference.
+"""A layout changes where computation runs, never its result: one process is the reference.
 
-Every combination of README.md beside it; those that are not fast run under ``scripts/test --all``.
+Runs every combination of README.md in this folder; the slow ones only under ``scripts/test --all``.
 """
 
 from __future__ import annotations

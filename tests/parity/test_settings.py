@@ -1,4 +1,4 @@
-"""Settings beside the layout change arithmetic or memory, never what is learned."""
+"""Settings other than the layout change arithmetic or memory, but not the training result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axonlaunch import data
 from axonlaunch.comm import World
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.build import build_engine
 
 LAYOUTS = {
@@ -26,7 +26,7 @@ LAYOUTS = {
     "hybrid": (8, ["strategy=hybrid"]),
 }
 
-# Those whose blocks compute as the sharded and the cut ones do, and the largest mesh of these.
+# Layouts that repeat the block computation of others, and the largest mesh.
 REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
 
 
@@ -39,7 +39,7 @@ REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
     ],
 )
 def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
-    """Outputs too are in fp16 on both sides, so that it was computed in."""
+    """Outputs are in fp16 on both sides, too, which shows that the computation was in fp16."""
     ranks, overrides = LAYOUTS[layout]
     chosen = [*MODELS["gpt"], *overrides, "train.precision=fp16"]
     verdict = assert_trains_as_one_process(chosen, ranks, beyond=True)
@@ -111,7 +111,7 @@ def test_a_split_by_hand_trains_as_a_balanced_one() -> None:
 
 
 def test_the_engine_computes_what_float64_by_hand_computes() -> None:
-    """The reference itself, held against AdamW and clipping written out in float64."""
+    """Checks the reference itself against AdamW and clipping in float64."""
     overrides = [
         *MODELS["mlp"],
         "model.num_hidden_layers=1",

@@ -1,4 +1,6 @@
-"""Training on rows of text equals a plain loop of transformers and torch, a document at a time."""
+"""Training on rows of text equals a plain loop of transformers and torch, one document at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from configured import run_config
 from covers import pairs
 
-from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model
 
 pytest.importorskip("transformers")
@@ -35,7 +37,7 @@ HYBRID["hybrid"].append("launch.nproc=4")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder with its tokenizer in it, and 200 real rows beside it."""
+    """Return a model's folder with its tokenizer and a file of 200 real rows."""
     folder = tmp_path_factory.mktemp("model")
     hf_families.save("qwen3", folder, vocab_size=512)
     corpus.save_tokenizer(folder, chat_template=chat_templates.CHATML)
@@ -46,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(row: dict[str, str]) -> list[dict[str, str]]:
-    """A question about a function, and the answer by its documentation."""
+    """Return a question about a function, and its documentation as the answer."""
     return [
         {"role": "user", "content": f"What does {row['name']} do?"},
         {"role": "assistant", "content": row["doc"][:50].strip()},
@@ -64,7 +66,7 @@ def data(model: Path, packing: str) -> list[str]:
 
 @cache
 def plain_losses(model: Path, packing: str) -> list[float]:
-    """Losses of transformers' model and torch's AdamW, each document run by itself."""
+    """Return the losses of transformers' model and torch's AdamW, with each document separately."""
 
     def summed(net: Any, batch: Any) -> Iterator[tuple[torch.Tensor, int]]:
         for tokens, targets in documents(batch, texts(model)):
@@ -82,13 +84,14 @@ def plainly_trained(
     *,
     adapted: Callable[[Any, Any], Any] = lambda net, _: net,
 ) -> list[float]:
-    """Losses of steps over batches, whose parts are run by themselves.
+    """Return the losses of steps over batches, with each part computed separately.
 
     Args:
         model: Folder of a model of transformers.
-        overrides: Of the data.
-        summed: A model and a batch to the summed loss of each part and its counted targets.
-        adapted: A model and the configuration to what is trained.
+        overrides: Overrides of the data.
+        summed: Function from a model and a batch to the summed loss of each part and its number of
+            counted targets.
+        adapted: Function from a model and the configuration to the model to train.
     """
     import transformers
 
@@ -110,7 +113,7 @@ def plainly_trained(
 
 @cache
 def texts(model: Path) -> list[list[int]]:
-    """The tokens of each text and of its end, by transformers alone."""
+    """Return the tokens of each text and of its end, computed only with transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -119,9 +122,9 @@ def texts(model: Path) -> list[list[int]]:
 
 
 def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The texts, or parts of them, that a batch holds, each with the token after every one.
+    """Return the texts, or parts of them, in a batch, each with the token after every one.
 
-    What the batch itself says of targets is ignored, but where a part ends that is cut.
+    The batch's targets are ignored, except for the end of a part that is cut.
     """
     samples = []
     for row, inputs in enumerate(batch.inputs.tolist()):
@@ -130,7 +133,7 @@ def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, to
             starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
         for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
             part = inputs[start:end]
-            while part and part[-1] == 0:  # what rows are padded with
+            while part and part[-1] == 0:  # rows are padded with it
                 part.pop()
             if part:
                 target = int(batch.targets[row, start + len(part) - 1])
@@ -140,7 +143,7 @@ def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, to
 
 
 def following(text: list[int], part: list[int]) -> set[int]:
-    """The tokens that follow a part of a text in it; none where it is no part of it."""
+    """Return the tokens that follow a part of a text in it; an empty set if it is not a part."""
     ends = range(len(part), len(text))
     return {text[end] for end in ends if text[end - len(part) : end] == part}
 
@@ -172,7 +175,7 @@ def chats(model: Path, packing: str) -> list[str]:
 
 @cache
 def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
-    """Where in the tokens of each chat the answer begins, by transformers alone."""
+    """Return the position of the answer in each chat's tokens, computed only with transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -190,7 +193,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 
 @cache
 def plain_chat_losses(model: Path, packing: str, *adapter: str) -> list[float]:
-    """Losses of transformers' model with its own labels, each chat run by itself."""
+    """Return the losses of transformers' model with its labels, with each chat separately."""
 
     def summed(net: Any, batch: Any) -> Iterator[tuple[torch.Tensor, int]]:
         for tokens, labels in known_chats(batch, answers(model)):
@@ -203,7 +206,7 @@ def plain_chat_losses(model: Path, packing: str, *adapter: str) -> list[float]:
 
 
 def by_peft(net: Any, chosen: Any) -> Any:
-    """Return a model with peft's adapters, whose matrices start as those of a run."""
+    """Return a model with peft's adapters, which have a run's initial matrices."""
     import peft
 
     start = {
@@ -220,7 +223,7 @@ def by_peft(net: Any, chosen: Any) -> Any:
 def known_chats(
     batch: Any, known: dict[tuple[int, ...], list[int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The chats, with their labels, whose tokens a batch has, by where they begin."""
+    """Return the chats, with their labels, whose tokens are in a batch, by where they begin."""
     samples = []
     for row, inputs in enumerate(batch.inputs.tolist()):
         starts = [0]
@@ -228,7 +231,7 @@ def known_chats(
             starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
         for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
             tokens = tuple(inputs[start:end])
-            if any(tokens):  # 0 is what rows are padded with
+            if any(tokens):  # rows are padded with 0
                 [whole] = [
                     w
                     for w in known
@@ -253,7 +256,7 @@ def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     assert losses == pytest.approx(plain_chat_losses(model, packing), rel=2e-5)
 
 
-# What peft 0.21 calls is deprecated in transformers 5.23.
+# peft 0.21 calls it, but it is deprecated in transformers 5.23.
 @pytest.mark.deferred
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A vocabulary without equal parts for all ranks is trained, saved and loaded without padding."""
+"""A vocabulary that ranks can't divide evenly is trained, saved and loaded without padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from axonlaunch.comm import World
 from axonlaunch.models.tensors.dtensor_regions import whole
 
 VOCABULARY = 73
-"""Two tensor ranks have 37 and 36 rows, of which three data ranks have no equal parts either."""
+"""Two tensor ranks have 37 and 36 rows, which three data ranks can't divide evenly either."""
 _DATA = [f"data.vocab_size={VOCABULARY}", "data.sequence_length=12"]
 MODELS: dict[str, list[str]] = {
     "gpt, tied": [
@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 
 
-FAST = [  # a table that is tied and one that is not; three ranks that divide it further
+FAST = [  # a tied and an untied table; three ranks that divide it further
     ("llama, untied", "pipeline 2 x tensor 2"),
     ("gpt2 of transformers, tied", "fsdp 3 x tensor 2"),
 ]

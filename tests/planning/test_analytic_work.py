@@ -1,4 +1,4 @@
-"""The planner's analytic formulas beside what a trace counts."""
+"""The planner's analytic formulas compared with the counts of a trace."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWo
     reported = scaled(work, chosen, layout, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
-    # torch recomputes no further than backward needs: not a block's last product.
+    # torch recomputes only as far as backward needs, so not a block's last product.
     assert flops(reported, Product) == pytest.approx(flops(seen, Product), rel=0.07)
     assert flops(reported, AttentionOp) == pytest.approx(flops(seen, AttentionOp), rel=0.01)
     assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
@@ -137,7 +137,7 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
         return max(point[saved] for event in events for point in event.points)
 
     few, more = forked_map.map_forked([lambda: most(2), lambda: most(3)])
-    samples = 2  # of a micro-batch
+    samples = 2  # samples of a micro-batch
     assert sizes["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""The replayed allocator keeps the rules of torch's, and what a process holds is kept apart."""
+"""The replayed allocator follows the rules of torch's allocator."""
 
 import os
 import random
@@ -33,7 +33,7 @@ GROWING = AllocatorSettings(expandable=True)
 
 
 def reserved(*sizes: float, settings: str = "") -> float:
-    """MiB held for storages of so many MiB that live together."""
+    """Return the MiB reserved for storages of these sizes (MiB) that live at the same time."""
     allocator = Allocator(AllocatorSettings.of(settings))
     allocator.replay(Change(number, round(size * MIB)) for number, size in enumerate(sizes))
     return allocator.peak_reserved / MIB
@@ -111,7 +111,7 @@ def test_free_pages_of_growing_segments_go_back_before_the_device_is_exceeded() 
     other = growing(*freed, Change(1, 80 * MIB, stream=1))
     assert (other.reserved, other.peak_reserved) == (80 * MIB, 80 * MIB)
     assert growing(*freed, Change(1, 40 * MIB, stream=1)).reserved == 100 * MIB  # there is room
-    # Pages are of 20 MiB: that in which another storage begins stays.
+    # Pages have 20 MiB: the one in which another storage begins stays.
     part = [Change(0, 30 * MIB), Change(1, 30 * MIB), Change(0, 0), Change(2, 60 * MIB, stream=1)]
     assert growing(*part).reserved == 100 * MIB
 
@@ -121,7 +121,9 @@ def test_pages_that_went_back_are_mapped_again_before_a_segment_grows_at_its_end
     allocator = growing(*gone, Change(2, 0))
     assert allocator.reserved == 80 * MIB
     allocator.replay([Change(3, 40 * MIB), Change(4, 20 * MIB), Change(5, 20 * MIB, stream=1)])
-    assert allocator.reserved == 100 * MIB  # beside 1, whose 20 MiB were never free: 3, 4 and 5
+    assert (
+        allocator.reserved == 100 * MIB
+    )  # next to storage 1, the 20 MiB that were always in use: 3, 4 and 5
     allocator.replay([Change(1, 0), Change(3, 0), Change(4, 0), Change(6, 80 * MIB)])
     assert allocator.reserved == 100 * MIB  # where these three were
 
@@ -176,9 +178,9 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
 
 
 def test_nccl_holds_what_was_measured_of_it() -> None:
-    """On 8 H100 a process held 1.06 GB beside the allocator, NVIDIA/nccl#1685."""
+    """On 8 H100 a process held 1.06 GB outside of the allocator, NVIDIA/nccl#1685."""
     assert non_allocator_bytes((8,)) == pytest.approx(1.06e9, rel=0.15)
-    # On 4 A100, of the first two ranks and of all, NVIDIA/nccl#964.
+    # Measured on 4 A100: the first two ranks, then all ranks, NVIDIA/nccl#964.
     assert (communicator_bytes((2,)), communicator_bytes((4,))) == (544 * MIB, 688 * MIB)
 
 
@@ -224,7 +226,7 @@ def test_a_rank_is_in_the_worlds_communicator_in_one_for_each_axis_and_in_its_se
 
 
 def test_the_block_at_the_end_of_a_growing_segment_is_taken_last() -> None:
-    # A gap of 30 MiB, and 25 MiB free at the end, which 22 MiB would fit better.
+    # A gap of 30 MiB, and 25 MiB free at the end, which would fit 22 MiB better.
     storages = [Change(0, 30 * MIB), Change(1, 5 * MIB), Change(2, 25 * MIB)]
     allocator = Allocator(GROWING)
     allocator.replay([*storages, Change(0, 0), Change(2, 0), Change(3, 22 * MIB)])
@@ -240,7 +242,7 @@ def test_a_block_of_the_largest_size_to_split_is_kept_for_its_like() -> None:
 
     assert after(50) == 120 + 50
     assert after(101) == 120
-    assert after(100) == 120 + 100  # 20 MiB would be left over
+    assert after(100) == 120 + 100  # 20 MiB would remain
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_sizes_are_rounded_as_the_user_says(settings: str, size: float, segment:
 
 
 def test_lists_of_roundings_are_read_as_torch_reads_them() -> None:
-    """Values of PyTorch's own test, ``c10/test/core/AllocatorConfig_test.cpp``."""
+    """Values of PyTorch's test, ``c10/test/core/AllocatorConfig_test.cpp``."""
     text = "roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]"
     of_interval = AllocatorSettings.of(text).divisions
     assert of_interval[6:13] == (8, 8, 16, 1, 0, 8, 2)
@@ -353,7 +355,12 @@ def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:30")
-    sizes = ((0, 40), (0, 0), (1, 50), (2, 5))  # the first goes back, for 85 MiB are not enough
+    sizes = (
+        (0, 40),
+        (0, 0),
+        (1, 50),
+        (2, 5),
+    )  # the first is released, because 85 MiB are not enough
     changes = [Change(storage, size * MIB) for storage, size in sizes]
     device = HardwareConfig(name="own", memory_gib=125 / 1024, context_mib=30, communicator_mib=10)
     memory = memory_estimate._device_memory(

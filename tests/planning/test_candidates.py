@@ -1,4 +1,4 @@
-"""The layouts that a search looks at."""
+"""The layouts that a search considers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(*overrides: str, devices: int = 8, **fixed: Any) -> list[Candidate]:
 
 
 class Stacked(nn.Module):
-    """Blocks of somebody's own, with a tensor plan that knows of sequences."""
+    """User-defined blocks with a tensor plan that supports sequence parallelism."""
 
     def __init__(self, width: int = 16, depth: int = 4) -> None:
         super().__init__()

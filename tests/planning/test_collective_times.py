@@ -24,7 +24,7 @@ GB = 1e9
 
 def seconds(kind: ExchangeKind, axes: dict[str, int], axis: str, num_bytes: float = GB) -> float:
     links = Links(HARDWARE, axes)
-    # Two messages of different sizes: their difference is free of latency.
+    # Two messages of different sizes: their difference does not contain the latency.
     key = CollectiveOp("forward", kind, (axis,))
     return links.seconds(key, Amount(1, num_bytes)) - links.seconds(key, Amount(1, 0))
 

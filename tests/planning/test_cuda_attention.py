@@ -1,7 +1,7 @@
-"""What attention takes on a GPU is in the estimate of a run for one, though a CPU traces it.
+"""Memory of CUDA's attention kernels in an estimate for a GPU that is traced on a CPU.
 
-What CUDA's kernels allocate was read in PyTorch's source: see ``cuda_attention``. Nothing here has
-run on a GPU.
+The allocations of CUDA's kernels were read in PyTorch's source: see ``cuda_attention``. Nothing
+here has run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG = [
     "model.num_key_value_heads=2",
 ]
 HEADS, SHARED, WIDTH = 4, 2, 32
-"""Heads of queries, those of keys and values, and the numbers of each."""
+"""Number of query heads, and of key and value heads, and the width of each."""
 
 
 def heads(number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,8 +45,8 @@ def heads(number: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "of_keys", "multiprocessors", "kib"),
     [
-        # A number for each query, an fp32 sum for the queries' gradient, and whole gradients of
-        # keys and values where those are shared.
+        # One number per query, an fp32 sum for the queries' gradient, and full gradients of keys
+        # and values if they are shared.
         (torch.bfloat16, SHARED, None, [16, 512, 256, 256]),
         (torch.bfloat16, HEADS, None, [16, 512]),
         (torch.bfloat16, HEADS, 12, [16, 3 * 512]),
@@ -73,7 +73,7 @@ def test_no_other_kernel_has_a_workspace_and_none_has_one_on_a_cpu() -> None:
 
 
 def attention_peak(hardware: str) -> int:
-    """Bytes at the peak of a backward that attends alone, as a run on some hardware traces it."""
+    """Return the bytes at the peak of attention's backward, traced for some hardware."""
     config = estimate_config([*LONG, f"hardware={hardware}"])
     q, k, v = (
         torch.randn(1, count, 1024, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -91,7 +91,7 @@ def test_they_are_held_beside_the_gradients_and_freed_with_the_kernel() -> None:
     least = sum(backward_workspaces(heads(HEADS, torch.bfloat16), heads(SHARED, torch.bfloat16)))
     gradients = (HEADS + 2 * SHARED) * 1024 * WIDTH * 2
     besides = attention_peak("h100_80gb") - attention_peak("cpu")
-    # A CPU's peak comes after the kernel, where each gradient is copied: of all but the last two.
+    # A CPU's peak is after the kernel, where each gradient is copied: all except the last two.
     assert least - gradients <= besides <= least
 
 
@@ -99,7 +99,7 @@ def test_they_are_held_beside_the_gradients_and_freed_with_the_kernel() -> None:
 def test_in_fp32_the_keys_and_values_that_a_gpu_repeats_are_kept_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_norm, "norm_as_on_cuda", lambda: None)  # which are equal then
+    monkeypatch.setattr(cuda_norm, "norm_as_on_cuda", lambda: None)  # makes the norms equal
     run = [*LONG, "train.precision=fp32"]
     [on_gpu], [on_cpu] = (
         estimate(estimate_config([*run, f"hardware={name}"])).ranks for name in ("h100_80gb", "cpu")
@@ -107,11 +107,11 @@ def test_in_fp32_the_keys_and_values_that_a_gpu_repeats_are_kept_for_backward(
     repeated = 2 * (HEADS - SHARED) * 1024 * WIDTH * 4
     more = on_gpu.breakdown["activations"] - on_cpu.breakdown["activations"]
     assert more == 2 * repeated  # in each of two layers
-    assert on_gpu.peak_bytes - on_cpu.peak_bytes >= more + 2 * 32 * KIB**2  # and cuBLAS's
+    assert on_gpu.peak_bytes - on_cpu.peak_bytes >= more + 2 * 32 * KIB**2  # and cuBLAS's workspace
 
 
 class _Results(TorchDispatchMode):
-    """Notes what operations return: their names, types and shapes."""
+    """Records the names, dtypes and shapes of operations' results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,11 +131,11 @@ def _in_fp32(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Any:
-    """Compute a forward under a device's autocast; in a process of its own, which it patches."""
+    """Run a forward under a device's autocast, in a separate process, because it patches torch."""
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_: True
-    # What is replaced has other kernels on CUDA, and a CPU's torch can't slice what is said
-    # to be on a GPU. Norms are given fp32 by either, so that CUDA's list has nothing to cast.
+    # The replaced functions have other kernels on CUDA, and a CPU build of torch can't slice
+    # tensors of a fake GPU. Both devices get norms in fp32, so CUDA's list has nothing to cast.
     F.rms_norm = _in_fp32
     F.scaled_dot_product_attention = lambda q, *_, **__: torch.empty_like(q.to(torch.bfloat16))
     table = partial(torch.empty, dtype=torch.float32, device=device)
@@ -168,7 +168,7 @@ def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
 def test_what_autocast_computes_in_which_type_is_equal_on_cuda_and_a_cpu(
     model: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The lists of the two differ, in norms and softmax; of these models nothing meets them."""
+    """The lists of the two differ in norms and softmax, but not for these models."""
     runs = [partial(_forward, model, shape, dtype, device) for device in ("cuda", "cpu")]
     on_cuda, on_cpu = forked_map.map_forked(runs)
     assert on_cuda == on_cpu

@@ -1,7 +1,7 @@
-"""What RMSNorm keeps on a GPU is in the estimate of a run for one, though a CPU traces it.
+"""Memory that RMSNorm keeps on a GPU, in an estimate for a GPU that is traced on a CPU.
 
-What CUDA's kernel keeps was seen on torch 2.11's CUDA build, with fake tensors on a GPU; a CPU's
-build takes the norm apart there, too. Nothing here has run on a GPU.
+The tensors that CUDA's kernel keeps were observed on torch 2.11's CUDA build, with fake tensors on
+a GPU; a CPU build decomposes the norm there, too. Nothing here has run on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kept(x: Tensor, weight: Tensor) -> Kept:
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.functional, "rms_norm", F.rms_norm)  # put back afterwards
+    monkeypatch.setattr(nn.functional, "rms_norm", F.rms_norm)  # restored afterwards
     cuda_norm.norm_as_on_cuda()
 
 
@@ -89,7 +89,7 @@ def test_a_llama_keeps_less_of_its_norms_on_a_gpu_than_on_a_cpu() -> None:
     )
     sizes: Any = config.model
     tokens = int(config.data.sequence_length)  # type: ignore[attr-defined]
-    # Of each norm the steps keep what was normed, before it is weighted. Its input is there on
-    # both, as what it is added to, and so is a number for each row.
+    # For each norm, the decomposed steps keep the normalised values before weighting. The norm's
+    # input is kept on both devices for the residual sum, and so is a number for each row.
     less = on_cpu.breakdown["activations"] - on_gpu.breakdown["activations"]
     assert less == (2 * sizes.num_hidden_layers + 1) * tokens * sizes.hidden_size * 4

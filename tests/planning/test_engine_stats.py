@@ -1,4 +1,4 @@
-"""What an estimate says of the engines' own statistics is what real processes say of theirs."""
+"""The engine statistics in an estimate equal those of real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates are found again exactly as long as nothing that they depend on has changed."""
+"""Cached estimates are used only as long as nothing that they depend on has changed."""
 
 from __future__ import annotations
 

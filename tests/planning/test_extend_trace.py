@@ -1,4 +1,4 @@
-"""A shallow model's recording, extended, is the deeper model's own."""
+"""An extended recording of a shallow model equals the deeper model's recording."""
 
 import pytest
 from configured import estimate_config
@@ -46,7 +46,7 @@ LAYOUTS = {
 
 
 def asked(layout: str, *, whole: bool) -> list[Change]:
-    """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
+    """Return the allocations of rank 0 of a model with 8 blocks per stage."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
     reduced = ReducedRun.of(estimate_config(overrides))
@@ -60,7 +60,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     [
         pytest.param(
             name, marks=pytest.mark.slow
-        )  # what tests/planning/test_extrapolate_depth.py shows too
+        )  # tests/planning/test_extrapolate_depth.py shows this, too
         for name in ("fsdp", "tensor", "interleaved")
     ],
 )

@@ -1,4 +1,4 @@
-"""Two shallow models say what a deep one holds, to the byte."""
+"""Extrapolating two shallow models gives a deep model's memory to the byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEEP = [
     "data=synthetic_tokens",
     "data.sequence_length=32",
     "train.global_batch_size=16",
-    "hardware=cpu",  # of which no allocator's cache is estimated: a trace less
+    "hardware=cpu",  # skips the estimate of the allocator's cache, which needs another trace
 ]
 
 
@@ -81,7 +81,9 @@ def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
 
 
 def events(*, blocks: int) -> list[TraceEvent]:
-    """Of a model whose every block saves 10 bytes in forward and frees them in backward."""
+    """Return events of a model whose blocks each save 10 bytes in forward and free them in
+    backward.
+    """
     recorded = [TraceEvent(("start",), [(5, 0)])]
     for index in range(blocks):
         where = (0, index, blocks - 1 - index)

@@ -1,4 +1,4 @@
-"""A short step in a short pipeline shows what a long one holds."""
+"""A short step in a short pipeline is enough to compute the memory of a long one."""
 
 from __future__ import annotations
 

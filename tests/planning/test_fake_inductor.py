@@ -1,8 +1,8 @@
-"""Compiled blocks allocate in a fake world what they allocate in this one.
+"""Compiled blocks allocate the same memory in a fake world as in a real one.
 
 If one of these fails after an update of torch: only ``planning/tracing/devices/fake_inductor.py``
-replaces parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for
-what allocates and for how kernels are made.
+replaces parts of Inductor. Look at its generated code (``TORCH_LOGS=output_code``) for allocations
+and for the construction of kernels.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from axonlaunch.system.processes import forked_map
 
 HIDDEN, HEADS = 64, 4
 
-# torch's compiler warns of what it imports and does itself.
+# torch's compiler warns about its own imports and calls.
 pytestmark = [pytest.mark.costly, pytest.mark.filterwarnings("ignore")]
 
 
 class Block(nn.Module):
-    """A layer with all that decides what is kept: norms, attention, a gate, residuals."""
+    """A layer with all that affects saved activations: norms, attention, a gate, residuals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def compiled(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """Return a model of two compiled blocks, and what it takes."""
+    """Return a model of two compiled blocks, and its input."""
     torch.set_default_dtype(dtype)
     blocks = [Block(), Block()]
     for block in blocks:
@@ -74,7 +74,7 @@ def step(model: nn.Module, tokens: Tensor) -> None:
 
 
 def really(dtype: torch.dtype) -> int:
-    """Return the most that torch's allocator held in a second step beside what it had before."""
+    """Return the peak of torch's allocator in a second step, minus the memory held before."""
     torch.set_num_threads(1)
     model, tokens = compiled(dtype)
     step(model, tokens)
@@ -89,7 +89,7 @@ def really(dtype: torch.dtype) -> int:
         if isinstance(change, str):
             continue
         live += change
-        # What oneDNN's products in bf16 allocate and free themselves depends on the processor.
+        # Temporary allocations of oneDNN's bf16 products depend on the processor.
         if not (isinstance(before, str) and after == -change):
             peak = max(peak, live)
     return peak
@@ -112,7 +112,7 @@ def estimated(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="nothing builds what is compiled")
-@pytest.mark.slow  # half a minute, for which g++ reads torch's headers
+@pytest.mark.slow  # half a minute, in which g++ reads torch's headers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
     reported, peak = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
@@ -120,7 +120,7 @@ def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) 
 
 
 def writers(*, for_gpu: bool) -> set[str]:
-    """Return what a step's kernels are written in."""
+    """Return the languages of a step's kernels."""
     fake_world.join_fake_world(rank=0, world_size=1)
     fake_inductor.install_fake_inductor(for_gpu=for_gpu)
     written: set[str] = set()
@@ -162,13 +162,13 @@ def test_they_are_those_of_the_device_that_an_estimate_is_for(
 
 
 def devices_asked() -> list[str]:
-    """Return which devices torch asks whether Triton knows them, on a node that has Triton."""
+    """Return the devices that torch queries Triton for, on a node with Triton."""
     asked: list[str] = []
     vars(_triton)["has_triton_package"] = lambda: True
     vars(device_interface)["get_interface_for_device"] = asked.append
     fake_inductor.install_fake_inductor(for_gpu=True)
     _triton.has_triton.cache_clear()
-    with suppress(AttributeError):  # of the interface, which is none
+    with suppress(AttributeError):  # the interface's attributes do not exist
         _triton.has_triton()
     return asked
 

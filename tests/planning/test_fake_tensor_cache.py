@@ -1,8 +1,8 @@
-"""What is remembered of torch's fake tensors is what torch would make.
+"""Cached results of fake tensor operations equal torch's.
 
 If a private name of ``torch._subclasses.fake_tensor`` moved: only
-``models/fake/fake_tensor_cache.py``
-uses them; ``FakeTensorMode(allow_non_fake_inputs=True)`` in its place is slower and says the same.
+``models/fake/fake_tensor_cache.py`` uses them. ``FakeTensorMode(allow_non_fake_inputs=True)`` is a
+slower replacement with the same results.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
         remembered = dict(fake_tensor_cache.recipes)
         again = reported(run())
     assert first == again == expected
-    assert remembered == fake_tensor_cache.recipes  # nothing was worked out again
+    assert remembered == fake_tensor_cache.recipes  # nothing was computed again
     assert all(recipe is not None for recipe in remembered.values())
 
 
@@ -169,7 +169,8 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
         with fake_tensor_mode():
             return gradients(), gradients(), expected
 
-    # Forked: after a backward here, a build for GPUs could do none in other tests' forks.
+    # Forked: after a backward in this process, a build for GPUs could not run one in other tests'
+    # forks.
     [(first, again, expected)] = forked_map.map_forked([in_both])
     assert first == again == expected
 

@@ -1,7 +1,7 @@
-"""The private names of torch that the fake world and its trace stand on are where they were.
+"""The private names of torch that the fake world and its trace use still exist.
 
-If one moved: ``planning/tracing`` alone uses them; look for what took its place in torch's own
-source, and hold ``tests/planning/test_truth.py`` to it again.
+If one moved: only ``planning/tracing`` uses them. Find the replacement in torch's source, and run
+``tests/planning/test_truth.py`` again.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_gloo_gathers_a_functional_s_result_into_a_copy_too() -> None:
         most = max(map(on_device, trace.events[0].points))
         return [most, *(on_device(event.points[0]) for event in trace.events[1:])]
 
-    # What is sent is held until the result is waited for.
+    # Sent tensors are held until the result is waited for.
     assert forked_map.map_forked([points]) == [[(4 + 8 + 8) << 20, (4 + 8) << 20, 8 << 20]]
 
 
@@ -154,7 +154,7 @@ def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
 
 
 class Branching(torch.nn.Linear):
-    """Computes by what the values are."""
+    """Branches on the values of a tensor."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = super().forward(inputs.flatten(1))
@@ -184,7 +184,7 @@ def test_a_module_that_fails_is_reported_with_its_reason_and_the_line() -> None:
 
 
 class Misfitting(torch.nn.Linear):
-    """Takes other inputs than it gets."""
+    """Takes inputs of another size than it gets."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs)
@@ -227,7 +227,7 @@ def test_an_update_that_looks_for_overflow_is_traced() -> None:
 def test_what_forks_its_traces_computes_no_gradient_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A build for GPUs starts threads for that, without which its forks can compute none."""
+    """A build for GPUs starts threads for backward; forks can't use them."""
     graph: Any = torch.autograd.graph
     run, here = graph._engine_run_backward, os.getpid()
 
@@ -268,7 +268,7 @@ def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
 
 
 class Linears(nn.Module):
-    """Blocks that return views of what a matrix product made."""
+    """Blocks that return views of a matrix product's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,4 +286,4 @@ class Linears(nn.Module):
 def test_torch_warns_of_no_view_that_a_block_returns_in_an_estimate() -> None:
     register_model("linears", layers="layers", inputs="tokens")(Linears)
     overrides = ["model=linears", "strategy=fsdp", "launch.nproc=2", "hardware=cpu", *TINY]
-    assert estimate(estimate_config(overrides)).ranks  # where a warning is an error
+    assert estimate(estimate_config(overrides)).ranks  # a warning is an error here

@@ -1,4 +1,4 @@
-"""The estimate of transformers' models is what real processes hold, to the byte."""
+"""Estimates of transformers' models equal the memory of real processes, to the byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 
 LONG = {
     **FAMILIES["phi3"],
-    "original_max_position_embeddings": 16,  # the runs have 32: the long table is taken
+    "original_max_position_embeddings": 16,  # the runs have 32, so they use the long table
     "rope_parameters": {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -30,7 +30,7 @@ LONG = {
 }
 DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
 ROUTED = 0.05
-"""Share of its estimate by which a rank of a mixture of experts may differ from it."""
+"""Fraction of its estimate by which a rank of a mixture of experts may differ."""
 CASES = {
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
     "mixtral": "strategy=fsdp train.micro_batch_size=2",
@@ -76,7 +76,7 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
     for case, (kind, layout), of_ranks in zip(cases, layouts, _totals(measured), strict=True):
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
         estimated = estimate(estimate_config(overrides)).peak_bytes
-        # What a router's experts hold depends on the tokens that it gives to each.
+        # The memory of a router's experts depends on the tokens that are routed to each.
         allowed = ROUTED * estimated if kind in ("mixtral", "qwen3_moe") else 0
         assert max(abs(size - estimated) for size in of_ranks) <= allowed, (kind, layout)
 
@@ -137,7 +137,7 @@ def test_the_first_rank_of_an_uneven_vocabulary_holds_what_was_estimated(tmp_pat
     [[first, last]] = _totals(live_storages.held([case], ranks=2))
     overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
     assert first == estimate(estimate_config(overrides)).peak_bytes
-    assert last < first  # by a row of the weight and of its states, and a token's logits
+    assert last < first  # less by a row of the weight and of its states, and a token's logits
 
 
 def _totals(measured: list[list[live_storages.Held]]) -> list[list[int]]:

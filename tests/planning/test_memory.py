@@ -1,4 +1,4 @@
-"""Which runs an estimate needs: the fewest of what can't fit, one recording of an allocator."""
+"""Traces that an estimate needs: few for runs that can't fit, and one allocator recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=4"]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Places on the pp axis whose allocator is recorded."""
+    """Return the pp coordinates whose allocator is recorded."""
     places: list[int] = []
     record = memory_estimate._recording_run
 
@@ -48,12 +48,12 @@ def run(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "on"),
     [
-        ([], "gpu"),  # left to the node
+        ([], "gpu"),  # decided by the node
         (["launch.backend=mock"], "mock"),
         (["launch.backend=gloo"], "gloo"),
         (["launch.device=cpu"], "gloo"),
         (["launch.backend=mock", "launch.device=cuda"], "gpu"),
-        (["launch.backend=gloo", "hardware=h100_80gb"], "gpu"),  # as it is named
+        (["launch.backend=gloo", "hardware=h100_80gb"], "gpu"),  # because of the named hardware
         (["hardware=cpu"], "gloo"),
     ],
 )
@@ -83,7 +83,7 @@ def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_i
     shards = [-(-p.shape[0] // 4) * p[0].numel() * 4 for p in model.parameters()]
     of_each = [1 << (size - 1).bit_length() for size in shards]
     assert sum(of_each) > 1.2 * sum(shards)
-    assert estimate(config).host_bytes == 2 * sum(of_each)  # a gradient of each
+    assert estimate(config).host_bytes == 2 * sum(of_each)  # one gradient each
 
 
 @pytest.mark.deferred

@@ -1,4 +1,4 @@
-"""More work never takes less memory, more sharding never more."""
+"""More work never takes less memory, and more sharding never takes more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model of others returns is held against the data before there is a rank."""
+"""Outputs of custom models are checked against the data before any rank starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = ModelSpec(build=lambda config: nn.Identity(), loss=cross_entropy_sum)
 
 
 class Model(nn.Module):
-    """Tokens and their positions to logits, returned as a test wants them."""
+    """Maps tokens and their positions to logits, in the output format that a test chooses."""
 
     def __init__(self, *, tokens: int = 50, classes: int = 50, returns: str = "logits") -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def reported(model: nn.Module, data: object = TOKENS, spec: ModelSpec = SPEC) ->
 
 def on_meta(**options: object) -> Model:
     with torch.device("meta"):
-        return Model(**options)  # type: ignore[arg-type] # what each test gives is of its type
+        return Model(**options)  # type: ignore[arg-type] # each test passes the right type
 
 
 def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]) -> None:

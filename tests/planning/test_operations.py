@@ -136,7 +136,8 @@ def test_the_update_is_reported_from_the_passes(trace: OperationTrace) -> None:
     with trace, trace.updating():
         optimizer.step()
     moved = trace.work[Kernel("update", "aten::_fused_adamw_")].num_bytes
-    # Reads parameter, gradient and two moments, writes all but the gradient; steps besides.
+    # Reads parameter, gradient and two moments, writes all except the gradient, and reads the step
+    # count.
     assert moved - 7 * 400 < 16
 
 

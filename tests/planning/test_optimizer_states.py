@@ -1,4 +1,4 @@
-"""An optimizer's states count as what they are, wherever bytes are counted before a run."""
+"""An optimizer's states have the right size in every estimate before a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_estimate_has_the_bytes_that_a_run_holds(
         *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
         *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
         *(f"optimizer={optimizer}", *strategy.split(), f"launch.nproc={ranks}"),
-        "hardware=cpu",  # of which no allocator's cache is estimated, which takes a trace more
+        "hardware=cpu",  # skips the estimate of the allocator's cache, which needs another trace
     ]
     run = run_config(overrides)
 

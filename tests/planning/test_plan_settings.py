@@ -1,4 +1,4 @@
-"""What ``plan`` hands to its search: settings of the user, which rules wait for the search."""
+"""Settings that ``plan`` passes to its search, and the rules that it leaves to the search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_rules_hold_before_the_search(monkeypatch: Patch) -> None:
 
 
 def test_a_layout_that_breaks_a_rule_is_none(monkeypatch: Patch) -> None:
-    """As full recomputation of compiled blocks whose layers are divided."""
+    """For example, full recomputation of compiled blocks with divided layers."""
     checks: list[Any] = []
 
     def searched(run: RunConfig, *, check: Any, **_: Any) -> None:

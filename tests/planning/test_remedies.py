@@ -1,4 +1,4 @@
-"""What makes a run fit: the cheapest changes first, each one that fits, by a made-up estimator."""
+"""Changes that make a run fit: the cheapest first, each sufficient, with a simulated estimator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*overrides: str) -> RunConfig:
 
 
 def estimate(chosen: RunConfig) -> Estimate:
-    """A machine simple enough to know the answer: states and samples, states divided by degrees."""
+    """A simple machine with known memory: states and samples, with states divided by degrees."""
     assert chosen.launch.nproc != "auto"
     layout = Layout.of(chosen, world_size=chosen.launch.nproc)
     model_parallel = layout.tensor * layout.pipeline
@@ -45,7 +45,7 @@ def estimate(chosen: RunConfig) -> Estimate:
 
 
 def formula(chosen: RunConfig) -> float:
-    """Formulas that say a tenth too much."""
+    """Formulas that are a tenth too high."""
     return 1.1 * estimate(chosen).process_bytes
 
 
@@ -70,7 +70,7 @@ def test_the_cheapest_that_fit_are_reported_by_the_least_of_each() -> None:
 
 
 def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
-    """Replicas' states are too large here: no smaller micro-batch helps, and none is tried."""
+    """Replicas' states are too large here, so no smaller micro-batch helps or is tried."""
     chosen = run("strategy=ddp")
     tried: list[RunConfig] = []
 
@@ -137,7 +137,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
 
 
 def test_traffic_is_reported_as_the_engine_causes_it() -> None:
-    """Shards are summed in every micro-batch, replicas once a step."""
+    """Shards are reduced in every micro-batch, replicas once per step."""
     chosen = run("strategy=ddp", "train.micro_batch_size=2")
     costs = [
         cost
@@ -171,7 +171,7 @@ def test_sharding_continues_from_where_it_is(overrides: list[str], first: str | 
 
 
 def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
-    """Return the changes, and how many were left untried."""
+    """Return the changes, and the number of untried ones."""
     search = search_changes(chosen, estimate(chosen), memory=600, formula=formula, **options)
     changes: list[list[str]] = []
     while True:

@@ -27,14 +27,14 @@ def product(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Prod
 
 
 def rate(key: Product) -> float:
-    """FLOP/s as a share of the peak."""
+    """Return FLOP/s as a fraction of the peak."""
     seconds = Roofline(HARDWARE).seconds(key, Amount(1))
     peak = 1e14 if key.dtype is torch.bfloat16 else 1e13
     return 2.0 * key.m * key.n * key.k / seconds / peak
 
 
 def test_large_products_come_near_the_sustained_rate_and_never_above() -> None:
-    sustained = 0.8 * 0.75  # alone, and what a training step leaves of it
+    sustained = 0.8 * 0.75  # the kernel's efficiency, times the fraction of it in a training step
     assert 0.99 * sustained < rate(product(65536, 16384, 16384)) <= sustained
 
 
@@ -131,5 +131,5 @@ def test_where_bandwidth_depends_on_the_size_kernels_take_what_was_measured_of_i
     assert us(1e6) == pytest.approx(5 + 10)
     assert us(1e8) == pytest.approx(5 + 10_000)
     assert us(2e8) == pytest.approx(5 + 20_000)
-    # A hundred small ones stay in the cache that a large one leaves.
+    # A hundred small ones fit in the cache that a large one exceeds.
     assert us(1e8, count=100) == pytest.approx(100 * (5 + 10))

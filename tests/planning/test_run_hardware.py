@@ -1,4 +1,4 @@
-"""Of which runs a step's time is predicted while they train, and by whose figures."""
+"""For which runs a step's time is predicted during training, and with which hardware figures."""
 
 from __future__ import annotations
 

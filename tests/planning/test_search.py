@@ -1,6 +1,7 @@
-"""Which layouts a search estimates, and what it says where none fits; formulas and traces made up.
+"""Which layouts a search estimates, and its message if none fits; formulas and traces are
+simulated.
 
-A layout holds 8 GiB over the ranks that divide it, by formulas; estimates are a factor above that.
+By formulas a layout holds 8 GiB over the ranks that divide it; estimates are a factor above that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def size(run: RunConfig, layout: Layout) -> float:
 
 
 class Speed:
-    """Each division costs: the layouts that hold most are the fastest."""
+    """Each division costs time: the layouts with the most memory are the fastest."""
 
     def __init__(self, run: RunConfig, layout: Layout, hardware: object) -> None:
         self.step_s = GIB / size(run, layout)
@@ -42,7 +43,7 @@ class Speed:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Search with estimates that are so many times what formulas say."""
+    """Search with estimates that are ``off`` times the formulas."""
 
     def find(*overrides: str, devices: int = 8, off: float, **fixed: Any) -> Plan:
         def timed(first: Any, **_: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Closed formulas of states beside what a trace counts."""
+"""Closed formulas of states compared with the counts of a trace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
     assert (reported.mesh, reported.parameters) == (traced.mesh, traced.parameters)
     for rank, other in zip(reported.ranks, traced.ranks, strict=True):
         assert (rank.rank, rank.coords) == (other.rank, other.coords)
-        for category in ("parameters", "optimizer"):  # at the peak gradients may not be there yet
-            # Norms are not divided by a tensor degree, and vectors not evenly by shards.
+        for category in ("parameters", "optimizer"):  # at the peak there may not be gradients yet
+            # Norms are not divided by a tensor degree, and shards divide vectors unevenly.
             assert rank.breakdown[category] == pytest.approx(other.breakdown[category], rel=0.02)
         assert rank.host_bytes == pytest.approx(other.host_bytes, rel=0.01)

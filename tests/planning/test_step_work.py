@@ -1,4 +1,4 @@
-"""Counts that follow lines in layers and micro-batches are those of a whole trace."""
+"""Counts that are extrapolated linearly in layers and micro-batches equal those of a full trace."""
 
 from __future__ import annotations
 

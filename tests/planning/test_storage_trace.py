@@ -1,4 +1,4 @@
-"""A trace counts every storage once, while it lives, as what it is for."""
+"""A trace counts every storage once, during its lifetime, in the right category."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_backward_makes_is_temporary_until_it_is_a_gradient() -> None:
         trace.begin("backward")
         loss.backward()
         trace.finish()
-    # The weight, what is kept of forward (inputs, outputs, loss), the gradient.
+    # The weight, activations of the forward (inputs, outputs, loss), the gradient.
     assert held(trace)["parameters"] == held(trace)["gradients"] == 4 * KIB
 
 
@@ -62,7 +62,7 @@ def test_clearing_a_gradient_at_the_peak_reads_no_freed_memory() -> None:
             trace.finish()
             return [held(trace), after]
 
-    # In a process of its own, which reading freed memory ends with signal 11.
+    # In a separate process, because reading freed memory would end it with signal 11.
     [(full, after)] = forked_map.map_forked([gradients_before_and_after])
     assert full == {"parameters": 4 * KIB, "gradients": 4 * KIB}
     assert after == {"parameters": 4 * KIB}
@@ -120,7 +120,7 @@ def test_the_allocator_itself_reports_the_same_peak(width: int) -> None:
 
     step()
     kinds = [ProfilerActivity.CPU]
-    # What events of earlier cycles become does not matter, but torch 2.11 warns of it.
+    # Events of earlier cycles do not matter, but torch 2.11 warns about them.
     with profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
         step()
     assert profiler.profiler is not None
@@ -135,5 +135,5 @@ def test_the_allocator_itself_reports_the_same_peak(width: int) -> None:
         step()
         trace.finish()
     traced = peak(trace)
-    del traced["parameters"]  # as they were there before
+    del traced["parameters"]  # existed before
     assert sum(traced.values()) == highest

@@ -91,10 +91,10 @@ def test_compiling_leaves_products_and_saves_kernels(fsdp: StepWork) -> None:
 
 @pytest.mark.deferred
 def test_more_micro_batches_fill_a_pipeline() -> None:
-    # A small vocabulary, so that no stage has much more to do than the others.
+    # A small vocabulary, so that all stages have about the same work.
     pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]
     pipeline.append("model.vocab_size=1024")
-    work = step_work(run(*pipeline, "train.global_batch_size=4"), world_size=4)  # of any number
+    work = step_work(run(*pipeline, "train.global_batch_size=4"), world_size=4)  # any number
     few = reported(run(*pipeline, "train.global_batch_size=4"), work)
     many = reported(run(*pipeline, "train.global_batch_size=32"), work)
     assert many.tokens_per_s_per_device > few.tokens_per_s_per_device
@@ -142,7 +142,8 @@ def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
     key = "strategy.fsdp.cpu_offload"
     assert host_s() == 0
     assert host_s(f"{key}=optimizer_states") == pytest.approx(4 * shard_s)  # two, there and back
-    # Two micro-batches' two reads and a gradient each, beside computation, then an update's three.
+    # Two reads and a gradient for each of two micro-batches, compared with computation, then an
+    # update's three.
     computing = reported(run(*overrides), fsdp).step_s
     assert host_s(f"{key}=params") == pytest.approx((2 * 3 + 3) * shard_s - computing)
     with pytest.raises(
@@ -158,7 +159,7 @@ def test_replicas_sum_every_gradient_once() -> None:
     work = step_work(in_fp32, world_size=4)
     seconds = {"fp32": reported(in_fp32, work), "bf16": reported(in_bf16)}
     parameters = work.parameters
-    # torch's DDP, which is counted, and our own buckets, which are traced.
+    # torch's DDP, which is counted, and axonlaunch's buckets, which are traced.
     on_the_link = 2 * 3 / 4 * parameters / (0.01e9 * 0.824)
     assert seconds["fp32"].breakdown["communication dp"] == pytest.approx(4 * on_the_link, rel=0.01)
     assert seconds["bf16"].breakdown["communication dp"] == pytest.approx(2 * on_the_link, rel=0.01)
@@ -166,9 +167,10 @@ def test_replicas_sum_every_gradient_once() -> None:
 
 @pytest.mark.slow
 def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
-    """Beside replicas' step only the ends' rows are waited for, and the first block's.
+    """Compared with replicas, only the rows of the ends and of the first block are waited for.
 
-    Under a backward of so many samples either's gradients are reduced.
+    Both reduce their gradients during the backward, which is long enough with this number of
+    samples.
     """
     samples = ("train.micro_batch_size=4", "train.global_batch_size=32", "launch.nproc=8")
     kinds = [run(f"strategy={kind}", *samples) for kind in ("ddp", "zero1")]
@@ -183,12 +185,12 @@ def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_zero1_take_half_the_time_of_replicas_gradients() -> None:
-    """All of it is waited for where buckets go at the end of the backward, whatever a step has."""
+    """If buckets are sent at the end of the backward, the full time is waited for in any step."""
     of_kinds: list[list[float]] = []
     for kind in ("ddp", "zero1"):
         seconds = []
         for sync in ("synchronous", "overlapped"):
-            # So many samples that a backward hides what it may.
+            # Enough samples for the backward to hide all communication that it can.
             samples = ("train.micro_batch_size=4", "train.global_batch_size=32", "launch.nproc=8")
             config = run(f"strategy={kind}", *samples, f"strategy.ddp.sync={sync}")
             seconds.append(reported(config).breakdown["communication dp"])

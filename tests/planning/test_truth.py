@@ -1,4 +1,4 @@
-"""The estimate is what real processes hold, to the byte, for every strategy and every rank."""
+"""The estimate equals real processes' memory to the byte, for every strategy and rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES: dict[int, list[str]] = {
         "strategy=ddp strategy.ddp.sync=synchronous train.precision=fp16 model=llama_debug",
         "strategy=ddp strategy.ddp.sync=no_sync train.micro_batch_size=2",
         f"strategy=zero1 train.micro_batch_size=2 {BF16}",
-        # Of so few samples the peak is where gradients are reduced.
+        # With this few samples, the peak is where gradients are reduced.
         "strategy=zero2 train.precision=bf16 train.global_batch_size=4",
         "strategy=fsdp train.loss_chunk=24 train.freeze=[embed_*,layers.*.mlp.*] "
         "train.unfreeze=[layers.*.up_proj.*]",
@@ -83,8 +83,8 @@ SLOW_CASES: dict[int, list[str]] = {
 
 
 def estimated(case: str, ranks: int) -> list[Held]:
-    """Return what is estimated for the first rank of each pipeline stage, once for each rank."""
-    # Of a CPU no allocator's cache is estimated, which would take a trace more.
+    """Return the estimate of each pipeline stage's first rank, once for each rank of the stage."""
+    # No allocator's cache is estimated for a CPU, which would take another trace.
     chosen = estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
     stages = estimate(chosen).ranks
     each = ranks // len(stages)
@@ -119,7 +119,7 @@ def test_every_rank_holds_what_was_estimated_and_no_more_when_it_evaluates(
 
 
 def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int]) -> list[str]:
-    """Say what a rank holds beside its estimate: as much, or less behind the first of a ring."""
+    """Return differences between a rank and its estimate. Later ranks of a ring may hold less."""
     pairs = {name: (expected[name], seen[name]) for name in expected}
     is_behind = "context" in case and seen["context_rank"] > 0
     problems = []
@@ -159,17 +159,17 @@ def test_the_cases_have_every_strategy_offload_kind_of_schedule_and_axis() -> No
 
 
 def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:
-    """Return what the rules of schedules say of any of them; two of one rule are alike."""
+    """Return the rule values of these schedules; two schedules with the same rules are alike."""
     return {pair for name in schedules for pair in vars(SCHEDULES[name]).items()}
 
 
 @pytest.mark.deferred
 def test_a_run_measures_what_was_estimated() -> None:
-    # A V-shaped schedule puts both ends of a tied weight on one rank, with states for each.
-    # What gloo copies of what tensor ranks divide no operation shows.
+    # A V-shaped schedule places both ends of a tied weight on one rank, with states for each.
+    # Gloo's copies of tensor-parallel messages are not visible as operations.
     divided = "strategy=tensor strategy.tensor.sequence_parallel=true"
     cases = [f"{PIPELINE}=zbv_zero_bubble", divided]
-    # Gloo's threads may let go of a buffer late, which only ever adds to a run's one step.
+    # Gloo's threads may free a buffer late, which can only add to a run's single step.
     runs = [tuple(case.split()) for case in cases]
     first, second = (live_storages.measured(runs, ranks=2) for _ in range(2))
     for case, of_ranks, again in zip(cases, first, second, strict=True):

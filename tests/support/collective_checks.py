@@ -1,7 +1,7 @@
-"""What must hold on every backend: run by the threads of a mock world and by gloo processes.
+"""Checks of collectives that every backend must pass, on mock world threads and gloo processes.
 
-``CHECKS`` maps a name to a function of the world, which asserts on every rank. Run as a script
-it is one rank of a gloo world, which does all checks in order and writes down how they went.
+``CHECKS`` maps a name to a function of the world, which asserts on every rank. Run as a script,
+this file is one rank of a gloo world: it runs all checks in order and writes their results.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def a_bucket_of_rows_gives_each_rank_the_mean_of_its_own(world: World, dtype: to
     for group in groups(world):
         ranks = members(group)
         bucket = RowBucket(ROWS, group=group or world.default_group)
-        for step in range(2):  # a second step needs no other preparation
+        for step in range(2):  # the second step runs without any further setup
             bucket.start([values(world.rank + step, shape, dtype) for shape in ROWS])
             for shape, rows in zip(ROWS, bucket.finish(), strict=True):
                 of_ranks = [values(rank + step, shape, dtype).double() for rank in ranks]
@@ -292,7 +292,7 @@ def random_values(world: World) -> list[Any]:
 
 
 def main(folder: str) -> None:
-    """Be one rank of a gloo world; the store is a file, so that no port is needed."""
+    """Run one rank of a gloo world, with a file as its store, so that no port is needed."""
     store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
     outcomes: dict[str, Any] = {}
     with World.init(backend="gloo", timeout_s=30, store=store) as world:

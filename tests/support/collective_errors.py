@@ -1,4 +1,4 @@
-"""Calls that don't fit are errors on every rank, and the world continues, on every backend."""
+"""Invalid collective calls raise on every rank of every backend, and the world stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks of collectives are made of: their names, values of every layout, what is expected."""
+"""Inputs for checks of collectives: names, values in every memory layout, expected results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def by_dtype(*dtypes: torch.dtype) -> Callable[[Any], Any]:
 
 
 def groups(world: World) -> Iterator[ProcessGroup | None]:
-    """The whole world, and a part of it with a hole, where this rank is in it."""
+    """Yield the world's group, and a non-contiguous subgroup if this rank is in it."""
     if world not in _subgroups:
         _subgroups[world] = world.new_group(SUBGROUP)
     yield None
@@ -51,7 +51,7 @@ def members(group: ProcessGroup | None) -> tuple[int, ...]:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small whole numbers: their sums and products are exact in every dtype."""
+    """Return small integers, whose sums and products are exact in every dtype."""
     counted = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).reshape(shape)
     if dtype is torch.bool:
         return (counted + rank) % 3 > 0
@@ -61,7 +61,9 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def layouts(rank: int, dtype: torch.dtype, *, num_rows: int | None = None) -> Iterator[Tensor]:
-    """The values in tensors of several shapes, contiguous and not; all with so many rows."""
+    """Yield the values as tensors of several shapes, contiguous and not, each with ``num_rows``
+    rows.
+    """
     rows = num_rows or 4
     yield values(rank, (rows, 3), dtype)
     yield values(rank, (3, rows), dtype).t()
@@ -77,7 +79,7 @@ def layouts(rank: int, dtype: torch.dtype, *, num_rows: int | None = None) -> It
 def of_all(
     group: ProcessGroup | None, index: int, dtype: torch.dtype, rows: int | None = None
 ) -> Tensor:
-    """What the members hold in the layout with this index, stacked."""
+    """Stack the values that the group's members have in the layout with this index."""
     return torch.stack(
         [list(layouts(rank, dtype, num_rows=rows))[index].detach() for rank in members(group)]
     )

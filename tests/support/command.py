@@ -1,4 +1,4 @@
-"""Runs the real command in real processes, in a folder of its own."""
+"""Runs the real command in real processes, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TINY = [
     "train.log_every=1",
     "train.eval_batches=2",
     "optimizer.eps=1e-5",
-    # Saving takes a third of such a run's time; tests of checkpoints turn it on.
+    # Saving takes a third of such a run's time, so only tests of checkpoints turn it on.
     "checkpoint.every=0",
 ]
 
 
 @dataclass
 class Command:
-    """The ``axonlaunch`` command, run in a folder.
+    """Runs the ``axonlaunch`` command in a folder.
 
     Attributes:
-        folder: Where it runs.
+        folder: Working directory of the command.
     """
 
     folder: Path
 
     def start(self, *overrides: str) -> Any:
-        """Start it without waiting."""
+        """Start the command without waiting for it."""
         return subprocess.Popen(
             [sys.executable, "-m", "axonlaunch", *overrides],
             cwd=self.folder,
@@ -54,40 +54,36 @@ class Command:
         )
 
     def environment(self) -> dict[str, str]:
-        """Return the variables it sees."""
-        # An engine with compiled blocks, in this process, has set PYTHONSAFEPATH for the compiler.
+        """Return the environment variables of the command."""
+        # Compiling blocks in this process sets PYTHONSAFEPATH for the compiler.
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
         return {**kept, "COLUMNS": "140"}
 
     def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run it to its end and hold its exit status against what is expected."""
+        """Run the command until it ends and check its exit status."""
         process = self.start(*overrides)
         output, errors = process.communicate(timeout=90)
         assert process.returncode == status, f"{process.returncode}\n{output}\n{errors}"
         return subprocess.CompletedProcess(overrides, process.returncode, output, errors)
 
     def train(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        """Train the tiny model."""
         return self("train", *TINY, *overrides, status=status)
 
     def losses(self, run: str) -> list[float]:
-        """Return the losses that a run logged, by step."""
         return [line["loss"] for line in self.lines(run) if "loss" in line]
 
     def lines(self, run: str) -> list[dict[str, Any]]:
-        """Return the lines of a run's metrics."""
         text = (self.folder / "runs" / run / "metrics.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
     def summary(self, run: str) -> dict[str, Any]:
-        """Return a run's summary."""
         content: dict[str, Any] = json.loads(
             (self.folder / "runs" / run / "summary.json").read_text()
         )
         return content
 
     def processes(self) -> list[int]:
-        """Return the processes that run in the folder: every one of a run does."""
+        """Return the processes whose working directory is the folder: all processes of a run."""
         processes = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -101,18 +97,18 @@ class Command:
         return processes
 
     def wait_until_gone(self, *, seconds: float = 10) -> None:
-        """Hold that no process of a run is left soon."""
+        """Check that all processes of a run end within some seconds."""
         wait_for(lambda: not self.processes(), seconds=seconds)
 
 
 @dataclass
 class Served(Command):
-    """The same, with the command and its ranks forked from a server that tests share."""
+    """Forks the command and its ranks from a server that tests share."""
 
     server: Server
 
     def start(self, *overrides: str) -> served.Forked:
-        """Start it without waiting."""
+        """Start the command without waiting for it."""
         return served.Forked(
             served.command,
             self.server,
@@ -123,7 +119,7 @@ class Served(Command):
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    """Wait until something holds, and fail where it never does."""
+    """Wait until a condition holds; fail after some seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came to be"

@@ -1,6 +1,6 @@
-"""Configurations as the commands make them, for tests that build an engine or start a run.
+"""Builds configurations as the commands do, for tests that build an engine or start a run.
 
-What a command refuses, these refuse; no test proves a configuration that no command makes.
+These functions refuse the same configurations as the commands.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from axonlaunch.preflight import checks
 
 
 def run_config(overrides: Sequence[str]) -> RunConfig:
-    """Return what ``axonlaunch train`` and ``axonlaunch verify`` hand to the ranks.
+    """Return the configuration that ``axonlaunch train`` and ``axonlaunch verify`` give to the
+    ranks.
 
     Raises:
-        ConfigError: The commands refuse it.
+        ConfigError: The commands refuse the configuration.
     """
     return checks.resolve(_loaded(overrides, ()))
 
 
 def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> RunConfig:
-    """Return what ``axonlaunch estimate`` traces.
+    """Return the configuration that ``axonlaunch estimate`` traces.
 
     Raises:
-        ConfigError: The command refuses it.
+        ConfigError: The command refuses the configuration.
     """
     return checks.resolve_anywhere(replace_with_synthetic(_loaded(overrides, config_dirs)))
 

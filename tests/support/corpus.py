@@ -1,4 +1,4 @@
-"""Real text in rows, and a tokenizer that is learned from it, both made on the spot."""
+"""Builds rows of real text, and a tokenizer that is trained on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = "<|end|>"
 
 @functools.cache
 def functions(count: int = 200) -> list[dict[str, str]]:
-    """Return functions of Python's library, at most 1,000: ``name``, ``doc`` and ``text``."""
+    """Return up to 1,000 functions of Python's library, with ``name``, ``doc`` and ``text``."""
     return list(itertools.islice(_functions(), count))
 
 
@@ -35,7 +35,7 @@ def _functions() -> Iterator[dict[str, str]]:
 
 
 def write_parquet_with_a_broken_column(file: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows with a column ``image`` before theirs, which can't be read."""
+    """Write rows with an additional first column ``image`` that can't be read."""
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist([{"image": "x" * 999, **row} for row in rows])

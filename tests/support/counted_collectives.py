@@ -1,4 +1,4 @@
-"""The functional collectives that a piece of code runs, by name."""
+"""Counts the functional collectives that a piece of code runs, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives of the thread that it is used in, by name."""
+    """Counts the collectives of the current thread, by name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which of many cases every test run has; the others are slow: ``scripts/test --all`` has them."""
+"""Selects the cases that every test run has. ``scripts/test --all`` runs the others, too."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 
 def every(n: int, cases: Iterable[Any], *, start: int = 0) -> list[Any]:
-    """Return all cases, of which each nth is fast.
+    """Mark all cases but every nth one as slow.
 
     Args:
-        n: 2: every other one.
-        cases: Values of one parameter, tuples of several, or what ``pytest.param`` made of either.
-        start: The first that is fast. Tests that share a list of cases begin at different ones, so
-            that together they have all of them.
+        n: 2 makes every other case fast.
+        cases: Values of one parameter, tuples of several, or results of ``pytest.param``.
+        start: Index of the first fast case. Tests that share a list of cases start at different
+            indices, so that together they run all of them.
     """
     return [_case(case, is_fast=i % n == start) for i, case in enumerate(cases)]
 
 
 def pairs(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
-    """Return all pairs, of which each row's is fast with one column, those in turn.
+    """Return all pairs; for each row one pair is fast, with the columns in turn.
 
-    Where there are as many rows as columns or more, every column is fast with a row.
+    If there are no fewer rows than columns, every column is in a fast pair.
     """
     return [
         _case((row, column), is_fast=i % len(columns) == j)

@@ -1,4 +1,6 @@
-"""What ``tests/launch/test_forkserver.py`` calls in another process, each failing in its way."""
+"""Functions that ``tests/launch/test_forkserver.py`` calls in another process; each fails
+differently.
+"""
 
 from __future__ import annotations
 

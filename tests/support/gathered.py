@@ -1,4 +1,4 @@
-"""Whole tensors from the parts that the ranks of a mock world hold, without a collective."""
+"""Assembles full tensors from the shards of a mock world's ranks, without a collective."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from axonlaunch.models.tensors.dtensor_regions import held_boxes
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor, and where that lies in the whole."""
+    """A rank's shard of a tensor and its position in the full tensor."""
 
     shape: torch.Size
     boxes: list[tuple[tuple[Any, ...], Tensor]]
 
 
 def held(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Held]:
-    """Copy what this rank holds of each tensor; all ranks of its mesh call this."""
+    """Copy this rank's shard of each tensor. All ranks of the mesh must call this."""
     return {name: Held(t.shape, held_boxes(t)) for name, t in named if t is not None}
 
 
 def gathered(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
-    """Put the wholes together; ranks that hold the same elements must agree on them to the bit."""
+    """Assemble full tensors. Ranks that hold the same elements must have bitwise equal values."""
     wholes: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for parts in ranks for name in parts):
         of_ranks = [parts[name] for parts in ranks if name in parts]

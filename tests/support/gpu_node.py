@@ -1,6 +1,7 @@
-"""Commands on a node with eight GPUs, none of which is there: what reaches for CUDA is noted.
+"""Simulates a node with eight GPUs and records which calls would initialise CUDA.
 
-Every process of a command, whatever forks it, has the same devices and the same notes.
+All processes of a command, however they are forked, see the same devices and write to the same
+file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="uuid", major=9, minor=0
 )
 ASKED = "a process forked to ask for the devices"
-"""The one that may initialise CUDA."""
+"""The only process that may initialise CUDA."""
 _ASKING = ["devices_of_rank", "_outcome", "_fork", "map_forked"]
 _INITIALISE: dict[Any, dict[str, object]] = {
     torch.cuda: {
@@ -40,13 +41,13 @@ _INITIALISE: dict[Any, dict[str, object]] = {
     torch._C: {"_cuda_getDeviceCount": DEVICES},
     torch.accelerator: {"device_count": DEVICES, "current_stream": None},
 }
-"""What initialises CUDA in its process, and what it returns here."""
+"""Functions that initialise CUDA in their process, and their results in the simulation."""
 _notes: Path | None = None
 _initialised_in = 0
 
 
 def become(notes: str) -> None:
-    """Let this process, and what it forks, see the devices; notes go to a file."""
+    """Simulate the devices in this process and its forks; write the records to a file."""
     global _notes
     if _notes is None:
         os.register_at_fork(before=_before_fork)
@@ -56,7 +57,7 @@ def become(notes: str) -> None:
             setattr(module, name, _spy(f"{module.__name__}.{name}", result))
     torch.cuda.device_count = lambda: DEVICES
     ask = _spy("torch.cuda.is_available", True)
-    # Where none is visible CUDA is not initialised, which is why a trace has none.
+    # CUDA is not initialised if no device is visible. Traces therefore do not initialise it.
     is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "" and ask()  # noqa: E731
     torch.cuda.is_available = torch.accelerator.is_available = is_available
     torch.cuda.is_initialized = lambda: _initialised_in == os.getpid()
@@ -95,17 +96,17 @@ def _before_fork() -> None:
 
 def _note(text: str) -> None:
     assert _notes is not None
-    with _notes.open("a") as stream:  # a line at once, of whichever process
+    with _notes.open("a") as stream:  # written in one call, because several processes append
         stream.write(f"{text}\n")
 
 
 def here(notes: str, function: Callable[..., None], *args: Any) -> None:
-    """Run a function on such a node."""
+    """Run a function on the simulated node."""
     become(notes)
     function(*args)
 
 
 def command(server: Server, notes: str, *overrides: str) -> None:
-    """Be the ``axonlaunch`` command there."""
+    """Run the ``axonlaunch`` command on the simulated node."""
     become(notes)
     served.command(server, *overrides, around=partial(here, notes))

@@ -1,4 +1,4 @@
-"""Families of models of transformers, as small as each one's shape allows."""
+"""Builds the smallest possible models of the families in transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }
     for kind, own in _OWN.items()
 }
-"""By ``model_type``: the configuration."""
+"""Configurations by ``model_type``."""
 del FAMILIES["bloom"]["max_position_embeddings"]
 
 
@@ -93,11 +93,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-"""Blocks that differ and values narrower than keys; attention sinks, windows and full attention."""
+"""Blocks that differ, values narrower than keys, attention sinks, windows and full attention."""
 
 
 def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
-    """Return overrides of a model that is described by ``model.config`` alone."""
+    """Return overrides of a model that is described only by ``model.config``."""
     from axonlaunch.config.problems.errors import plain
 
     content = {**FAMILIES.get(kind, {"model_type": kind, "num_hidden_layers": 2}), **changes}
@@ -106,7 +106,7 @@ def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
 
 
 def theirs(kind: str, **changes: Any) -> Any:
-    """Return a model of a family with random weights, as transformers makes it."""
+    """Return a model of a family with random weights, as transformers builds it."""
     import transformers
 
     content = {**({**FAMILIES, **SPECIAL}[kind]), **changes}
@@ -117,7 +117,7 @@ def theirs(kind: str, **changes: Any) -> Any:
 
 
 def save(kind: str, folder: Path, **changes: Any) -> Any:
-    """Save a model of a family with ``save_pretrained``, and return it."""
+    """Save a model of a family with ``save_pretrained`` and return the model."""
     model = theirs(kind, **changes)
     model.save_pretrained(folder)
     return model

@@ -1,4 +1,4 @@
-"""Five steps of a saved model: in a layout, and by transformers and torch alone."""
+"""Trains a saved model for five steps: in a layout, and with only transformers and torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 def by_axonlaunch(path: Path, layout: list[str], *more: str) -> list[float]:
-    """Losses of a model that was saved, in a layout, by step."""
+    """Return the loss of each step of training a saved model in a layout."""
     chosen = run_config([*SETTINGS, f"model.path={path}", *layout, *more])
     assert chosen.launch.nproc != "auto"
 
@@ -46,9 +46,10 @@ def by_axonlaunch(path: Path, layout: list[str], *more: str) -> list[float]:
 
 
 def by_transformers(path: Path, *more: str) -> list[float]:
-    """The same by transformers' model, torch's loss and AdamW, and no code of ours but the data.
+    """Train with transformers' model, torch's loss and AdamW, and only the data of axonlaunch.
 
-    Tests of several layouts train the same model: each of a content is trained once.
+    The result is cached by the model's content, because tests of several layouts train the same
+    model.
     """
     files = sorted(path.iterdir())
     key = (*(hashlib.sha256(file.read_bytes()).digest() for file in files), *more)
@@ -69,12 +70,12 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
     losses = []
     for batch in batches(chosen):
         optimizer.zero_grad()
-        # Positions that start again are how transformers recognises documents in a row.
+        # transformers recognises the documents in a row by positions that start again.
         packed: dict[str, Any] = {}
         if batch.positions is not None:
             packed = {"position_ids": batch.positions, "use_cache": False}
         outputs = model(input_ids=batch.inputs.long(), **packed)
-        # Of the loss that models compute of labels, not all versions take ones that are shifted.
+        # The loss that models compute from labels does not take shifted labels in all versions.
         loss = cross_entropy(outputs.logits.flatten(0, 1), batch.targets.flatten())
         if getattr(outputs, "aux_loss", None) is not None:
             loss = loss + model.router_aux_loss_coef * outputs.aux_loss
@@ -85,7 +86,7 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """Torch's optimizer with the settings above; vectors don't decay."""
+    """Return torch's optimizer with the settings above, without weight decay for vectors."""
     parameters = list(model.parameters())
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
@@ -94,10 +95,10 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def batches(chosen: Any) -> list[Any]:
-    """The first batches of a run on one rank."""
+    """Return the first batches of a run on one rank."""
     from axonlaunch import data
     from axonlaunch.config.consistency.layout import Layout
-    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.data.datasets.loader import rank_loader
 
     layout = Layout.of(chosen, world_size=1)
     loader = rank_loader(

@@ -1,7 +1,7 @@
-"""What would make the host of a GPU wait, seen where host and device are both a CPU.
+"""Detects operations that would make the host wait for a GPU, on a machine with only a CPU.
 
-Tensors are of the host where they are the batch's, are made without a device, or are made of such
-alone; all others are the device's. The batch counts as page-locked.
+Tensors count as the host's if they belong to the batch, are created without a device, or are
+computed only from such tensors. All others count as the device's. The batch counts as page-locked.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import axonlaunch
 
 _PACKAGE = str(Path(axonlaunch.__file__).parent)
 _ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "aten.equal.", "_unique", "unique_")
-"""Operations whose result, or its shape, the host has to know."""
+"""Operations that need their result, or its shape, on the host."""
 _READING = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _MAKING = ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
 
 
 class HostWaits(TorchFunctionMode):
-    """Notes each place at which the thread that it is used in would wait for its device.
+    """Notes each place at which the current thread would wait for its device.
 
     Attributes:
-        places: What waits, and the innermost line of the package that asks for it.
+        places: The waiting operation and the innermost line of the package that calls it.
     """
 
     def __init__(self, batch: list[Tensor]) -> None:
@@ -51,7 +51,6 @@ class HostWaits(TorchFunctionMode):
         super().__exit__(*error)
 
     def note(self, what: str) -> None:
-        """Note that something waits here."""
         stack = traceback.extract_stack()
         ours = [frame for frame in stack if frame.filename.startswith(_PACKAGE)]
         frame = (ours or stack)[-1]
@@ -96,7 +95,7 @@ class HostWaits(TorchFunctionMode):
 
     def _keep(self, tensor: Tensor, known: set[int]) -> None:
         storage = tensor.untyped_storage()
-        self._kept.append(storage)  # another must not get its address
+        self._kept.append(storage)  # keeps its address from being used again
         known.add(storage.data_ptr())
 
     def _host(self, tensor: Tensor) -> bool:
@@ -106,7 +105,7 @@ class HostWaits(TorchFunctionMode):
     def _is(tensor: Tensor, known: set[int]) -> bool:
         try:
             return tensor.untyped_storage().data_ptr() in known
-        except (RuntimeError, NotImplementedError):  # of DTensors, and without values
+        except (RuntimeError, NotImplementedError):  # DTensors and tensors without values
             return False
 
     @staticmethod
@@ -120,7 +119,7 @@ class HostWaits(TorchFunctionMode):
 
 
 class _Dispatched(TorchDispatchMode):
-    """Sees what torch itself asks of tensors."""
+    """Sees the operations that torch calls itself."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What others start a run with: torchrun, mpirun, srun; and nodes, as network namespaces."""
+"""Starts runs with torchrun, mpirun or srun, and simulates nodes as network namespaces."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BIN = Path(sys.executable).parent
 
 
 def needs(*programs: str, root: bool = True) -> None:
-    """Skip a test where this node lacks what it needs, and say what."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
+    """Skip a test on a node without the needed programs, and name them."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # daemons are in sbin
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (scripts/system-packages)")
@@ -36,7 +36,7 @@ def needs(*programs: str, root: bool = True) -> None:
 
 
 def have_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what a test starts find an ``sbatch`` that submits nothing, as on a cluster."""
+    """Put an ``sbatch`` that submits nothing on the PATH, as on a cluster."""
     program = folder / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nexit 1\n")
@@ -46,12 +46,12 @@ def have_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class By(Command):
-    """The command, started by a launcher.
+    """Runs the command with a launcher.
 
     Attributes:
-        prefix: The launcher's own arguments.
-        variables: Added to the environment.
-        program: What Python runs.
+        prefix: The launcher and its arguments.
+        variables: Variables added to the environment.
+        program: Arguments of Python that select the program.
     """
 
     prefix: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class By(Command):
     program: list[str] = field(default_factory=lambda: ["-m", "axonlaunch"])
 
     def served(self, server: Server) -> By:
-        """Return the same with ranks forked from a server, for what they do once they started."""
+        """Return the same launcher with ranks forked from a server, for tests of started ranks."""
         file = self.folder / "server.pickle"
         file.write_bytes(pickle.dumps(server))
         file.chmod(0o600)
@@ -68,7 +68,7 @@ class By(Command):
         return By(self.folder, self.prefix, variables, [str(SUPPORT / "served_rank.py"), str(file)])
 
     def start(self, *overrides: str) -> Any:
-        """Start it without waiting."""
+        """Start the command without waiting for it."""
         outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         process = subprocess.Popen(
             [*self.prefix, sys.executable, *self.program, *overrides],
@@ -129,12 +129,12 @@ class _Process:
 
 @dataclass
 class On(Command):
-    """The command on a node, forked from a server that tests share: for what it does there.
+    """Runs the command on a simulated node, forked from a server that tests share.
 
     Attributes:
-        server: How it is reached.
-        namespace: The node's.
-        variables: Added to the environment.
+        server: Address of the server.
+        namespace: Network namespace of the node.
+        variables: Variables added to the environment.
     """
 
     server: Server
@@ -142,7 +142,7 @@ class On(Command):
     variables: dict[str, str] = field(default_factory=dict)
 
     def start(self, *overrides: str) -> served.Forked:
-        """Start it without waiting."""
+        """Start the command without waiting for it."""
         there = partial(served.placed, self.namespace)
         command = partial(served.command, self.server, *overrides, around=there)
         return served.Forked(
@@ -156,13 +156,13 @@ class On(Command):
 
 @dataclass
 class NodeNamespaces:
-    """Nodes on one wire, each a network namespace with an address of its own.
+    """Nodes on one network, each a network namespace with its IP address.
 
     Attributes:
-        folder: Where their commands run.
-        names: Of the namespaces.
-        addresses: Of the nodes.
-        server: What their commands are forked from; None: each is a new interpreter.
+        folder: Working directory of the commands.
+        names: Names of the namespaces.
+        addresses: IP addresses of the nodes.
+        server: Server that commands are forked from; None starts a new interpreter for each.
     """
 
     folder: Path
@@ -171,17 +171,17 @@ class NodeNamespaces:
     server: Server | None = None
 
     def command(self, node: int, **variables: str) -> Command:
-        """Return the command on a node."""
+        """Return a ``Command`` that runs on a node."""
         if self.server is not None:
             return On(self.folder, self.server, self.names[node], variables)
         return By(self.folder, self.prefix(node), variables)
 
     def prefix(self, node: int) -> list[str]:
-        """Return what runs a program on a node."""
+        """Return the arguments that run a program on a node."""
         return ["ip", "netns", "exec", self.names[node]]
 
     def start(self, *overrides: str, nproc: int) -> list[Any]:
-        """Start a run on all nodes by environment variables."""
+        """Start a run on all nodes, described by environment variables."""
         world = {
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": "29500",
@@ -195,15 +195,15 @@ class NodeNamespaces:
         ]
 
     def pull(self, node: int) -> None:
-        """Pull a node's cable."""
+        """Disconnect a node from the network."""
         _ip("link", "set", _cable(self.names[node]), "down")
 
     def plug(self, node: int) -> None:
-        """Put it back."""
+        """Connect a node again."""
         _ip("link", "set", _cable(self.names[node]), "up")
 
     def listening(self, node: int) -> list[str]:
-        """Return the addresses on which something listens on a node."""
+        """Return the addresses of a node's listening sockets."""
         program = [*self.prefix(node), "ss", "-Htln"]
         reported = subprocess.run(program, capture_output=True, text=True, check=True).stdout
         return [line.split()[3] for line in reported.splitlines()]
@@ -221,7 +221,7 @@ def _cable(name: str) -> str:
 def node_namespaces(
     folder: Path, count: int, server: Server | None = None
 ) -> Iterator[NodeNamespaces]:
-    """Make nodes, and take them away with whatever runs on them."""
+    """Create nodes; at the end remove them and kill all of their processes."""
     needs("ip", "ss")
     tag = f"ax{os.getpid()}"
     names = [f"{tag}{chr(ord('a') + node)}" for node in range(count)]
@@ -272,5 +272,5 @@ def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, 
 
 
 def logged(path: Path, lines: int, *, seconds: float = 60) -> None:
-    """Wait until a run has logged so many steps."""
+    """Wait until a run has logged a number of steps."""
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines, seconds=seconds)

@@ -1,6 +1,6 @@
-"""Real gloo processes that train small models and report what their storages held.
+"""Trains small models in real gloo processes and reports the memory of their storages.
 
-They are forked from the server of the tests, whose fixture who calls these functions takes.
+The processes are forked from the tests' server, so callers must use its fixture.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from axonlaunch.comm import World
 from axonlaunch.comm.connection.rendezvous import local_place
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
@@ -52,8 +52,9 @@ def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
     """Train each case's overrides on ranks of this node, one case after another.
 
     Returns:
-        By case, then by rank: bytes of a steady step's peak by category, and ``total``; beside it
-        the ``evaluation``'s. ``context_rank`` is the rank's place in a ring of attention.
+        By case, then by rank: bytes at the peak of a steady step by category, ``total``, and the
+            bytes of the ``evaluation``. ``context_rank`` is the rank's index in the ring of
+            attention.
     """
     return _by_case("live_storages:_on_rank", cases, ranks=ranks)
 
@@ -65,7 +66,7 @@ def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]
 
 def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    configs = [chosen(case, ranks=ranks) for case in cases]  # as a command, which composes once
+    configs = [chosen(case, ranks=ranks) for case in cases]  # once, as in a command
     with tempfile.TemporaryDirectory() as folder:
         calls = [(configs, rank, ranks, folder) for rank in range(ranks)]
         by_rank = forked_call.call_together(context, function, calls)
@@ -73,11 +74,11 @@ def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> 
 
 
 def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
-    """Train on ranks of this node and return what their engines' own statistics say.
+    """Train on ranks of this node and return the statistics of their engines.
 
     Returns:
         By rank: ``FSDPMemoryStats`` of sharded parameters, if there are any, and bytes of
-        activations that a micro-batch left on each stage.
+            activations that a micro-batch left on each stage.
     """
     context = multiprocessing.get_context("forkserver")
     config = chosen(overrides, ranks=ranks)
@@ -122,7 +123,7 @@ def _measured_on_rank(
 
 
 def _together(result: Any) -> Any:
-    """Return a rank's result when all have theirs: one that ended would reset connections."""
+    """Return a rank's result when all ranks have theirs: exiting resets a rank's connections."""
     dist.barrier()
     return result
 
@@ -142,7 +143,9 @@ def chosen(overrides: Sequence[str], *, ranks: int) -> RunConfig:
 
 
 def small(overrides: Sequence[str]) -> list[str]:
-    """Return what makes a run small; a model of transformers has its figures in its folder."""
+    """Return overrides that make a run small. Models of transformers have their sizes in their
+    folder.
+    """
     is_theirs = "model=hf" in overrides
     return [word for word in SMALL if not (is_theirs and word.startswith("model."))]
 
@@ -154,10 +157,11 @@ def _engine(
     loader = rank_loader(
         config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
     )
-    # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
+    # Targets and inputs in the loader's batch share rows that are one token longer. Copy them into
+    # separate tensors.
     loaded = loader.batch(0)
     batch = Batch(loaded.inputs.contiguous(), loaded.targets.contiguous())
-    # Meshes, which are made before there is any storage, hold a few bytes on the host.
+    # Create meshes before there is any storage, because they hold a few bytes on the host.
     source = Source(storing=storing)
     return build_engine(config, world, sample=sample_inputs(loader.dataset), source=source), batch
 
@@ -171,8 +175,8 @@ def _held(config: RunConfig, world: World) -> Held:
             engine.update()
         measure_stage(engine, batch, trace, spec=spec_for(config.model))
         peaks = [extrapolate_depth.peak(trace.events)]
-        # Gloo's threads may let go of a buffer late, which only ever adds, or has the same total
-        # a moment earlier, in which more of it travels.
+        # Gloo's threads may free a buffer late. That can only add memory, or move the peak to an
+        # earlier moment with the same total and more communication buffers.
         for _ in range(2):
             step(engine, batch, trace)
             peaks.append(extrapolate_depth.peak(trace.events))

@@ -1,4 +1,4 @@
-"""Runs on the mock world with loggers."""
+"""Runs with loggers on the mock world."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TINY += ["train.eval_every=2", "scheduler=constant", "name=run"]
 
 
 class KilledError(Exception):
-    """What ends a run in a test."""
+    """Ends a run in a test."""
 
 
 def train(
     folder: Path, *overrides: str, ranks: int = 1, killed_at: int | None = None
 ) -> list[Event]:
-    """Train on the mock world; return what the main rank reported."""
+    """Train on the mock world; return the events that the main rank reported."""
     overrides = (*TINY, f"launch.nproc={ranks}", "strategy=ddp", *overrides)
     chosen = dataclasses.replace(run_config(overrides), run_dir=str(folder))
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""How a run of the mock world fails."""
+"""Catches failures of runs on the mock world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axonlaunch.comm import RankFailedError, World
 def failure_of(
     fn: Callable[[World], Any], *, size: int = 3, timeout_s: float = 20
 ) -> RankFailedError:
-    """Run what fails on every rank; return the error that the caller gets."""
+    """Run a failing function on every rank; return the error that the caller gets."""
     with pytest.raises(RankFailedError) as caught:
         World.mock(size, timeout_s=timeout_s).run(fn)
     return caught.value

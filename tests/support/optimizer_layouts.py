@@ -1,4 +1,4 @@
-"""Every kind of layout under which an optimizer works, with the ranks that it takes."""
+"""Lists every kind of layout under which an optimizer works, with its number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text of the package says, file by file: read once for all tests of its rules."""
+"""Parses the package's source files once, for all tests of its rules."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PACKAGE = Path(axonlaunch.__file__).parent
 
 @dataclass(frozen=True)
 class Source:
-    """A file.
+    """A parsed source file.
 
     Attributes:
-        path: In the package.
-        lines: Its text, without what surrounds a line and without empty ones.
-        length: Of the file, in lines.
-        texts: Its constants that are texts.
-        imports: Modules, by their whole names.
-        top: Names that are defined at its top.
-        defined: Names that are defined anywhere, of attributes too.
-        functions: Names of functions that are no properties.
-        of_torch: What it imports, or reads from a module, of torch: whole names.
-        attributes: What it reads of objects that are no modules of torch, by ``getattr`` too.
+        path: Path inside the package.
+        lines: Stripped lines of text, without empty ones.
+        length: Number of lines.
+        texts: String constants.
+        imports: Qualified names of imported modules.
+        top: Names defined at module level.
+        defined: All names defined in the file, including attributes.
+        functions: Names of functions that are not properties.
+        of_torch: Qualified names that are imported from torch or read from its modules.
+        attributes: Attributes read from other objects, also by ``getattr``.
     """
 
     path: str
@@ -43,7 +43,6 @@ class Source:
 
 @functools.cache
 def sources() -> list[Source]:
-    """Return every file of the package."""
     return [_read(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
@@ -98,7 +97,7 @@ def _is_property(function: ast.FunctionDef) -> bool:
 
 
 def _names_of_torch(nodes: list[ast.AST]) -> dict[str, str]:
-    """Return what a file calls torch's modules and what is in them, with their whole names."""
+    """Map the names that a file imports from torch to qualified names."""
     known: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -126,7 +125,7 @@ def _dotted(node: ast.expr, known: dict[str, str]) -> str | None:
 
 
 def _asked(nodes: list[ast.AST]) -> set[str]:
-    """Return what is read by ``getattr`` and ``hasattr``."""
+    """Return the names that are read by ``getattr`` and ``hasattr``."""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     asking = [call for call in calls if getattr(call.func, "id", "") in {"getattr", "hasattr"}]
     names = [call.args[1] for call in asking]

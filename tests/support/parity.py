@@ -1,6 +1,6 @@
 """Verifies configurations as ``axonlaunch verify`` does, in fewer steps, for tests of parity.
 
-One process runs once for all layouts of a model whose numbers it would compute alike.
+The reference runs once for all layouts of a model that have the same reference values.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.result import ParityResult
 
 STEPS = 2
-"""The second takes the first update, and the states that it made."""
+"""The second step uses the first update and the optimizer states that it created."""
 DEMANDS = [
     *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
     "train.grad_clip=0.5",
 ]
-"""What ``axonlaunch verify`` makes of a run by itself; tests choose accumulation for themselves."""
+"""Settings that ``axonlaunch verify`` adds to a run; tests choose the accumulation themselves."""
 _BUCKET_MB = 0.02
-"""Of replicas' gradients, which so travel in several."""
+"""Bucket size of replicas' gradients, small enough for several buckets."""
 _WHOLE_BATCH = ("gpt", "llama", "mlp", "vit")
-"""Models of which one process computes all samples of a step at once in fp32."""
+"""Models for which the reference computes all samples of a step at once in fp32."""
 _KEPT = 24
 
 _references: OrderedDict[str, tuple[Reference, ...]] = OrderedDict()
@@ -39,13 +39,13 @@ _references: OrderedDict[str, tuple[Reference, ...]] = OrderedDict()
 def verified(
     overrides: Sequence[str], ranks: int, *, steps: int = STEPS, beyond: bool = False
 ) -> ParityResult:
-    """Hold a layout against plain torch in one process, on the mock world.
+    """Compare a layout on the mock world with plain torch in one process.
 
     Args:
-        overrides: Of the configuration; they come after ``DEMANDS``.
-        ranks: Of the world.
-        steps: Optimizer steps.
-        beyond: Whether an evaluation, a prediction and a checkpoint are compared too.
+        overrides: Overrides of the configuration; they follow ``DEMANDS``.
+        ranks: Number of ranks.
+        steps: Number of optimizer steps.
+        beyond: Whether to compare an evaluation, a prediction and a checkpoint, too.
     """
     layout = [f"launch.nproc={ranks}", "launch.backend=mock"]
     config = run_config([*DEMANDS, *layout, *overrides])
@@ -58,7 +58,7 @@ def verified(
 def assert_trains_as_one_process(
     overrides: Sequence[str], ranks: int, *, steps: int = STEPS, beyond: bool = False
 ) -> ParityResult:
-    """Fail where a layout differs; of one rank, which proves little, all numbers are compared."""
+    """Fail if a layout differs. On one rank, where layouts prove little, compare all values."""
     verdict = verified(overrides, ranks, steps=steps, beyond=beyond)
     assert verdict.failure is None, verdict.failure
     assert not verdict.differences, verdict.differences[:8]
@@ -67,7 +67,7 @@ def assert_trains_as_one_process(
 
 
 def _run_once(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
-    """Run one process, unless it ran for another layout before."""
+    """Run the reference unless another layout has already run it."""
     key = f"{plan} {_matters(config)} {plan.beyond and cuts_sequences(config)}"
     if key not in _references:
         _references[key] = run_references(config, plan)
@@ -78,9 +78,10 @@ def _run_once(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
 
 
 def _matters(config: RunConfig) -> str:
-    """Return what one process's numbers depend on.
+    """Return the settings that the reference values depend on.
 
-    Of the layout that are the micro-batches and the dtypes that it computes in, where they matter.
+    Of the layout these are the micro-batches and the dtypes of the computation, if they have an
+    effect.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
     tree = to_tree(config)

@@ -1,4 +1,4 @@
-"""Every layout that the tests compare with a single process, and the page that lists them.
+"""Lists every layout that the tests compare with a single process, and writes the page about them.
 
 ``python tests/support/parity_table.py`` writes that page, ``tests/parity/README.md``.
 """
@@ -50,23 +50,23 @@ SCHEDULES = {
     "zbv_zero_bubble": 2,
     "dualpipev": 2,
 }
-"""Schedules, and the stages that each puts on a rank."""
+"""Schedules, and the number of stages that each places on a rank."""
 SPLITTING = {name for name, rule in RULES.items() if rule.separate_weight_grad}
 ACCUMULATION = (1, 2)
 RECOMPUTED = ("none", "full", "selective")
-"""What backward computes again."""
+"""Kinds of activation checkpointing."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to lay a run out.
+    """A parallel layout.
 
     Attributes:
-        label: Its row on the page.
-        ranks: Of the world.
-        overrides: What chooses it.
-        data_ranks: Ranks that share the batch.
-        stages: Of its pipeline.
+        label: Title of its row on the page.
+        ranks: Number of ranks.
+        overrides: Overrides that select it.
+        data_ranks: Number of ranks that share the batch.
+        stages: Number of pipeline stages.
     """
 
     label: str
@@ -78,11 +78,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Combination:
-    """A layout, a model, an arithmetic, a number of forwards a step, and what is recomputed.
+    """A layout combined with a model, a precision, accumulation and recomputation.
 
     Attributes:
-        accumulation: Micro-batches of a step, or rounds of a pipeline's schedule.
-        recomputed: ``train.activation_checkpointing``.
+        accumulation: Micro-batches per step, or rounds of a pipeline's schedule.
+        recomputed: Value of ``train.activation_checkpointing``.
         fast: Whether every test run has it.
     """
 
@@ -95,7 +95,7 @@ class Combination:
 
     @property
     def overrides(self) -> list[str]:
-        """What makes the run, without the model."""
+        """Overrides of the run, without the model."""
         samples = BATCH // self.layout.data_ranks // self.accumulation
         chosen = [
             *self.layout.overrides,
@@ -113,12 +113,12 @@ class Combination:
 
     @property
     def model_overrides(self) -> list[str]:
-        """What makes the model: a first block, a last and one between, or enough for the stages."""
+        """Overrides of the model: three blocks (first, middle, last), or enough for the stages."""
         blocks = 3 if self.layout.stages == 1 else max(4, self.layout.stages)
         return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
     def reference(self) -> tuple[str, ...]:
-        """Return what the reference depends on: tests in its order run one process less often."""
+        """Return the settings that the reference depends on, by which tests are sorted."""
         settings = [key for key in self.overrides if key not in self.layout.overrides]
         blocks = self.model_overrides[-1]
         is_whole = self.precision == "fp32"  # one process computes all samples at once
@@ -126,10 +126,10 @@ class Combination:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that are compared: two, the second of which takes the first's update.
+        """Number of optimizer steps to compare: two, because the second uses the first update.
 
-        In bf16 units of ReLU are on where another rounding has them off in some steps alone: what
-        rounding does is known after as many as ``axonlaunch verify`` makes.
+        In bf16, rounding turns single units of ReLU on or off in only some steps. The effect of
+        rounding is known only after six steps, the number that ``axonlaunch verify`` makes.
         """
         return 6 if self._rounds_units else 2
 
@@ -143,7 +143,6 @@ class Combination:
 
 
 def layouts() -> Iterator[Layout]:
-    """Yield every layout."""
     yield Layout("single", 1, ("strategy=single",), 1)
     kinds = {
         "ddp": ("strategy=ddp",),
@@ -198,12 +197,14 @@ def layouts() -> Iterator[Layout]:
 
 @functools.cache
 def combinations() -> list[Combination]:
-    """Return every combination, recomputing in turn; those that ``_pairwise`` chooses are fast."""
+    """Return every combination, with kinds of recomputation in turn. ``_pairwise`` chooses the fast
+    ones.
+    """
     every: list[Combination] = []
     for layout in layouts():
         named = set(layout.label.split())
         models = [m for m in MODELS if m in WITH_SEQUENCES or not named & {"sequence", "context"}]
-        # Going back through a block twice, a schedule has no second set of what was kept of it.
+        # A schedule that runs a block's backward twice has no second copy of the saved activations.
         recomputed = [mode for mode in RECOMPUTED if mode != "selective" or not named & SPLITTING]
         for values in itertools.product(models, ("fp32", "bf16"), ACCUMULATION):
             how = recomputed[len(every) % len(recomputed)]
@@ -213,7 +214,7 @@ def combinations() -> list[Combination]:
 
 
 def factors(combination: Combination) -> dict[str, object]:
-    """Return each factor's value: the layout's own settings, and what it is combined with."""
+    """Return the value of each factor: the layout's settings and the other dimensions."""
     own = dict(override.split("=") for override in combination.layout.overrides)
     settings = {key: own.get(key, "default") for key in _settings()}
     return {
@@ -233,11 +234,11 @@ def _settings() -> tuple[str, ...]:
 
 
 def _pairwise(every: list[Combination]) -> set[int]:
-    """Choose combinations until all rows, and all pairs of two factors' values, are among them.
+    """Choose combinations that cover all rows and all pairs of two factors' values.
 
-    Greedy: next comes the one with the most new pairs for its cost. The cheapest of a few tries, in
-    which costs are taken for a little more or less, is kept. A set of pairs is a number with a bit
-    a pair: (model gpt, precision bf16) is 1, the next is 2, ...
+    Greedy: the next one has the most new pairs for its cost. Several tries with slightly changed
+    costs are made, and the cheapest is kept. A set of pairs is an integer with one bit per pair:
+    (model gpt, precision bf16) is 1, the next is 2, ...
     """
     bits: dict[object, int] = {}
     masks = []
@@ -252,9 +253,10 @@ def _pairwise(every: list[Combination]) -> set[int]:
 
 
 def _cost(c: Combination) -> float:
-    """Return about how long it takes: 0.2 s a unit where 105 of them were measured.
+    """Return its approximate run time in units of 0.2 s, fitted to measurements of 105
+    combinations.
 
-    In bf16 one process computes micro-batches one by one too.
+    In bf16 the reference computes the micro-batches one by one, too.
     """
     each = 1.0 if c.model != "mlp" else 0.2 * c.steps
     of_ranks = c.layout.ranks * (each + 0.1 * c.layout.stages)
@@ -262,7 +264,7 @@ def _cost(c: Combination) -> float:
 
 
 def _without_needless(chosen: set[int], masks: list[int], cost: list[float]) -> set[int]:
-    """Leave out, the dearest first, those all of whose pairs others have."""
+    """Leave out combinations whose pairs are all covered by others, the most expensive first."""
     for index in sorted(chosen, key=lambda i: (-cost[i], i)):
         others = functools.reduce(operator.or_, (masks[i] for i in chosen if i != index))
         if masks[index] | others == others:
@@ -281,7 +283,7 @@ def _covering(masks: list[int], cost: list[float]) -> set[int]:
 
 
 def markdown() -> str:
-    """Return the page: a row a layout, its combinations counted."""
+    """Return the page: one row per layout with the counts of its combinations."""
     rows: dict[str, list[Combination]] = {}
     for c in combinations():
         rows.setdefault(c.layout.label, []).append(c)
@@ -303,20 +305,29 @@ def markdown() -> str:
 INTRODUCTION = """\
 # Parity with a single process
 
-Written by `python tests/support/parity_table.py`; `test_parity.py` runs what it lists.
+The layouts that tests compare with plain torch in one process. `python
+tests/support/parity_table.py` writes this page; `test_parity.py` runs the combinations.
 
-A row is a layout. Each of its combinations (number of ranks, model, fp32 or bf16, accumulation 1
-or 2; recomputing nothing, whole blocks or some operations, in turn) is held against plain torch in
-one process by the function of `axonlaunch verify`, for two steps (an mlp in bf16 for six):
-learning rates, losses, every gradient, their norms, parameters, buffers, optimizer states, with
-that command's tolerances.
-`scripts/test --sweep` does all that the command does of each: six steps, an evaluation, a
-prediction, a checkpoint.
+Each row is a layout. A combination of a row is a choice of these:
 
-Every test run (`scripts/test`) has {fast} of the {total} combinations, from {rows_fast} of the
-{rows} rows: chosen so that every pair of values of two factors (a setting of the layout, number of
-ranks, model, precision, accumulation, recomputation) is in one of them. `scripts/test --all` has
-all {total}.
+| factor | values |
+| --- | --- |
+| number of ranks, model | as in the table below |
+| precision | fp32, bf16 |
+| accumulation | 1, 2 |
+| recomputation | none, whole blocks, some operations; they alternate between combinations |
+
+A combination runs the comparison of `axonlaunch verify` for two steps (an mlp in bf16 for six),
+with the tolerances of that command. It compares learning rates, losses, all gradients,
+gradient norms, parameters, buffers and optimizer states.
+
+| command | runs |
+| --- | --- |
+| `scripts/test` | {fast} of the {total} combinations, from {rows_fast} of the {rows} rows; \
+every pair of values of two factors (including settings of the layout) is in one of them |
+| `scripts/test --all` | all {total} |
+| `scripts/test --sweep` | all {total} with all comparisons of `verify`: \
+six steps, an evaluation, a prediction, a checkpoint |
 
 {table}
 """

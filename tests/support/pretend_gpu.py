@@ -1,4 +1,4 @@
-"""A GPU that is the CPU, and refuses to compute with what is not on it, as a GPU does."""
+"""Simulates a GPU on the CPU that refuses to compute with tensors of another device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANYWHERE = ("copy_", "__get__", "__set__", "_has_compatible_shallow_copy_type")
 
 
 class PretendGpu(TorchFunctionMode):
-    """Notes which tensors were brought to ``cuda``, and what was made of them.
+    """Tracks tensors that were moved to ``cuda``, and the tensors computed from them.
 
     Modules are moved by ``module.to``, tensors by ``to``, ``cpu`` and ``copy_``.
 
@@ -29,7 +29,6 @@ class PretendGpu(TorchFunctionMode):
         self._here: set[int] = set()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is on it."""
         return tensor.untyped_storage().data_ptr() in self._here
 
     def __torch_function__(
@@ -53,7 +52,7 @@ class PretendGpu(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ("copy_", "__set__"):
             return result
-        if any(map(self.holds, tensors)):  # gradients too, where they are read
+        if any(map(self.holds, tensors)):  # includes gradients that are read
             self.computed.add(name)
             for made in tree_leaves(result):
                 if isinstance(made, Tensor):
@@ -62,7 +61,7 @@ class PretendGpu(TorchFunctionMode):
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._kept.append(storage)  # another must not get its address
+        self._kept.append(storage)  # keeps its address from being used again
         self._here.add(storage.data_ptr())
         return tensor
 

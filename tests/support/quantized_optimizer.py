@@ -1,4 +1,4 @@
-"""Adam with 8-bit moments of large parameters, one scale a block, as bitsandbytes keeps them."""
+"""Adam with 8-bit moments of large parameters, one scale per block, as in bitsandbytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 LARGE = 4096
-"""Elements from which on a parameter's moments are quantized."""
+"""Minimum number of elements of a parameter with quantized moments."""
 
 
 class Adam8bit(Optimizer):
-    """Keeps ``m`` and ``v``: uint8 with a scale for each block, fp32 for small parameters."""
+    """Stores ``m`` and ``v`` as uint8 with a scale per block, or as fp32 for small parameters."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -64,11 +64,11 @@ class Adam8bit(Optimizer):
 
 
 class Subclass(Tensor):
-    """A tensor subclass."""
+    pass
 
 
 class AdamOfSubclass(Adam8bit):
-    """Keeps its moments in a subclass of tensors."""
+    """Stores its moments in a tensor subclass."""
 
     def _keep(self, state: dict[str, Any], name: str, value: Tensor) -> None:
         state[name] = value.as_subclass(Subclass) if value.numel() >= LARGE else value

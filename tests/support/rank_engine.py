@@ -1,4 +1,4 @@
-"""One rank's engine and the loader of its samples, of a configuration."""
+"""Builds one rank's engine and the loader of its samples from a configuration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 
 
 def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:
-    """Build both for the rank that a world stands for."""
+    """Build both for the rank of a world."""
     layout = Layout.of(chosen, world_size=world.world_size)
     loader = rank_loader(
         chosen, data.build_dataset(chosen.data, chosen.tokenizer), layout=layout, rank=world.rank

@@ -1,4 +1,4 @@
-"""Folders of runs as a run writes them, made by hand: of any length, crashed, or half written."""
+"""Writes folders as runs do: of any length, crashed, or half written."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run_folder(
     """Write the files of a run.
 
     Args:
-        folder: New.
-        steps: That were logged.
-        name: Of the run; None: the folder's.
-        status: How it ended; None: it has said nothing of that.
-        ranks: Whose times were measured.
-        loss: Of a step; None: one that falls.
-        extra_config: Lines of YAML.
-        counted: What the run counts: tokens, images or samples.
+        folder: New folder.
+        steps: Number of logged steps.
+        name: Name of the run; None uses the folder's.
+        status: Final status; None writes none.
+        ranks: Number of ranks with measured times.
+        loss: Function from step to loss; None uses a falling loss.
+        extra_config: Additional lines of YAML.
+        counted: Unit of the data: tokens, images or samples.
     """
     folder.mkdir(parents=True)
     (folder / "logs").mkdir()
@@ -84,5 +84,5 @@ def run_folder(
 
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    """Write JSON, a line each."""
+    """Write JSON lines."""
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""What ``tests/checkpoint/test_saver.py`` does on each rank of a world of processes."""
+"""Functions that ``tests/checkpoint/test_saver.py`` runs on each rank of a world of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = 2
 
 
 def on_rank(rank: int, folder: str, check: str) -> Any:
-    """Join a gloo world and do one of the functions below."""
+    """Join a gloo world and run one of the functions below."""
     store = dist.FileStore(f"{folder}/store", RANKS)
     with World.join(local_place(rank, RANKS), backend="gloo", timeout_s=30, store=store) as world:
         run_dir = Path(folder) / "run"
@@ -34,7 +34,7 @@ def on_rank(rank: int, folder: str, check: str) -> Any:
 
 
 def waiting(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Write for as long as the other rank, which has written its part, is not seen to move."""
+    """Save while the other rank, which has written its part, appears to be stuck."""
     del saver
     seen = run_dir.parent / "seen"
 
@@ -69,7 +69,7 @@ def changing(world: World, saver: Saver, run_dir: Path) -> Any:
     saver.save(saved, step=1, samples=8)
     saved["model"]["weight"].to_local().zero_()
     for _ in range(50):
-        dist.all_reduce(torch.zeros(1))  # training continues beside it
+        dist.all_reduce(torch.zeros(1))  # training continues during the save
     done = saver.close()
     read = state()
     newest = checkpoint.latest(run_dir)
@@ -88,7 +88,7 @@ def twice(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def failing(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Save once well, and once where a rank's disk is full."""
+    """Save once successfully, and once with a full disk on one rank."""
     saver.save(state(), step=1, samples=8)
     saver.take_completed(wait=True)
     full = OSError(28, "No space left on device")
@@ -105,7 +105,9 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def early(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Save where the main rank is slow to sweep what an old save has left; return what it met."""
+    """Save while the main rank is slow to remove an old partial save; return whether it was still
+    there.
+    """
     left = run_dir / "checkpoints" / "step_1.partial"
     if world.is_main:
         left.mkdir(parents=True)
@@ -114,7 +116,7 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
 
     def slow(folder: Path) -> None:
         step_folders.prepare(folder)
-        time.sleep(0.3)  # the others come meanwhile
+        time.sleep(0.3)  # meanwhile the other ranks arrive
         met.append(left.exists())
 
     with mock.patch.object(dcp_writer, "prepare", slow):
@@ -124,7 +126,7 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def measured(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Return what a save takes of host memory over the state's bytes: at its peak, and later."""
+    """Return a save's host memory in excess of the state's size: at its peak, and afterwards."""
     mesh = init_device_mesh("cpu", (RANKS,))
     shards = {
         f"{n}": DTensor.from_local(torch.ones(2048, 2048), mesh, [Shard(0)]) for n in range(12)
@@ -132,7 +134,7 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
     size = sum(shard.to_local().nbytes for shard in shards.values())
     at_once = Saver(run_dir, world=world, retention=Retention(newest=9))
     small = Saver(run_dir, world=world, retention=Retention(newest=9), background=True)
-    small.save(state(), step=1, samples=8)  # what is loaded and kept once is there
+    small.save(state(), step=1, samples=8)  # loads everything that is cached after the first save
     small.close()
     ratios = []
     for step, tried in enumerate((at_once, saver), start=2):
@@ -149,7 +151,7 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
         done.set()
         thread.join()
         gc.collect()
-        for _ in range(100):  # torch's thread lets go of the copy as it ends
+        for _ in range(100):  # torch's thread frees the copy when it ends
             if _anonymous_bytes() - before < 0.1 * size:
                 break
             time.sleep(0.05)
@@ -158,7 +160,7 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def _anonymous_bytes() -> int:
-    """Return the memory of this process that is no file's."""
+    """Return the memory of this process that is not backed by files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [kib] = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
     return int(kib) * 1024

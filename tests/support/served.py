@@ -1,7 +1,7 @@
-"""Commands and scripts, forked, as a run's ranks are, from a server that was there before.
+"""Runs commands and scripts as forks of a running server, as a run forks its ranks.
 
-Importing torch is most of a short program's time. Tests of what a program does share one server,
-pytest's workers too; tests of how it starts, prints and ends run it as a user does.
+Importing torch is most of a short program's time. Tests of a program's results share one server,
+also among pytest's workers. Tests of starting, printing and ending run the program as a user does.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from unittest import mock
 from axonlaunch.system.processes import forkserver as ours
 
 SERVER: Any = forkserver._forkserver
-# Where the server listens and, from Python 3.14, the key that it asks for.
+# The server's address and, from Python 3.14, its authentication key.
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
 WARMED = "warmed"
-"""What the server imports beside what ranks do, and before it: a module beside this one."""
+"""Module that the server imports before the modules of ranks. It is in this folder."""
 TRANSFORMERS = "axonlaunch.models.hf.reading.preload"
 COMPILER = "axonlaunch.planning.tracing.preload"
 
@@ -40,10 +40,10 @@ Server = dict[str, Any]
 
 @contextmanager
 def serve(*, others: Sequence[str] = (COMPILER, TRANSFORMERS)) -> Iterator[Server]:
-    """Keep a server; yield how it is reached.
+    """Run a server; yield how to reach it.
 
     Args:
-        others: Modules that it imports too: what not every command needs.
+        others: Additional modules to import, which only some commands need.
     """
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *others, *ours.PRELOADED])
@@ -55,22 +55,22 @@ def serve(*, others: Sequence[str] = (COMPILER, TRANSFORMERS)) -> Iterator[Serve
 def reached(
     server: Server, *, preload: Sequence[str] = (), around: Callable[..., None] | None = None
 ) -> Iterator[ForkServerContext]:
-    """Stand in for ``warm``: use the server that is there, and leave it running.
+    """Replace ``warm``: use the running server, and leave it running.
 
     Args:
-        server: How it is reached.
-        preload: Not imported there: what asks for it imports it later.
-        around: Calls what it forks, with its arguments, in its place.
+        server: State of the forkserver module that reaches the server.
+        preload: Ignored; the modules are imported later when they are needed.
+        around: Function that is called instead of each forked function, with it as an argument.
     """
     del preload
     vars(SERVER).update(server)
-    SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
+    SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep the server alive
     SERVER.ensure_running = lambda: None
     yield get_context("forkserver") if around is None else _Around(around)
 
 
 class _Around(ForkServerContext):
-    """Forks what a function calls."""
+    """Forks ``around`` instead of the target function."""
 
     def __init__(self, around: Callable[..., None]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Around(ForkServerContext):
 
 
 def placed(namespace: str, function: Callable[..., None], *args: Any) -> None:
-    """Run a function in a namespace of the network, which all threads that it starts are in."""
+    """Run a function in a network namespace. All threads that it starts are in the namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), 0):
@@ -91,7 +91,7 @@ def placed(namespace: str, function: Callable[..., None], *args: Any) -> None:
 
 
 class Forked:
-    """A program that runs; what ``subprocess.Popen`` has of the same names is the same."""
+    """A running program with the interface of ``subprocess.Popen``, as far as tests use it."""
 
     def __init__(
         self,
@@ -101,23 +101,23 @@ class Forked:
         environment: dict[str, str],
         console: str | None = None,
     ) -> None:
-        """Start it.
+        """Start a program.
 
         Args:
-            program: A function of a module.
-            arguments: Its own.
-            folder: Where it runs.
-            environment: All variables that it sees.
-            console: The file that takes what it prints; None keeps it for ``communicate``.
+            program: A module-level function.
+            arguments: Positional arguments of the function.
+            folder: Working directory.
+            environment: All environment variables.
+            console: File for the printed output; None keeps the output for ``communicate``.
         """
-        # A folder that removes itself, also where a test waits for nothing and closes nothing.
+        # The folder removes itself, even if a test neither waits nor closes anything.
         self._outputs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._files = [Path(self._outputs.name, name) for name in ("output", "errors")]
         weakref.finalize(self, self._outputs.cleanup)
         for file in self._files:
             file.touch()
         names = [console or str(file) for file in self._files]
-        # No daemon: it may have children.
+        # Not a daemon, because it may have children.
         self._process = get_context("forkserver").Process(
             target=_run,
             args=(program, arguments, folder, environment, os.sched_getaffinity(0), names),
@@ -138,7 +138,7 @@ class Forked:
         os.kill(self._process.pid, number)
 
     def printed(self) -> str:
-        """Return what it has printed so far."""
+        """Return the output printed until now."""
         return self._files[0].read_text()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -158,7 +158,7 @@ def _run(
     cores: set[int],
     outputs: list[str],
 ) -> None:
-    """Become what the shell would have started."""
+    """Run the program as if a shell had started it."""
     assert WARMED in sys.modules
     blocked_by_the_server = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked_by_the_server)
@@ -173,7 +173,7 @@ def _run(
 
 
 def command(server: Server, *overrides: str, around: Callable[..., None] | None = None) -> None:
-    """Be the ``axonlaunch`` command."""
+    """Run the ``axonlaunch`` command."""
     from axonlaunch.cli import app
     from axonlaunch.cli.training import train
 
@@ -190,7 +190,7 @@ def served_script(server: Server, path: str, *overrides: str) -> None:
 
 
 def script(path: str, *overrides: str) -> None:
-    """Be a Python file whose warnings are errors."""
+    """Run a Python file with warnings as errors."""
     warnings.simplefilter("error")
     sys.argv = [path, *overrides]
     sys.path.insert(0, str(Path(path).resolve().parent))  # as python does

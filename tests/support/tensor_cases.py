@@ -1,4 +1,4 @@
-"""Models to divide, and what their training is held against."""
+"""Models to divide, and the references for their training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tokens_and_targets() -> tuple[Tensor, Tensor]:
 
 def whole(value: Tensor | None) -> Tensor:
     assert isinstance(value, DTensor)
-    return dtensor_regions.whole(value)  # torch 2.11 has none of packed ones
+    return dtensor_regions.whole(value)  # torch 2.11 can't redistribute packed values
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def in_float64(config: Any) -> nn.Module:
 
 
 class Seen(TorchDispatchMode):
-    """Counts collectives, and tensors that have a dim of some size."""
+    """Counts collectives, and tensors with a dimension of some size."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain torch's parallel training of one small model, by every kind that torch has."""
+"""Trains one small model with plain torch, in every kind of parallelism that torch has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_batch(part: int = 0, num_parts: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    # Not Adam: it divides by a gradient's size, and so makes much of the rounding of small ones.
+    # Not Adam: it divides by the gradient's magnitude, which amplifies rounding of small gradients.
     return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, foreach=False)
 
 

@@ -20,5 +20,4 @@ class Unused(nn.Module):
 
 
 def build() -> nn.Module:
-    """The model."""
     return Unused()

@@ -1,7 +1,7 @@
-"""Imported by the server that tests fork their commands from: what each would do first by itself.
+"""Imports, in the server that tests fork commands from, the modules that each command would import.
 
-Modules that commands import when they need them; and Hydra, when it first composes, parses its own
-grammar, looks for its plugins and reads its defaults: as much as all else before a run's ranks.
+Besides modules that commands import on demand, it makes Hydra parse its grammar, find its plugins
+and read its defaults. This takes as long as everything else before the ranks start.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import pkgutil
 import axonlaunch
 from axonlaunch import config
 
-# It was to find this file; what ranks start shall not find the others here.
+# PYTHONPATH was only for finding this file; ranks must not find the other files of this folder.
 os.environ.pop("PYTHONPATH", None)
 ROOMS = ("cli", "launch", "planning", "verification")
 for room in ROOMS:

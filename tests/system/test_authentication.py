@@ -1,4 +1,4 @@
-"""A message is taken from a holder of the token alone, and only where it was written for."""
+"""A message is accepted only from a holder of the token, and only for its intended purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = Credentials(key=derive_key(b"token"), run="run", round=3, sender="member 1
 
 
 def test_the_key_is_derived_as_rfc_5869_says() -> None:
-    """Test case 3 of its appendix A, of whose 42 bytes the first block has 32."""
+    """Test case 3 of its appendix A: the first block has 32 of the 42 bytes."""
     derived = authentication.hkdf_sha256(b"\x0b" * 22, info=b"")
     expected = "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     assert derived.hex() == expected
@@ -81,7 +81,7 @@ def test_credentials_do_not_print_their_key() -> None:
 def test_torch_gets_no_value_that_a_stranger_wrote() -> None:
     inner = dist.HashStore()
     store = AuthenticatedStore(inner, OWN)
-    torchs = dist.PrefixStore("group", store)  # as torch wraps what it is given
+    torchs = dist.PrefixStore("group", store)  # as torch wraps its argument
     torchs.set("address", b"\x00\xff of gloo")
     assert torchs.get("address") == b"\x00\xff of gloo"
     assert AuthenticatedStore(inner, OWN.of("member 0")).get("group/address") == b"\x00\xff of gloo"
@@ -106,7 +106,7 @@ def test_torch_counts_and_waits_through_it() -> None:
 
 
 def test_a_clone_lives_as_long_as_what_it_was_made_from() -> None:
-    """torch's threads use one, of which C++ keeps no Python methods."""
+    """torch's threads use a clone, and C++ does not keep its Python methods alive."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own = AuthenticatedStore(server, OWN)
     torchs = dist.PrefixStore("group", own).clone()

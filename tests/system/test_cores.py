@@ -1,4 +1,4 @@
-"""Ranks are pinned to whole cores near their devices, on nodes whose files are made here."""
+"""Ranks are pinned to full cores near their devices, on simulated nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DGX = range(224)
 
 @pytest.fixture
 def dgx(tmp_path: Path) -> Path:
-    """A DGX H100: two sockets of 56 cores with two threads each, and four GPUs on each."""
+    """Simulate a DGX H100: two sockets of 56 cores with two threads each, and four GPUs on each."""
     nodes = {0: "0-55,112-167", 1: "56-111,168-223"}
     for number, processors in nodes.items():
         _write(tmp_path / f"devices/system/node/node{number}/cpulist", processors)

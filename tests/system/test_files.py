@@ -1,4 +1,4 @@
-"""Files are read and written where they are, and never through what somebody put in their place."""
+"""Files are read and written in place, and never through a replaced link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose code a frame runs, known by its file."""
+"""The origin of a frame's code, by its file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_an_error_is_placed_in_the_users_own_file_rather_than_in_a_package(tmp_p
             scope[call]()
         traceback = caught.value.__traceback__
         assert traceback is not None
-        error = caught.value.with_traceback(traceback.tb_next)  # below this file, a user's too
+        # below this file, which counts as a user's file
+        error = caught.value.with_traceback(traceback.tb_next)
         assert place_in_user_code(error) == f" ({place})"
 
 

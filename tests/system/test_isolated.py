@@ -42,7 +42,7 @@ def fail(target: object) -> None:
 
 
 class Panic(BaseException):
-    """As a library in Rust raises it."""
+    """As raised by a library in Rust."""
 
 
 def panic(target: object) -> None:

@@ -1,4 +1,4 @@
-"""What is printed on a terminal, and in a file in its place."""
+"""Output on a terminal, and output to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axonlaunch.system.text.terminal import console_on
 
 @pytest.mark.parametrize("in_table", [False, True])
 def test_a_users_text_is_printed_as_it_was_written(in_table: bool) -> None:
-    """``:x:`` would be an emoji of rich's."""
+    """``:x:`` would be an emoji in rich."""
     text = "loggers[0].target=nowhere:x:"
     table = Table(box=None, show_header=False)
     table.add_row(text.replace("[", "\\["))

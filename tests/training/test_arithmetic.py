@@ -1,4 +1,4 @@
-"""What of torch is set for a run's process."""
+"""Settings of torch for a run's process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_the_steps_of_a_run_are_computed_as_it_says(
             seen.append((torch.get_float32_matmul_precision(), kernels, gc.isenabled()))
 
     World.mock(1).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
-    assert seen == [("high", [MATH], False)]  # Python looks for cycles where ranks do it together
+    # automatic collection is off, because ranks collect together
+    assert seen == [("high", [MATH], False)]
 
 
 # Attention.

@@ -42,7 +42,7 @@ class Custom(Logger):
 
 @pytest.fixture
 def custom(monkeypatch: pytest.MonkeyPatch) -> type[Custom]:
-    """The logger that is registered as ``background_test``, called without pauses."""
+    """Register a logger as ``background_test``, which is called without pauses."""
     monkeypatch.setattr(Custom, "on_start", staticmethod(lambda: None))
     monkeypatch.setattr(Custom, "on_log", staticmethod(lambda step: None))
     monkeypatch.setattr(Custom, "closed", [])
@@ -53,7 +53,7 @@ def custom(monkeypatch: pytest.MonkeyPatch) -> type[Custom]:
 
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Blocks a logger until the test ends; a run waits half a second for its loggers."""
+    """Block a logger until the test ends; a run waits half a second for its loggers."""
     monkeypatch.setattr(loggers, "_DRAIN_S", 0.5)
     event = threading.Event()
     yield event
@@ -65,7 +65,7 @@ def run(folder: Path, *overrides: str, logger: str = "background_test") -> list[
 
 
 def before_close(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
-    """Have a function called after training, before loggers are closed."""
+    """Call a function after training, before loggers are closed."""
     closing = background.BackgroundLogger.begin_close
 
     def begin_close(self: background.BackgroundLogger, *, failed: bool) -> None:
@@ -116,7 +116,8 @@ def test_a_logger_is_switched_off_after_three_failures_in_a_row(
         "step 1"
     )
     assert note.endswith("; after 3 failures in a row it is switched off")
-    assert note in (tmp_path / "run/events.jsonl").read_text()  # and so on the run's page
+    # and therefore also on the run's page
+    assert note in (tmp_path / "run/events.jsonl").read_text()
     assert not custom.closed
 
 
@@ -165,7 +166,7 @@ def test_numbers_that_a_slow_loggers_queue_does_not_hold_are_counted(
     [note] = notes(run(tmp_path))
     dropped = int(note.split()[6])
     assert note.startswith("loggers: background_test was slower than training: ")
-    assert dropped in (5, 6)  # of 8: two wait, and one may be with the logger
+    assert dropped in (5, 6)  # 8 minus two that wait and perhaps one that is being logged
 
 
 def test_a_run_that_fails_does_not_wait_for_a_logger_that_hangs(
@@ -180,7 +181,9 @@ def test_a_run_that_fails_does_not_wait_for_a_logger_that_hangs(
 
 @pytest.fixture(params=["refuses", "never answers"])
 def dead_server(request: Any) -> Iterator[int]:
-    """The port of an MLflow server that refuses connections, or takes them and never answers."""
+    """Return the port of an MLflow server that refuses connections, or accepts and never
+    answers.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if request.param == "never answers":
@@ -193,7 +196,7 @@ def test_a_dead_mlflow_server_delays_no_step_and_ends_no_run(
     tmp_path: Path, dead_server: int, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
-    # Pauses of 2, 4, 8 and 16 s between MLflow's own tries, after which its thread ends.
+    # MLflow pauses 2, 4, 8 and 16 s between its retries, after which its thread ends.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "4")
     uri = f"http://127.0.0.1:{dead_server}"
     events = run(tmp_path, logger=f"{{name: mlflow, tracking_uri: '{uri}'}}")

@@ -1,4 +1,4 @@
-"""Numbers of images and of other samples are named by what they count, not tokens."""
+"""Counts of images and other samples are named by their unit, not tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES += ["train.global_batch_size=8", "launch.nproc=1", "train.eval_batches=1"
 
 
 class Units(Logger):
-    """Keeps the names of what it gets."""
+    """Keeps the names of the values that it gets."""
 
     names: set[str] = set()
     counted: list[str] = []
@@ -37,7 +37,7 @@ class Units(Logger):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on images."""
+    """Return the folder of a run on images."""
     register_logger("units_test")(Units)
     folder = tmp_path_factory.mktemp("run")
     chosen = run_config([*IMAGES, "loggers=[csv,tensorboard,units_test]"])

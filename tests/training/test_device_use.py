@@ -1,4 +1,4 @@
-"""What a logged step says of a GPU, of one that is made up."""
+"""A logged step's report on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEP: dict[str, Any] = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A GPU that draws 650 W, whose allocator has emptied its cache once."""
+    """Simulate a GPU that draws 650 W, whose allocator has emptied its cache once."""
     stats = {
         "reserved_bytes.all.peak": 3 * 2**30,
         "active_bytes.all.peak": 2 * 2**30,
@@ -84,10 +84,10 @@ def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> No
 
 def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
     def refuse(device: object) -> float:
-        raise RuntimeError("Not Supported")  # as a MIG slice says of its power
+        raise RuntimeError("Not Supported")  # a MIG slice reports this for its power
 
     gpu.setattr(torch.cuda, "power_draw", refuse)
-    use = DeviceUse(CUDA)  # which asks for the first time, so that a note says it at the start
+    use = DeviceUse(CUDA)  # queries for the first time, so that a note appears at the start
     for _ in range(2):
         readings = use.read(step_s=1.0)
         assert "power_w" not in readings

@@ -1,4 +1,4 @@
-"""Cycles are looked for when a run says, on every rank in the same step."""
+"""Garbage is collected when the run decides, on every rank in the same step."""
 
 from __future__ import annotations
 

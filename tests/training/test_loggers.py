@@ -1,4 +1,4 @@
-"""Where a run's numbers go, that a resumed run continues there, and that a logger ends no run."""
+"""Logged values of a run: where they are written, continued after a resume; errors end no run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_sorted(steps: list[int]) -> bool:
 
 
 class Recording(Logger):
-    """Notes its calls."""
+    """Records its calls."""
 
     calls: list[tuple[Any, ...]] = []
 
@@ -57,7 +57,7 @@ class Recording(Logger):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The calls of the logger that is registered as ``recording``."""
+    """Return the calls of the logger that is registered as ``recording``."""
     monkeypatch.setattr(Recording, "calls", [])
     register_logger("recording")(Recording)
     return Recording.calls
@@ -149,7 +149,7 @@ class Faulty:
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with a module of a logger that fails where it is asked to."""
+    """Create a working folder with a module of a logger that fails at a configured call."""
     (tmp_path / "faulty_logger.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(
 def test_a_folder_that_is_named_like_a_package_is_not_that_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights & Biases makes a folder ``wandb`` where one works."""
+    """Weights & Biases creates a folder ``wandb`` in the working folder."""
     from axonlaunch.config.registry import Needs
 
     (tmp_path / "only_a_folder").mkdir()
@@ -254,7 +254,7 @@ def test_a_folder_that_is_named_like_a_package_is_not_that_package(
     assert Needs("only_a_folder", "It", "it").is_missing
 
 
-# Those that are included
+# Included loggers
 
 
 def test_csv_holds_what_metrics_jsonl_does_also_of_a_resumed_run(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Yield the records of a run that was written offline: protobuf in a log as LevelDB's."""
+    """Yield the records of a run that was written offline: protobuf in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, record = file.read_bytes(), 7, b""
@@ -288,7 +288,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
         length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
         record += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # a whole one, or the last part of one
+        if kind in (1, 4):  # a full record, or the last part of one
             yield Record.FromString(record)
             record = b""
 
@@ -343,7 +343,7 @@ def test_a_resumed_run_continues_its_run_of_trackio(tmp_path: Path) -> None:
     trackio = pytest.importorskip("trackio")
     import sqlite3
 
-    # Trackio keeps all in one folder, found on import, also from one run of the tests to the next.
+    # Trackio keeps everything in one folder that it finds on import, also between test runs.
     project = f"test-{uuid.uuid4().hex}"
     try:
         train_twice(tmp_path / "run", f"loggers=[{{name: trackio, project: {project}}}]")

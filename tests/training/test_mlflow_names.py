@@ -1,4 +1,4 @@
-"""Names of parameters and metrics that MLflow would refuse, and all of their request with them."""
+"""MLflow refuses invalid names of parameters and metrics together with the rest of the request."""
 
 from __future__ import annotations
 

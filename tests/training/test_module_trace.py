@@ -1,4 +1,4 @@
-"""What a run traces of its modules: the same in every layout, and in a loop of a user's own."""
+"""A run's trace of its modules: the same in every layout, and in a user's loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Traced(dict[int, StepTrace]):
 
 
 FOLDERS: list[Path] = []
-"""What runs write is kept until the last test."""
+"""Runs' files are kept until the last test."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +93,7 @@ def compared(first: Traced, other: Traced) -> TraceComparison:
 
 
 BLOCKS = {"gpt": 2, "llama": 4, "mlp": 2}
-"""Four stages take as many."""
+"""Number of blocks; four pipeline stages need four."""
 TWO = "launch.nproc=2"
 LAYOUTS = {
     "ddp, accumulating": (["strategy=ddp", TWO, "train.micro_batch_size=4"], "gpt"),
@@ -121,10 +121,10 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     result = compared(alone(model), traced(model, *overrides))
     assert [str(d) for d in result.differences] == []
     assert [*result.steps] == [0, 1]
-    # But for the logits, which do not exist where the loss is in chunks.
+    # Except the logits, which do not exist if the loss is chunked.
     assert result.only == ((["lm_head"] if "chunks" in layout else []), [])
     assert result.compared > (2 * 20 if model == "mlp" else 2 * 100)
-    # All but the batch, the loss, and what no rank of the layout has of every sample.
+    # Except the batch, the loss, and values that no rank of the layout has for every sample.
     assert result.by_element >= result.compared - 2 * 4
 
 
@@ -141,7 +141,7 @@ def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
 
 @pytest.mark.deferred
 def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
-    """GPT-2 of transformers drops out in front of its blocks, where later stages have nothing."""
+    """GPT-2 of transformers applies dropout in front of its blocks, which later stages lack."""
     pytest.importorskip("transformers")
     model = [*without_folder("gpt2"), "data.sequence_length=16", *SMALL]
 
@@ -249,7 +249,7 @@ def test_all_elements_of_many_steps_or_of_more_than_the_disk_holds_are_refused(
 
 
 class Plain(nn.Module):
-    """Two layers, one of which is called twice in a forward."""
+    """Two layers; one of them is called twice in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Plain(nn.Module):
 
 
 def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = False) -> Traced:
-    """Trace three steps of a loop of a user's own, in micro-batches."""
+    """Trace three steps of a user's loop, in micro-batches."""
     torch.manual_seed(0)
     bare = Plain()
     model = nn.DataParallel(bare) if wrapped else bare
@@ -286,8 +286,8 @@ def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -
     right = loop(tmp_path / "a")
     result = compared(right, loop(tmp_path / "b", parts=4, wrapped=True))
     assert ([*result.steps], result.differences, result.only) == ([0, 2], [], ([], []))
-    # Four parameters, their gradients, and the first layer's output and gradient: of the layer that
-    # is called twice in a forward the calls are in another order.
+    # Four parameters, their gradients, and the first layer's output and gradient. The calls of the
+    # layer that is called twice in a forward are in another order.
     assert result.by_element == 2 * (1 + 4 + 4 + 2)
     first = compared(right, loop(tmp_path / "c", bug=True)).differences[0]
     assert (first.step, first.module, first.ours.kind) == (0, "twice", "output gradient")

@@ -1,4 +1,4 @@
-"""Nothing is learned from, or saved, that is not finite."""
+"""Values that are not finite are neither learned from nor saved."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from axonlaunch.training.ending.nonfinite import NotFiniteError, raise_if_nonfin
 
 
 class DividesInBackward(nn.Module):
-    """In some steps its loss is finite and its gradient 0/0: that of the norm of zero.
+    """In some steps its loss is finite but its gradient 0/0, the gradient of the norm of zero.
 
-    With ``in_forward`` the loss is no number either.
+    With ``in_forward`` the loss is NaN as well.
     """
 
     def __init__(self, at: int, lasts: int = 1, *, in_forward: bool = False) -> None:
@@ -48,7 +48,7 @@ def _registered() -> None:
 
 
 def train(folder: Path, *overrides: str, stop_at: int | None = None) -> list[Event]:
-    """Train on two ranks of the mock world; return what the main rank reported."""
+    """Train on two ranks of the mock world; return the events that the main rank reported."""
     chosen = run_config(
         [
             *("model=divides", "data=synthetic_tokens", "data.sequence_length=8"),
@@ -68,7 +68,7 @@ def train(folder: Path, *overrides: str, stop_at: int | None = None) -> list[Eve
 
 
 def refused(folder: Path, *overrides: str, stop_at: int | None = None) -> str:
-    """Return why such a run was refused."""
+    """Return the error message of such a run."""
     with pytest.raises(Exception, match=r"finite|rank") as reported:
         train(folder, *overrides, stop_at=stop_at)
     error = reported.value.__cause__ or reported.value
@@ -123,7 +123,7 @@ def test_nor_does_it_save_where_the_loss_is_no_number(tmp_path: Path) -> None:
 
 
 def test_all_ranks_refuse_what_one_of_them_computed() -> None:
-    """Replicas that average parameters have gradients of their own."""
+    """Replicas that average parameters have different gradients."""
 
     def run(world: World) -> str:
         engine: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""How ranks agree to stop: on a CPU in the step that was asked, on a GPU one step later."""
+"""How ranks agree to stop: on a CPU in the step of the request, on a GPU one step later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_on_a_cpu_all_ranks_stop_after_the_step_in_which_one_is_asked() -> None:
 
 
 class _Event:
-    """A CUDA event; it notes the order of what is done."""
+    """A CUDA event that records the order of its calls."""
 
     log: list[str]
 
@@ -48,7 +48,7 @@ def test_on_a_gpu_the_host_waits_for_the_step_before_the_one_that_was_launched(
 
     def run(world: World) -> list[bool]:
         vote = StopVote(world)
-        vote._lag = 1  # what a CUDA device makes of it
+        vote._lag = 1  # the lag on a CUDA device
         asked = []
         for step in range(4):
             vote.cast(stop=step >= 1)

@@ -1,4 +1,4 @@
-"""The loop and what it writes: logging, evaluation, saving, stopping."""
+"""The training loop: logging, evaluation, saving, stopping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines import mesh_engine
 from axonlaunch.engines.optimizer import clipping
 from axonlaunch.events import (
@@ -45,7 +45,7 @@ def configured(folder: Path, *overrides: str, ranks: int = 2) -> RunConfig:
 
 
 def train(folder: Path, *overrides: str, ranks: int = 2, stop_at: int | None = None) -> list[Event]:
-    """Train on the mock world and return what the main rank reported."""
+    """Train on the mock world and return the events that the main rank reported."""
     chosen = configured(folder, *overrides, ranks=ranks)
     folder.mkdir(exist_ok=True)
     events: list[Event] = []
@@ -80,7 +80,9 @@ def test_a_checkpoint_has_the_loss_of_an_evaluation_of_its_own_step_alone(tmp_pa
 
 
 def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
-    """19 samples in global batches of 8 on 4 ranks: the ragged end is padded, not counted."""
+    """19 samples in global batches of 8 on 4 ranks: the last batch is padded, without counting
+    padding.
+    """
     overrides = ["train.steps=4", "train.eval_every=2", "train.eval_batches=100"]
     many = of(Evaluated, train(tmp_path / "many", *overrides, ranks=4))
     single = of(Evaluated, train(tmp_path / "one", *overrides, "strategy=single", ranks=1))
@@ -288,7 +290,7 @@ def test_an_evaluation_comes_before_the_first_step_where_it_is_asked_for(tmp_pat
 
 STILL = ["train.steps=20", "train.eval_every=2", "train.early_stop=2", "train.eval_batches=1"]
 STILL += ["scheduler=constant", "optimizer.lr=1e-30", "checkpoint.every=1"]
-"""A rate by which no weight changes, so that no evaluation finds a lower loss."""
+"""A rate at which no weight changes, so that no evaluation finds a lower loss."""
 
 
 def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:

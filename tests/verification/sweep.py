@@ -1,4 +1,4 @@
-"""Verifies combinations of the parity table, in one process: any that fails is an alarm.
+"""Verifies combinations of the parity table in one process: any failure is a false alarm.
 
 ``python tests/verification/sweep.py``, or ``scripts/test --sweep``.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
-# ruff: noqa: E402 (what follows is found by the line above)
+# ruff: noqa: E402 (these imports need the path set above)
 from configured import run_config
 from parity_table import BATCH, Combination, combinations
 from rich.console import Console
@@ -28,17 +28,17 @@ from axonlaunch.verification.comparison.comparison_config import harder_config
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 STEPS = 6
-"""As many as ``axonlaunch verify`` does."""
+"""Same number as in ``axonlaunch verify``."""
 OUTCOMES = ("passed", "one rank", "refused", "alarm")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a combination.
+    """Result of a combination.
 
     Attributes:
-        kind: One of ``OUTCOMES``; of one rank, which has nothing to differ from, all numbers are
-            compared too.
+        kind: One of ``OUTCOMES``. For a single rank, which has nothing to differ from, all values
+            are compared, too.
         reason: Why it did not pass.
     """
 
@@ -66,7 +66,7 @@ def verified(combination: Combination) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each combination and a table; return 1 where there was an alarm."""
+    """Print a line for each combination and a table; return 1 after an alarm."""
     chosen = _options(arguments)
     every = [combination for combination in combinations() if chosen.only in str(combination)]
     random.Random(chosen.seed).shuffle(every)

@@ -1,4 +1,4 @@
-"""verify finds what is wrong beside a step: in reading, evaluating, saving and fp16's scale."""
+"""verify finds bugs outside of a step: in reading, evaluating, saving and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from axonlaunch.checkpoint.loading import dcp_reader, reader
 from axonlaunch.checkpoint.loading.fallback import Resumed
 from axonlaunch.checkpoint.saving.saver import Saver
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines import mesh_engine
 from axonlaunch.engines.optimizer import step
 from axonlaunch.engines.precision import policy as precision

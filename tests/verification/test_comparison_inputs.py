@@ -1,12 +1,12 @@
-"""What both sides of a comparison are fed."""
+"""Inputs of both sides of a comparison."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.samples import Samples
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.samples import Samples
 from axonlaunch.verification.references.comparison_inputs import make_uneven, overflow
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 

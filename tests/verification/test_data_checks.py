@@ -1,4 +1,4 @@
-"""What both sides would read wrong alike is seen by what the data says it is."""
+"""Reading errors that affect both sides equally are found by properties of the data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from axonlaunch.config.optimization.optimizer import ConstantConfig
 from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import packing, shard_maker
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.shuffle import Indices
-from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.datasets import packing
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.loader import Loader, order_of, whole_loader
+from axonlaunch.data.datasets.shuffle import Indices
+from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.models.tensors import initialization
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
 from axonlaunch.verification.references import comparison_inputs, data_checks
@@ -62,7 +63,7 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
 
 
 def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
-    """A registered one without a dataclass too: which tokens follow which is not known of it."""
+    """Also a registered one without a dataclass, because the order of its tokens is unknown."""
     reading, own = loader(), run_config(["data=synthetic_tokens"]).data
     batch = reading.batch(0)
     shuffled = Batch(batch.inputs, batch.targets.flip(1))
@@ -110,7 +111,7 @@ def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> No
 
 
 def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
-    """Rows of some functions, and another source of them."""
+    """Return a run on two sources of text, and its loader."""
     rows = [{"text": function["text"][:60]} for function in functions(40)]
     first = write_jsonl(folder / "a.jsonl", rows[:30])
     other = write_jsonl(folder / "b.jsonl", rows[30:])
@@ -189,7 +190,7 @@ def of_shards(folder: Path, packing: str) -> Loader:
     """Return a loader of two shards of 40 short documents each."""
     files = [folder / f"{name}.jsonl" for name in "ab"]
     for file in files:
-        if not file.exists():  # tokens are kept by the file's time
+        if not file.exists():  # the token cache depends on the file's time
             write_jsonl(file, [{"text": f"{file.stem}{n} " * 5} for n in range(40)])
     config = DocumentsConfig(
         files=[str(file) for file in files],

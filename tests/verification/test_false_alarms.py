@@ -1,4 +1,4 @@
-"""What is right passes, also where rounding is large, or where runs differ from most."""
+"""Correct runs pass, even with large rounding or unusual settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def dropping() -> nn.Module:
 
 
 class Unused(nn.Module):
-    """A model of which a layer is never called."""
+    """A model with a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def unused() -> nn.Module:
         [
             [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
             [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],
-            # Its updates round to bf16, also in a run of fp32.
+            # Its updates round to bf16, even in a run in fp32.
             ["data=synthetic_tokens", "data.sequence_length=16", *FSDP, "optimizer=muon", *SMALL],
             [*MODELS["mlp"], *FSDP, "optimizer=lion"],
             [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
@@ -92,7 +92,8 @@ def unused() -> nn.Module:
             [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
             [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
             [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
-            # Of 24 units of ReLU and 8 samples one that another rounding turns on is a lot.
+            # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
+            # fraction.
             [
                 *(*MODELS["mlp"], *TENSOR, "strategy.fsdp.sharding=no_shard", "launch.nproc=4"),
                 *(
@@ -113,12 +114,12 @@ def test_it_passes(overrides: list[str]) -> None:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_may_have_any_of_its_size() -> None:
-    plan, name = ComparisonPlan(steps=2), "1.bias"  # of which batch normalisation takes all away
+    plan, name = ComparisonPlan(steps=2), "1.bias"  # batch normalisation cancels this bias
     config = run_config([*OWN, *DDP, f"model.target={__name__}:normed", "launch.backend=mock"])
     reference, other = run_references(config, plan)
     floor = floors(reference, 1)
     rounding = torch.full((16,), 1e-4 * floor)
-    for run in (reference, other):  # alike for once, unlike in the first step
+    for run in (reference, other):  # equal here, but unequal in the first step
         run.steps[1].gradients[name] = rounding
     difference = compare_tensors((1, "gradient", name), -rounding, rounding, floor=floor)
     assert Tolerances(config, reference, [other]).allows(difference), difference
@@ -145,7 +146,7 @@ def test_a_mask_too_small_to_compare_was_drawn_all_the_same() -> None:
     plan = ComparisonPlan(steps=2)
     verdict = compare.on_mock(run_config([*model, *DDP, *rows, "launch.backend=mock"]), plan)
     assert verdict.passed, (verdict.reason, verdict.differences)
-    assert int(verdict.notes[0].split(" masks")[0].split()[-1]) < 4  # of 2 ranks' 2 steps
+    assert int(verdict.notes[0].split(" masks")[0].split()[-1]) < 4  # from 2 steps of 2 ranks
 
 
 @pytest.mark.slow  # six steps of each kind above

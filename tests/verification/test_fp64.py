@@ -1,4 +1,4 @@
-"""A reference in float64 passes what is right in any precision, and fails what is not."""
+"""A reference in float64 passes correct runs in any precision, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FSDP = ["strategy=fsdp", "launch.nproc=2"]
 
 
 def configured(overrides: list[str]) -> RunConfig:
-    """Return a run as the command makes it."""
+    """Return a run's configuration as the command does."""
     chosen = [*MODELS["mlp"], "launch.backend=mock", *overrides]
     return harder_config(run_config(chosen), PLAN)
 
@@ -38,7 +38,7 @@ def test_the_reference_computes_in_float64() -> None:
     [
         [*DDP],
         [*FSDP, "train.precision=bf16"],
-        [*DDP, "train.precision=fp16"],  # whose gradients are multiplied by the loss scale
+        [*DDP, "train.precision=fp16"],  # its gradients are multiplied by the loss scale
         [*FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""verify passes transformers' models as their configurations come: with dropout, routers, bf16."""
+"""verify passes transformers' models with default configurations: with dropout, routers, bf16."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_passes(kind: str, overrides: list[str], changes: dict[str, Any]) -> 
 
 
 def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches as large as a rank's share: one process would take the whole batch at once."""
+    """Micro-batches as large as a rank's share, because one process would use the whole batch."""
     from dataclasses import replace
 
     from axonlaunch.models.hf.spec import SPEC
@@ -76,7 +76,7 @@ BF16_LORA = [
     *("launch.backend=mock", "data.sequence_length=16"),
 ]
 ROUGH: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "initializer_range": 1.0}
-"""A model in which another rounding to bf16 changes the first gradients by their whole size."""
+"""A model whose first gradients change by their full size with another rounding to bf16."""
 
 
 @pytest.mark.parametrize(("layers", "changes"), [(4, {}), (8, ROUGH)], ids=["4_layers", "rough"])
@@ -88,7 +88,7 @@ def test_an_adapter_on_bf16_weights_is_proved(layers: int, changes: dict[str, An
 
 @pytest.mark.parametrize("strategy", ["zero2", "tensor"])
 def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where rounding ends the comparison of values in the first step."""
+    """Found even if rounding ends the comparison of values in the first step."""
     monkeypatch.setattr(
         build,
         "keep_parameters_in",

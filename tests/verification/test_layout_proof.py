@@ -1,4 +1,6 @@
-"""A layout is proved on a small model before the first step, once; what differs starts nothing."""
+"""A layout is proved once on a small model before the first step; a difference prevents the
+start.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def test_what_differs_is_refused_and_the_first_module_is_named(
     ) as no:
         layout_proof.prove(large)
     assert f"the first module that differs is {module};" in str(no.value)
-    with pytest.raises(ConfigError):  # and nothing of it is kept
+    with pytest.raises(ConfigError):  # and nothing is cached
         layout_proof.prove(large)
 
 

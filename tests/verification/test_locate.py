@@ -1,4 +1,4 @@
-"""What differs first is named: the module in order of computation, the ranks, the factor."""
+"""The first difference is named: the module in order of computation, the ranks, the factor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def first(overrides: list[str]) -> locate.FirstDifference | None:
             ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
             ["strategy=pipeline", "launch.nproc=2"],
             ["strategy.context.degree=2", "launch.nproc=2"],
-            [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # alike in positions
+            [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # same positions
         ],
     ),
     ids=" ".join,
@@ -68,7 +68,7 @@ def gradients_are_summed_not_averaged(patch: Patch) -> None:
 
 
 def part_of_rank_0(part: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch], None]:
-    """Return a fault: a part of what rank 1's column-parallel layers return is rank 0's."""
+    """Return a fault: part of the output of rank 1's column-parallel layers comes from rank 0."""
     right = layers.ColumnParallelLinear.forward
 
     def exchanged(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The bugs that ``scripts/test --mutants`` plants can be planted in the code as it is."""
+"""All bugs of ``scripts/test --mutants`` can be planted in the current code."""
 
 from __future__ import annotations
 

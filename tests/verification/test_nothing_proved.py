@@ -1,4 +1,4 @@
-"""A comparison that could not have failed is no pass, and says why."""
+"""A comparison that could not have failed does not pass, and gives the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify(overrides: list[str], *, steps: int = 2, **settings: object) -> Parit
 
 
 def user() -> nn.Module:
-    """A model around the layer that a test chooses."""
+    """Return a model around the layer that a test chooses."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), LAYERS["between"](), nn.Linear(16, 10))
 
 
@@ -46,7 +46,7 @@ def dead() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """Everything is frozen but one bias."""
+    """Return a model with one trainable bias."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Linear(16, 10))
     for parameter in (*model[1].parameters(), model[2].weight):
         parameter.requires_grad_(False)
@@ -106,7 +106,7 @@ def test_a_model_that_is_random_by_itself_is_reported_as_such(
 
 
 class SignOnly(nn.Module):
-    """A loss of the same value whatever goes in, and yet a gradient."""
+    """A loss that is the same for all inputs, but has a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.detach()) * 1.0

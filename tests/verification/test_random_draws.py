@@ -1,4 +1,4 @@
-"""Dropout's masks: alike on a tensor axis, apart between data ranks and steps, recomputed alike."""
+"""Dropout masks: equal on a tensor axis, different between data ranks and steps, and reproduced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verdict_on(arguments: list[str], overrides: list[str]) -> ParityResult:
 
 def problems(overrides: list[str]) -> list[str]:
     arguments = MODELS["gpt"]
-    if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
+    if overrides is RECOMPUTED:  # blocks without dropout save no generator state
         arguments = without_folder("gpt2", resid_pdrop=0.1)
     return verdict_on(arguments, overrides).differences
 
@@ -109,7 +109,7 @@ def test_it_reports_masks_that_would_be_wrong(
 
 
 class Dropping(nn.Module):
-    """Drops by a module and by a function, as attention does."""
+    """Applies dropout by a module and by a function, as attention does."""
 
     def __init__(self) -> None:
         super().__init__()

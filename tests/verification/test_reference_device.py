@@ -1,4 +1,4 @@
-"""One process computes where the layout's ranks do, and says what it left unused."""
+"""The reference runs on the same device as the layout, and reports unused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scripts/test --sweep`` counts what it verified, and fails where a combination does."""
+"""``scripts/test --sweep`` counts the verified combinations, and fails if one fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
 
 @pytest.mark.deferred
 def test_what_passes_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """In bf16, and a rank's part of a bias has six elements: rounding makes it longer by 6 %."""
+    """In bf16, with six elements of a bias on a rank: rounding increases its norm by 6 %."""
     combination = "fsdp,_offload_full_x_tensor-4-mlp-bf16-1-none"
     assert sweep(["--only", combination]) == 0
     assert f"{combination}: passed" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Both sides of a comparison are kept as whole tensors under the same names."""
+"""Both sides of a comparison store full tensors under the same names."""
 
 from __future__ import annotations
 

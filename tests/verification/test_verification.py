@@ -1,4 +1,4 @@
-"""verify passes what is right, and names what a broken engine gets wrong."""
+"""verify passes correct engines, and names the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.averaging import gradient_bucket
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines import build, forward_backward, mesh_engine
 from axonlaunch.engines.data_parallel import gradient_synchronizer
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
@@ -62,7 +62,7 @@ def test_updates_of_an_own_optimizer_are_smooth_too() -> None:
 
 
 def in_layout(broken: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
-    """Break a function on worlds of several ranks alone: the one process stays right."""
+    """Break a function only on worlds of several ranks: the reference stays correct."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -72,7 +72,7 @@ def in_layout(broken: Callable[..., Any], right: Callable[..., Any]) -> Callable
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in place of what should be done."""
+    """Replace a function by one that does nothing."""
 
 
 Patch = pytest.MonkeyPatch
@@ -295,7 +295,7 @@ def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
 
 
 class Noisy(nn.Linear):
-    """Draws in its forward what no switch turns off."""
+    """Applies dropout in its forward that no switch turns off."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return functional.dropout(super().forward(inputs), 0.5, self.training)

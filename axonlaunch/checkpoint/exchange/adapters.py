@@ -243,7 +243,7 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     trained = _Trained.of(config)
     if trained.others:
-        message = f"{trained.others[0]} was trained beside the adapter; use --merge"
+        message = f"{trained.others[0]} was trained in addition to the adapter; use --merge"
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     parts = _parts(checkpoint, trained)
     save_file(

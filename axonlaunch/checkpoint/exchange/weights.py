@@ -25,9 +25,9 @@ from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, Synthet
 from axonlaunch.config.options.model import GPTConfig, HuggingFaceConfig, LlamaConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
-from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizer import PretrainedTokenizer, read_foreign
-from axonlaunch.data.tokenizer_files import foreign_files, model_of_folder
+from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, read_foreign
+from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
 from axonlaunch.system.storage.files import write_copy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.data.origin import Origin
+from axonlaunch.data.datasets.origin import Origin
 from axonlaunch.system.storage.files import read_text
 
 FORMAT = 4
@@ -70,7 +70,7 @@ class Checkpoint:
         best_eval_loss: Lowest evaluation loss; None without an evaluation.
         evaluations_since: Number of evaluations after the best one.
         data: Position in data that can only be read in order; None if ``samples`` is the position.
-        origin: Description of the source of the rows (``data.origin``); None if unknown.
+        origin: Description of the source of the rows (``data.datasets.origin``); None if unknown.
         first_row_at: Value of ``samples`` when the run last restarted at the first row of its data.
     """
 

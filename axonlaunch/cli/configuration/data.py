@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from axonlaunch.config import RunConfig
-    from axonlaunch.data.document_parts import TextSummary
-    from axonlaunch.data.mix import AnyText
+    from axonlaunch.data.datasets.document_parts import TextSummary
+    from axonlaunch.data.texts.mix import AnyText
 
 HELP = "Tokenise documents and chats before a run, and show the resulting rows."
 EXAMPLES = """Examples:
@@ -131,8 +131,8 @@ def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
         ConfigError: A file can't be read, or a row is invalid.
     """
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.encoding import Tokenising
-    from axonlaunch.data.tokenizer import tokenizer_of
+    from axonlaunch.data.shards.encoding import Tokenising
+    from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
 
     is_new = False
     with spinner("reading") as show_progress:
@@ -158,8 +158,8 @@ def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, An
     """Return the first rows that a run with this seed trains on."""
     import numpy as np
 
-    from axonlaunch.data.loader import order_of
-    from axonlaunch.data.tokenizer import token_texts
+    from axonlaunch.data.datasets.loader import order_of
+    from axonlaunch.data.tokenizers.tokenizer import token_texts
 
     available = dataset.num_samples or count
     rows = order_of(dataset, np.arange(min(count, available)), seed=seed)

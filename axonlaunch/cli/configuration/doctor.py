@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.shared.options import Json, print_json
-from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.system.text.terminal import console_on
 
 HELP = "Show this node's hardware and test each communication backend."
@@ -123,6 +122,8 @@ def _gpu_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows with the measured speed of one rank."""
+    from axonlaunch.config.precision import PRECISIONS
+
     gflops = {name: measured[each.peak] * 1000 for name, each in PRECISIONS.items()}
     rows = [("matmul", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
     kernel, mib = measured["kernel_us"], 2**20

@@ -27,12 +27,13 @@ from axonlaunch.config.consistency.layout import (
     replicas,
 )
 from axonlaunch.config.consistency.run_name import run_name_issues
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import WSDConfig
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.options.recording import ProfileConfig
-from axonlaunch.config.precision import PRECISIONS, Precision
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.plain import with_values
@@ -129,7 +130,7 @@ def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
     """Require bf16 precision for bf16 weights, which are used without conversion."""
-    precision = Precision.of(config)
+    precision = precision_of(config)
     stored = precision.parameters
     if stored.is_low and precision.compute != stored:
         message = (

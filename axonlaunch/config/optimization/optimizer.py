@@ -316,7 +316,7 @@ OptimizerConfig = (
 )
 SchedulerConfig = ConstantConfig | CosineConfig | LinearConfig | WSDConfig
 
-_OURS = "axonlaunch.engines.optimizer"
+_OURS = "axonlaunch.engines.optimizer.algorithms"
 OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry(
     "optimizer",
     {

@@ -94,7 +94,7 @@ class ShapeOnlyTokensConfig(SyntheticTokensConfig):
     """Stand-in for text files in estimates: rows of the same shape, without reading files."""
 
     packing: str = "none"
-    """``data.packing`` of the text dataset"""
+    """``data.datasets.packing`` of the text dataset"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,56 +228,56 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
     "dataset",
     {
         "python_source": Entry(
-            "axonlaunch.data.python_source:PythonSource",
+            "axonlaunch.data.included.python_source:PythonSource",
             "source code of Python's standard library",
             PythonSourceConfig,
             DatasetFacts(sample=_bytes, is_text=True),
         ),
         "text": Entry(
-            "axonlaunch.data.text:Text",
+            "axonlaunch.data.included.text:Text",
             "your files as bytes, data.files",
             TextConfig,
             DatasetFacts(sample=_bytes, files=("files",), is_text=True),
         ),
         "documents": Entry(
-            "axonlaunch.data.mix:build_text",
+            "axonlaunch.data.texts.mix:build_text",
             "text in rows of files, tokenised: jsonl, csv, parquet, data.files",
             DocumentsConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "chat": Entry(
-            "axonlaunch.data.mix:build_text",
+            "axonlaunch.data.texts.mix:build_text",
             "chat messages in rows of files, by the tokenizer's chat template, data.files",
             ChatConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "tokens": Entry(
-            "axonlaunch.data.tokens:TokenFile",
+            "axonlaunch.data.included.tokens:TokenFile",
             "uint16 or uint32 tokens, memory-mapped, data.path",
             TokensConfig,
             DatasetFacts(sample=_tokens, files=("path",)),
         ),
         "synthetic_tokens": Entry(
-            "axonlaunch.data.synthetic:SyntheticTokens",
+            "axonlaunch.data.included.synthetic:SyntheticTokens",
             "synthetic sequences that count up",
             SyntheticTokensConfig,
             DatasetFacts(sample=_tokens),
         ),
         "synthetic_images": Entry(
-            "axonlaunch.data.synthetic:SyntheticImages",
+            "axonlaunch.data.included.synthetic:SyntheticImages",
             "synthetic images, one noisy pattern per class",
             SyntheticImagesConfig,
             DatasetFacts(sample=_images),
         ),
         "digits": Entry(
-            "axonlaunch.data.digits:Digits",
+            "axonlaunch.data.included.digits:Digits",
             "1797 real handwritten digits",
             DigitsConfig,
             DatasetFacts(sample=_digits),
             needs=Needs("sklearn", "scikit-learn", "axonlaunch[digits]"),
         ),
         "custom": Entry(
-            "axonlaunch.data.custom:build_custom_dataset",
+            "axonlaunch.data.datasets.custom:build_custom_dataset",
             "your dataset, data.target",
             CustomDataConfig,
             DatasetFacts(),

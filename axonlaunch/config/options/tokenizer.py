@@ -1,4 +1,4 @@
-"""Typed configuration of the tokenizer; ``axonlaunch.data.tokenizer`` loads or trains it."""
+"""Typed configuration of the tokenizer; ``data.tokenizers.tokenizer`` loads or trains it."""
 
 from __future__ import annotations
 

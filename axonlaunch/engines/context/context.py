@@ -17,7 +17,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_gather_from_group, collect_from
 from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
 from axonlaunch.models.modules.attention import Attention, Packing, RotaryTable, SequenceParts
 from axonlaunch.models.specs.spec import ModelSpec

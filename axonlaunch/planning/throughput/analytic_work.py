@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.precision import Precision
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -60,7 +60,7 @@ class _Scaled:
         self._layout = layout
         self._length = reference.sample_length
         self._samples = layout.micro_batch_size / layout.divisor("sequences")
-        self._precision = Precision.of(config)
+        self._precision = precision_of(config)
         self._compute_bytes = self._precision.compute.nbytes
         self._activation_bytes = (
             self._samples * self._length * reference.hidden_size * self._compute_bytes

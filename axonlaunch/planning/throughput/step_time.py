@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import DATA_AXES
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.config.precision import Precision
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.facts.parameter_facts import TrainingShares
@@ -332,7 +332,7 @@ class StepTime:
         strategy = self._config.strategy
         if self._layout.gradient_ranks == 1:
             return []
-        reduces_low = Precision.of(self._config).reduce.is_low
+        reduces_low = precision_of(self._config).reduce.is_low
         is_torch_ddp = strategy.ddp.sync == "overlapped" and not reduces_low
         if is_torch_ddp and self._layout.tensor == 1 and not self._layout.facts.divides_update:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World
 from axonlaunch.config import with_values
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.samples import Samples, default_collate
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.samples import Samples, default_collate
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
 from axonlaunch.engines.pipeline.split import Part, block_names

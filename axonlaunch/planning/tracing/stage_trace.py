@@ -18,7 +18,7 @@ import torch
 from axonlaunch.comm.backend import Backend
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimated_on
-from axonlaunch.data.dataset import AnyBatch, MicroBatch
+from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.optimizer.clipping import local_part

@@ -120,7 +120,7 @@ class _Copy:
         """Return the answer to a request.
 
         Raises:
-            IsolatedCallError: There is none in time, or the copy has ended or can't be made.
+            IsolatedCallError: No answer in time, or the copy has ended or can't be created.
         """
         done: Future[_Answer] = Future()
         self._requests.put((request, done))

@@ -117,7 +117,7 @@ def read_copy(path: str | os.PathLike[str], *, at_most: int) -> FileCopy:
 def why_not_read(file: Path, error: OSError) -> str:
     """Return why a file in a foreign folder was not read; for a link, also what to do."""
     if isinstance(error, NotRegularError) and file.is_symlink():
-        return f"{error.strerror} but a link out of its folder; put a copy of the file in its place"
+        return f"{error.strerror} but a link out of its folder; replace it with a copy of the file"
     return str(error.strerror or error)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.precision import Precision
-from axonlaunch.data.dataset import AnyBatch, Batch
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.diagnostics.module_trace.files import (
     StepTrace,
     TracedTensor,
@@ -186,7 +186,7 @@ class RunTracer:
         position_of = dict(zip(self._modules, positions.tolist(), strict=True))
         trace = StepTrace(
             step=self._engine.step,
-            arithmetic=Precision.of(self._config).lowest.name,
+            arithmetic=precision_of(self._config).lowest.name,
             layout=str(self._layout),
             axes={axis: size for axis, size in self._layout.axes.items() if size > 1},
             tensors=[*self._in_order(totals, sorted(self._modules, key=position_of.__getitem__))],

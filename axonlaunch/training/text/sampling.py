@@ -17,9 +17,9 @@ from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.data import DATASETS, CustomDataConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
-from axonlaunch.data.tokenizer_files import model_of_folder, tokenizer_files
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
+from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,7 +15,7 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.data.dataset import AnyBatch
+from axonlaunch.data.datasets.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.own_loss import own_loss

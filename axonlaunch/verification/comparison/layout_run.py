@@ -23,8 +23,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import Loader, rank_loader, whole_loader
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import Loader, rank_loader, whole_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit

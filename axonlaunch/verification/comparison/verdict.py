@@ -145,7 +145,7 @@ def _nothing_proved(
         return "one rank was compared with one process; use launch.nproc=2 or a strategy of several"
     if tolerances.last_step < 1:
         return (
-            "rounding errors alone change the first step too much for a comparison; "
+            "rounding errors change the first step too much for a comparison; "
             "use another precision or realistic initial weights"
         )
     if all(step.skipped for step in reference.steps):

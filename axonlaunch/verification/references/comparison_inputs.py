@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.options.data import IGNORE_INDEX
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.models.specs.own_loss import OwnLoss
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.models.modules.attention import Attention
 
 _SAME = 1e-3

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
-from axonlaunch.data.samples import CollatedSamples, map_tensors
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.own_loss import OwnLoss

@@ -20,10 +20,11 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.precision import Precision, state_format
-from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
-from axonlaunch.data.loader import whole_loader
-from axonlaunch.data.samples import map_tensors
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.precision import state_format
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.loader import whole_loader
+from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
 from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
@@ -84,7 +85,7 @@ class PlainRun:
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
         self._custom_loss = own_loss(config.train)
-        self._precision = Precision.of(config)
+        self._precision = precision_of(config)
         self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
         self._device = reference_device(config)
         self.model = self._build_model().to(self._device)

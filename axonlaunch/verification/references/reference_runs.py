@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import MuonConfig
-from axonlaunch.config.precision import Precision
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.plain_model import preserving_global_state
 from axonlaunch.verification.references.reference import NoReferenceError, PlainRun
@@ -108,4 +108,4 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _machine_epsilon(config: RunConfig) -> float:
     """Return the machine epsilon of the lowest precision in use."""
-    return 2 * Precision.of(config).lowest.roundoff
+    return 2 * precision_of(config).lowest.roundoff

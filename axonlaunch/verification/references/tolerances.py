@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.precision import Precision
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.verification.references.differences import (
     Difference,
     compare_numbers,
@@ -242,7 +242,7 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     parameters are fp32; the frozen weights of a model with an adapter may be bf16.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
-    precision = Precision.of(config)
+    precision = precision_of(config)
     is_trained_in_fp32 = not precision.parameters.is_low or config.adapter is not None
     is_mixed = precision.replica_arithmetic == "copies" and not precision.reduce.is_low
     is_mixed = is_mixed and is_trained_in_fp32

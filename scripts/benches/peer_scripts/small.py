@@ -1,6 +1,6 @@
-"""What all peers train: one transformer, one dataset; and what a user of each would add anyway.
+"""The task of all peers: one transformer, one dataset; and functions that any user would add.
 
-What a mistake needs is here too, so that no peer's script knows of it.
+Faults of mistakes are here, too, so that no peer's script contains them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Transformer(nn.Module):
-    """A causal transformer of torch's own layers; returns logits."""
+    """A causal transformer of torch's layers; returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def final_loss(model: nn.Module) -> float:
-    """Return the loss of what was trained on samples that everybody has."""
+    """Return the trained model's loss on samples that are the same for all peers."""
     samples = map(Tokens().__getitem__, range(8))
     inputs, targets = (torch.stack(list(x)) for x in zip(*samples, strict=True))
     model.eval()
@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Progress:
-    """Writes the seconds of a step, now and then."""
+    """Writes the seconds of steps at intervals."""
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.seconds, self.since = out, [], time.perf_counter()

@@ -1,4 +1,4 @@
-"""What doctor says of GPUs whose NVML and whose copies are made up."""
+"""Doctor's report on GPUs with simulated NVML and copies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from axonlaunch.diagnostics.doctor import diagnose, gpus
 
 
 class NVMLError(Exception):
-    """NVML's."""
+    """NVML's error."""
 
 
 class Nvml(SimpleNamespace):
-    """Two healthy GPUs; keywords say what is otherwise, by function."""
+    """Two healthy GPUs; keywords replace the results of NVML functions."""
 
     def __init__(self, **answers: Any) -> None:
         def refuse(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens without an error, and shows what the run logged."""
+"""The page in a real browser: it opens without an error, and shows the logged values of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command that reads run folders takes damaged ones: any value of any file replaced."""
+"""Every command that reads run folders accepts damaged ones: any value of any file replaced."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def replaced(content: Any) -> Iterator[Any]:
 
 
 def use_everything(folder: Path) -> None:
-    """Do what each command does with a run."""
+    """Use a run as each command does."""
     [run] = find_runs(folder.parent)
     data = page_data([run, run])
     json.dumps(data, allow_nan=False)

@@ -36,5 +36,5 @@ def test_at_most_four_points_of_a_bucket_are_kept_in_their_order(
 def test_steps_at_uneven_distances_fall_into_buckets_of_equal_width() -> None:
     x = [0, 1, 2, 3, 4, 5, 6, 7, 8, 1000]
     y = [0.0, 1, 9, 2, -3, 2, 1, 2, 1, 5]
-    # All but the last are in the first half: its ends, its highest and its lowest.
+    # All except the last are in the first half: its ends, its highest and its lowest.
     assert indices_to_keep(x, y, buckets=2) == [0, 2, 4, 8, 9]

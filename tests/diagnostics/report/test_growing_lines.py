@@ -1,4 +1,4 @@
-"""Of a file that grows only what is new is read, and of one that was written again everything."""
+"""Only new lines of a growing file are read, but all lines of a rewritten file."""
 
 from __future__ import annotations
 

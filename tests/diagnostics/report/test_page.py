@@ -1,4 +1,4 @@
-"""The page holds what the folder holds, in a file that fetches nothing and runs nobody's text."""
+"""The page shows the folder's contents, in a file that downloads nothing and runs no user text."""
 
 from __future__ import annotations
 

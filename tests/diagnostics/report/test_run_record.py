@@ -1,4 +1,4 @@
-"""A run's folder is read whole, half written, crashed or corrupt; what is missing is said."""
+"""Complete, partial, crashed or corrupt run folders can be read; missing parts are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served page is read by whoever has its address, and gives nothing else to anybody."""
+"""The served page can be read by anyone with its address; nothing else is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes for its report stays small, however many ranks it has."""
+"""A run's files for its report stay small with any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What model=hf refuses, in a line that says what to write instead."""
+"""Errors of model=hf, in one line that says what to write instead."""
 
 from __future__ import annotations
 

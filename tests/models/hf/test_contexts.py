@@ -1,4 +1,4 @@
-"""Sequences of transformers' models divided over ranks: as in a plain loop, or refused by name."""
+"""Context-parallel models of transformers: equal to a plain loop, or refused by name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ PACKED = {
 def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
     kind: str, tmp_path: Path
 ) -> None:
-    # Documents of 20 tokens begin in one part and end in another, and are longer than a window.
+    # Documents of 20 tokens begin in one shard and end in another, and are longer than a window.
     save(kind, tmp_path)
     packed = "data.document_length=20"
     expected = by_transformers(tmp_path, packed)
@@ -104,7 +104,7 @@ def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_pat
 
 
 REFUSED = {
-    "bloom": r"counts positions from 0|on a part of a sequence fails",  # as versions differ
+    "bloom": r"counts positions from 0|on a part of a sequence fails",  # depends on the version
     "mamba2": r"backbone\.layers\.0 mixes tokens by convolution",
     "falcon": "attention functions",
 }
@@ -145,7 +145,7 @@ def test_inspect_says_why_sequences_can_t_be_divided() -> None:
 
 
 class _Attends(nn.Module):
-    """A block that lets transformers' registry attend, and does something else besides."""
+    """A block that uses transformers' registry of attention, and an additional operation."""
 
     def __init__(self, config: object, beside: object) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What planning knows of a model of transformers: its width, its heads, how its blocks repeat."""
+"""Facts about a model of transformers for planning: width, heads, and repeated blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random weights: of the distribution that transformers draws, by the seed and the name alone."""
+"""Random weights have transformers' distribution, and depend only on the seed and the name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_weights_are_of_the_distribution_that_transformers_draws(kind: str) -> N
         wanted = expected[name]
         assert parameter.shape == wanted.shape
         assert parameter.dtype == wanted.dtype
-        # Of n numbers the mean errs by std / sqrt(n), and the deviation by std / sqrt(2 n).
+        # For n numbers the mean is off by std / sqrt(n), and the deviation by std / sqrt(2 n).
         std, count = float(wanted.std()) if wanted.numel() > 1 else 0.0, wanted.numel()
         assert float(parameter.mean()) == pytest.approx(
             float(wanted.mean()), abs=8 * std / count**0.5 + 1e-9

@@ -1,6 +1,6 @@
-"""What of transformers is not promised to users, and is used in ``models.hf.library`` alone.
+"""Undocumented parts of transformers, which only ``models.hf.library`` uses.
 
-Where one fails with another version of transformers, mend that module, and nothing else.
+If one fails with another version of transformers, change only that module.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_types_are_known_by_their_names(kind: str) -> None:
 def test_heads_are_shared_where_a_fused_kernel_takes_them(
     device: str, dtype: torch.dtype, shares: bool
 ) -> None:
-    """Else torch falls back in silence to the one that holds all scores."""
+    """Otherwise torch silently uses the kernel that holds all scores."""
     library.transformers()
     from transformers.integrations import sdpa_attention
 

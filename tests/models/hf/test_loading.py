@@ -1,4 +1,4 @@
-"""A rank reads its part of a checkpoint, and holds little more than that meanwhile."""
+"""A rank reads its shard of a checkpoint, and holds little more than that meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axonlaunch.planning.memory.estimate import estimate
 BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
 SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1024}
 SLACK = 12 << 20
-"""What Python, gloo and allocators take of their own while a rank is built."""
+"""Memory of Python, gloo and allocators while a rank is built."""
 
 
 @pytest.mark.deferred

@@ -1,4 +1,4 @@
-"""LoRA on models of transformers: in every layout what peft, transformers and torch alone give."""
+"""LoRA on models of transformers: every layout equals peft, transformers and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.adapter import is_of_adapter
 
-# What peft 0.21 calls is deprecated in transformers 5.23.
+# peft 0.21 calls it, but it is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6", "train.global_batch_size=8"]
@@ -40,7 +40,7 @@ LAYOUTS = {
 CASES = [
     *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout not in ("zero1 2", SHARED)),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
-    # These with magnitudes always, which scale the same.
+    # These always have magnitudes, which are scaled in the same way.
     pytest.param("gpt2", "tensor 2", "all-linear", marks=pytest.mark.slow),
     pytest.param("qwen3", SHARED, "all-linear", marks=pytest.mark.slow),
 ]
@@ -81,7 +81,7 @@ PACKED = [
         for layout in LAYOUTS
         if layout not in (SHARED, "tensor 2")
     ),
-    # Whose experts are [experts, inputs, outputs].
+    # Its experts have the shape [experts, inputs, outputs].
     pytest.param("gpt_oss", "single", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "tensor 2", marks=pytest.mark.slow),
 ]
@@ -108,7 +108,7 @@ def test_what_packed_experts_can_not_have_is_refused(key: str, value: str) -> No
 
 
 def compared(kind: str, layout: str, folder: Path, *more: str, **options: Any) -> None:
-    """Hold five steps of a layout against those of peft with the same options."""
+    """Compare five steps of a layout with peft and the same options."""
     save(kind, folder)
     overrides = [*LORA, *more, f"model.path={folder}"]
     losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
@@ -120,7 +120,7 @@ def compared(kind: str, layout: str, folder: Path, *more: str, **options: Any) -
 
 
 def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses by step, the last step's gradients, and how adapters start."""
+    """Return losses by step, the last step's gradients, and the adapters' initial values."""
     chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
 
@@ -145,10 +145,10 @@ def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor],
 def by_peft(
     path: Path, overrides: list[str], options: dict[str, Any], start: dict[str, Tensor]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The same by a plain loop, of adapters that start alike."""
+    """Return the same from a plain loop with the same initial adapters."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     conv = type(base).__name__.startswith("GPT2")
-    # Its import takes a second, in every worker.
+    # Its import takes a second in every worker.
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     settings = LoraConfig(r=4, lora_alpha=6, fan_in_fan_out=conv, **options)
@@ -183,6 +183,8 @@ def _ours(name: str) -> str:
 
 
 def _theirs(name: str) -> str:
-    """PEFT's files name magnitudes by no weight, and number what it puts around experts."""
+    """Convert a name to PEFT's files: magnitudes without ``.weight``, numbered wrappers of
+    experts.
+    """
     name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
     return name.replace("gate_up_proj_lora", "base_layer").replace("down_proj_lora.", "")

@@ -1,4 +1,4 @@
-"""Adapters on disk are PEFT's: what is exported PEFT loads, and what PEFT saved trains here."""
+"""PEFT loads exported adapters, and adapters saved by PEFT train here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 
-# What peft 0.21 calls is deprecated in transformers 5.23.
+# peft 0.21 calls it, but it is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6"]
@@ -38,7 +38,7 @@ TOKENS = torch.arange(24)[None] % 200
 
 
 def trained(overrides: list[str], run_dir: Path, *, steps: int = 2) -> tuple[RunConfig, Tensor]:
-    """Train on the mock world, save; return the configuration and the logits of some tokens."""
+    """Train on the mock world and save; return the configuration and the logits of some tokens."""
     chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
 
@@ -141,7 +141,7 @@ def test_what_peft_saved_of_packed_experts_is_what_a_run_starts_from(
 
 
 def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
-    """Save an adapter of random matrices, and return its logits."""
+    """Save an adapter with random matrices, and return its logits."""
     torch.manual_seed(0)
     from peft import LoraConfig, get_peft_model
 
@@ -197,7 +197,7 @@ DAMAGED_SETTINGS: dict[str, tuple[str, str]] = {
     "a text for a flag": ('"use_dora": "no"', "use_dora=no, not true or false"),
     "a long text": (f'"bias": "{"x" * 9_000}"', "it has bias='x"),
 }
-"""Settings of ``adapter_config.json``, or all of its text, and what is said of them."""
+"""Settings of ``adapter_config.json``, or its full text, and the expected error."""
 
 
 @pytest.mark.timeout(60)

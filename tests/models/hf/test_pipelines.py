@@ -1,4 +1,4 @@
-"""Stages that run transformers' own forward learn as transformers alone does, in a plain loop."""
+"""Stages that run transformers' forward learn the same as a plain loop of transformers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: P
 
 
 def test_stages_are_balanced_in_a_process_that_has_not_looked_at_the_model_yet() -> None:
-    # As in a rank: the launcher looked at it, in another process.
+    # As in a rank: the launcher inspected the model in another process.
     config = run_config(without_folder("qwen3", num_hidden_layers=6)).model
     structure._derive.cache_clear()
     spec = spec_for(config)

@@ -1,4 +1,4 @@
-"""What model=hf refuses before a rank starts, and how a model id is fetched."""
+"""Errors of model=hf before a rank starts, and downloading by a model id."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_flex_attention_is_not_estimated() -> None:
 
 
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hub's cache that holds the description of a model."""
+    """Return a Hub cache that contains the description of a model."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     snapshot = cache / "models--someone--small" / "snapshots" / "0123"
@@ -173,7 +173,7 @@ def test_a_folder_is_found_from_any_working_folder(
 
 @pytest.mark.parametrize(
     ("rank", "local_rank", "fetches"),
-    [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)],  # rank 0 has fetched before
+    [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)],  # rank 0 has it in its cache
 )
 def test_one_rank_of_each_node_fetches_what_another_launcher_starts(
     rank: int,

@@ -1,4 +1,6 @@
-"""A model of any family has a small one of the same architecture, or a reason why not."""
+"""A model of any family has a small version of the same architecture, or an error with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def described(kind: str, **changes: Any) -> HuggingFaceConfig:
 
 
 def full_size(kind: str) -> HuggingFaceConfig:
-    """A family's own figures, but for its depth: as they are used, and quickly built."""
+    """Return a family's default sizes with fewer blocks: realistic, and quickly built."""
     figures = SPECIAL.get(kind) or {"num_hidden_layers": 8}
     types = figures.get("layer_types")
     return described(kind, num_hidden_layers=figures["num_hidden_layers"], **_types(types))

@@ -1,4 +1,4 @@
-"""Training by transformers alone, in a loop as its users write it, gives the same losses."""
+"""A plain training loop with only transformers gives the same losses."""
 
 from __future__ import annotations
 

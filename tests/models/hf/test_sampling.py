@@ -1,4 +1,4 @@
-"""A folder of transformers with a tokenizer is sampled as transformers itself generates."""
+"""Sampling from a folder of transformers equals transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = ["to be or not to be, that is the question", "whether it is nobler in the
 
 
 def saved_with_tokenizer(kind: str, folder: Path) -> Any:
-    """Save a model of a family, and a tokenizer that is trained on the spot."""
+    """Save a model of a family, and a tokenizer that is trained here."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

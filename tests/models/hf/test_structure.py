@@ -1,4 +1,4 @@
-"""Blocks, ends and ties are derived from the model, whatever its family calls them."""
+"""Blocks, ends and ties are derived from the model, whatever their names are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers under tensor parallelism: saved, resumed, exported, estimated, refused."""
+"""Tensor-parallel models of transformers: saved, resumed, exported, estimated, refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def on_ranks(overrides: list[str], work: Any) -> list[Any]:
 
 
 def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train two steps, save, train on; return what was saved and the later losses."""
+    """Train two steps, save, train on; return the saved state and the later losses."""
 
     def write(engine: Any, loader: Any, world: World) -> Any:
         for step in range(2):
@@ -172,7 +172,7 @@ def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
 def test_slopes_that_learn_from_a_part_of_the_features_are_seen_before_the_start(
     corrected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers' plan of Apertus leaves them out, and each rank would learn its own slopes."""
+    """Transformers' plan of Apertus omits them, so each rank would learn different slopes."""
     if not corrected:
         monkeypatch.setattr(tensor_plans, "_CORRECTIONS", {})
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}

@@ -27,7 +27,7 @@ SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=16"),
 ]
 SHARE = 0.95
-"""Of the bugs that must be found."""
+"""Fraction of the bugs that must be found."""
 SECONDS = 300
 
 
@@ -36,13 +36,13 @@ class Mutant:
     """A bug.
 
     Attributes:
-        claim: What the broken code does.
-        file: Below axonlaunch/.
-        before: What stands there, once.
-        after: What stands there instead.
+        claim: Effect of the bug.
+        file: Path below axonlaunch/.
+        before: Correct code, which occurs once in the file.
+        after: Code with the bug.
         verify: Arguments of the command that must find it.
-        module: Part of the name of the module at fault, or of the first that a fault of the whole
-            model reaches; ``none`` where no module can be, as of a schedule.
+        module: Part of the name of the faulty module, or of the first module that a fault of the
+            whole model reaches; ``none`` if no module can be named, such as for a schedule.
     """
 
     claim: str
@@ -54,7 +54,7 @@ class Mutant:
 
     @property
     def arguments(self) -> list[str]:
-        """What the command is given."""
+        """Return the arguments of the command."""
         chosen = shlex.split(self.verify)
         names_model = any(word.startswith("model=") for word in chosen)
         return [*([] if names_model else SMALL), *chosen]
@@ -62,12 +62,12 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Found:
-    """What verify reported.
+    """The report of verify.
 
     Attributes:
-        verdict: Its word, or ``error``.
+        verdict: The verdict, or ``error``.
         first: The first line that differs.
-        module: The first module that differs, and how; empty where none was named.
+        module: The first module that differs, and how; empty if none was named.
     """
 
     verdict: str
@@ -76,14 +76,13 @@ class Found:
 
 
 def mutants() -> list[Mutant]:
-    """Read the file."""
     content = tomllib.loads((HERE / "mutants.toml").read_text())
     return [Mutant(**table) for table in content["mutant"]]
 
 
 @contextmanager
 def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
-    """Break a file of the copy, and mend it."""
+    """Plant a bug in a file of the copy, and restore the file afterwards."""
     file = copy / "axonlaunch" / mutant.file
     right = file.read_text()
     if right.count(mutant.before) != 1:
@@ -96,7 +95,9 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file whose compiled form is then seen to be old, also within a second."""
+    """Write a file so that Python sees its compiled form is outdated, even within the same
+    second.
+    """
     later = file.stat().st_mtime + 2
     file.write_text(text)
     os.utime(file, (later, later))
@@ -126,7 +127,7 @@ def verify(arguments: list[str], copy: Path) -> Found:
 
 
 def main() -> int:
-    """Print a line for each bug; return 0 where enough were found."""
+    """Print a line for each bug; return 0 if enough were found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="those whose claim or file holds this text")
     parser.add_argument("--from", dest="first", type=int, default=0, help="skip those before")
@@ -144,7 +145,7 @@ def main() -> int:
                 passes[arguments] = verify(mutant.arguments, copy).verdict == "passed"
             with planted(mutant, copy):
                 seen = verify(mutant.arguments, copy)
-            # A command that the right code does not pass finds nothing.
+            # A command finds nothing if the correct code does not pass it.
             is_found = passes[arguments] and seen.verdict in ("failed", "nothing proved")
             is_named, has_module = bool(seen.module), mutant.module != "none"
             is_right = has_module and mutant.module in seen.module.partition(":")[0]

@@ -18,8 +18,8 @@ from torch import Tensor
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config import ConfigError
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
-from axonlaunch.data.samples import CollatedSamples
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.loss import gather_logits, vocab_parallel_cross_entropy_sum
 from axonlaunch.models.specs.loss import cross_entropy_sum, with_auxiliary_loss

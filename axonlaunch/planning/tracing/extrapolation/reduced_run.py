@@ -20,8 +20,8 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.data.dataset import Dataset, sample_inputs, sample_targets
-from axonlaunch.data.samples import CollatedSamples
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs, sample_targets
+from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import style_modules

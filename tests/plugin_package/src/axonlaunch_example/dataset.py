@@ -9,7 +9,7 @@ import numpy as np
 
 import axonlaunch as ax
 from axonlaunch.config.options.data import SampleShape
-from axonlaunch.data.dataset import Batch, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, NoText, Split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A launcher that starts ranks on this node, and keeps a list of what it launched."""
+"""A launcher that starts ranks on this node, and writes the names of the runs to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD (Stich, 2019): replicas train by themselves, and average parameters now and then."""
+"""Local SGD (Stich, 2019): replicas train separately, and periodically average parameters."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Datasets in general: protocol, registry, order of samples, packing, loading and origin."""

@@ -1,0 +1,1 @@
+"""Shards of encoded text: making, caching and checking them."""

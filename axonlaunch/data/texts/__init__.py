@@ -1,0 +1,1 @@
+"""Text datasets: documents, chats and mixes, tokenised into rows."""

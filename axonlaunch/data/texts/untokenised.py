@@ -1,0 +1,51 @@
+"""Facts about a text dataset that are known without tokenising its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.data.datasets.dataset import DatasetInfo, Kind
+from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.texts.encoders import make_encoder
+from axonlaunch.data.tokenizers.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Untokenised:
+    """Facts about a text dataset that are known before its files are read.
+
+    Attributes:
+        num_classes: Number of tokens in the vocabulary.
+        sample_shape: Shape of a row.
+        info: Optional facts.
+    """
+
+    num_classes: int
+    sample_shape: tuple[int, ...]
+    info: DatasetInfo
+    kind: Kind = "tokens"
+
+
+def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
+    """Check everything that needs no tokenising.
+
+    Raises:
+        ConfigError: A pattern matches no file, a file has an unknown format, or the tokenizer can't
+            be read or has no chat template for chats.
+    """
+    if tokenizer.name == "train":
+        vocab_size = tokenizer.vocab_size
+    else:
+        loaded = load_tokenizer(tokenizer)
+        for source in config.sources().values() or [config]:
+            make_encoder(source, loaded)
+        vocab_size = loaded.vocab_size
+    for name, source in (config.sources() or {"": config}).items():
+        key = f"data.mix.{name}" if name else "data"
+        find_sources(source.files, key=f"{key}.files")
+        if isinstance(source.held_out, list):
+            find_sources(source.held_out, key=f"{key}.held_out")
+    info = DatasetInfo(is_packed=config.packing != "none")
+    return Untokenised(vocab_size, (config.sequence_length,), info)
