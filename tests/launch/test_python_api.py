@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import axonlaunch as ax
 from axonlaunch.config import with_values
-from axonlaunch.launch import python_api
+from axonlaunch.launch.commands import python_api
 
 MOCK = [*TINY, "launch.nproc=2", "launch.backend=mock"]
 
@@ -107,7 +107,7 @@ def test_interrupt_stops_train_in_main_thread_and_train_works_in_another_thread(
 )
 def test_checking_a_loaded_config_again_returns_equal_config(overrides: list[str]) -> None:
     config = ax.load(overrides)
-    assert python_api._checked(config) == config
+    assert python_api._check_again(config) == config
 
 
 def test_replaced_invalid_value_is_config_error() -> None:
