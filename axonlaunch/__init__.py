@@ -186,23 +186,23 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
     from axonlaunch.engines.tensor.parallelize import parallelize as parallelize
-    from axonlaunch.launch.build_engine import build_engine as build_engine
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.build_engine import build_engine as build_engine
+    from axonlaunch.launch.commands.python_api import (
         RunFailedError as RunFailedError,
     )
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.python_api import (
         estimate as estimate,
     )
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.python_api import (
         load as load,
     )
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.python_api import (
         plan as plan,
     )
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.python_api import (
         train as train,
     )
-    from axonlaunch.launch.python_api import (
+    from axonlaunch.launch.commands.python_api import (
         verify as verify,
     )
     from axonlaunch.launch.registry import register_launcher as register_launcher
@@ -292,8 +292,8 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.engines.tensor.outputs.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.engines.tensor.parallelize": ("parallelize",),
-    "axonlaunch.launch.build_engine": ("build_engine",),
-    "axonlaunch.launch.python_api": (
+    "axonlaunch.launch.commands.build_engine": ("build_engine",),
+    "axonlaunch.launch.commands.python_api": (
         "RunFailedError",
         "estimate",
         "load",

@@ -121,8 +121,10 @@ def write_files(page: Path, folder: Path) -> list[str]:
     return [script for script in scripts if script not in blocks(page, "yaml")]
 
 
-def run_python(path: Path, folder: Path) -> None:
-    ran = served.Forked(served.script, path.name, folder=folder, environment=dict(os.environ))
+def run_python(path: Path, folder: Path, server: Server) -> None:
+    ran = served.Forked(
+        served.served_script, server, path.name, folder=folder, environment=dict(os.environ)
+    )
     _, errors = ran.communicate(timeout=60)
     assert ran.returncode == 0, errors
 
@@ -139,7 +141,7 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
         if command.startswith(COSTLY):
             continue  # has a separate test
         if command.startswith("python "):
-            run_python(tmp_path / command.removeprefix("python "), tmp_path)
+            run_python(tmp_path / command.removeprefix("python "), tmp_path, server)
         elif command.startswith("axonlaunch "):
             differs = command.startswith(DIFFERING)
             axonlaunch(*shortened(command, page)[1:], status=int(differs))
@@ -170,7 +172,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, server: Server) -
     for number, script in enumerate(write_files(page, tmp_path)):
         path = tmp_path / f"script_{number}.py"
         path.write_text(script)
-        run_python(path, tmp_path)
+        run_python(path, tmp_path, server)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda p: p.stem)

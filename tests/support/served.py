@@ -183,6 +183,12 @@ def command(server: Server, *overrides: str, around: Callable[..., None] | None 
     app.run_command()
 
 
+def served_script(server: Server, path: str, *overrides: str) -> None:
+    """Run a Python file like ``script``; its runs and estimates use the server."""
+    ours.warm = partial(reached, server)
+    script(path, *overrides)
+
+
 def script(path: str, *overrides: str) -> None:
     """Run a Python file with warnings as errors."""
     warnings.simplefilter("error")

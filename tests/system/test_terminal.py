@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
@@ -19,3 +21,12 @@ def test_a_users_text_is_printed_as_it_was_written(in_table: bool) -> None:
     stream = io.StringIO()
     console_on(stream, width=80).print(table if in_table else text, markup=in_table)
     assert stream.getvalue().strip() == text
+
+
+def test_console_in_a_notebook_prints_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    assert console_on(io.StringIO()).is_terminal
+    application = SimpleNamespace(initialized=lambda: True)
+    kernel = SimpleNamespace(IPKernelApp=application)
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
+    assert not console_on(io.StringIO()).is_terminal

@@ -53,4 +53,4 @@ def preloads(overrides: Sequence[str] | None, *, traces: bool = True) -> list[st
     words = [*(overrides or ())]
     uses_hf = {"model=hf", "+model=hf", "model.name=hf"} & {*words}
     compiles = traces or any(_COMPILES.search(word) for word in words)
-    return forkserver.preloads(compiler=compiles, transformers=bool(uses_hf))
+    return forkserver.modules_to_preload(compiler=compiles, transformers=bool(uses_hf))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from axonlaunch.launch.dry_run import DryRun
+    from axonlaunch.launch.commands.dry_run import DryRun
 
 HELP = "Train a model."
 EXAMPLES = """Examples:
@@ -161,7 +161,7 @@ def _dry_run(
 
     with forkserver.warm(preload=preloads(overrides)) as context:
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
-        from axonlaunch.launch.dry_run import dry_runs
+        from axonlaunch.launch.commands.dry_run import dry_runs
         from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.runs import Request
 

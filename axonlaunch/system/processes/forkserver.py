@@ -51,7 +51,7 @@ class ForkServerError(RuntimeError):
     """The server does not answer: it was stopped or killed, or it can't import a module."""
 
 
-def preloads(*, compiler: bool, transformers: bool) -> list[str]:
+def modules_to_preload(*, compiler: bool, transformers: bool) -> list[str]:
     """Return the modules with torch's compiler and with transformers, as requested."""
     return [*([_COMPILER] if compiler else []), *([_TRANSFORMERS] if transformers else [])]
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from axonlaunch import config as configuration
-from axonlaunch import data
-from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
-from axonlaunch.data.datasets.dataset import sample_inputs
-from axonlaunch.engines import build
-from axonlaunch.engines.base import Engine
 from axonlaunch.preflight import checks
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.script_engine import Engine, engine_with_weights
 
 
 def build_engine(config: RunConfig, world: World) -> Engine:
@@ -42,9 +37,4 @@ def build_engine(config: RunConfig, world: World) -> Engine:
     config = configuration.with_values(config, settings)
     # On NCCL every rank of the world has a device, possibly on another node.
     devices = ranks // num_nodes if world.backend is Backend.NCCL else None
-    config = checks.resolve(config, devices=devices)
-    configure_arithmetic(config.train)
-    sample = sample_inputs(data.build_dataset(config.data, config.tokenizer))
-    engine = build.build_engine(config, world, sample=sample)
-    load_initial_weights(engine, config, world=world)
-    return engine
+    return engine_with_weights(checks.resolve(config, devices=devices), world)

@@ -1,4 +1,4 @@
-"""Functions for scripts and notebooks that do what the commands do: load, train, estimate, verify.
+"""The commands as functions for scripts and notebooks: load, train, estimate, verify and plan.
 
 Importing this module imports no torch. Work with torch is done in processes forked from a server,
 which each call starts and ends. They do not import the caller's script, so the script needs no
@@ -105,7 +105,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     started = time.time()
     limits.allow_open_files()  # the server and the ranks inherit the limit
     environment = ClusterEnvironment.detect(os.environ)
-    config = _checked(config)
+    config = _check_again(config)
     compiles = config.train.compile or config.strategy.pipeline.degree > 1
     with forkserver.on_demand(preload=_preloads(config, compiler=compiles)) as server:
         count = partial(accelerators_of, server)
@@ -148,7 +148,7 @@ def estimate(
     if exact and analytic:
         message = "analytic=True contradicts exact=True, which traces every layer; use one of them"
         raise ConfigError([ConfigIssue("", message)])
-    config = _checked(config)
+    config = _check_again(config)
     with _tracing(config) as context:
         config = prepared(context, config)
         result = forecast(context, config, exact=exact, analytic=analytic)
@@ -171,7 +171,7 @@ def verify(
     """
     if steps < 1:
         raise ConfigError([ConfigIssue("steps", "must be 1 or more", steps)])
-    config, folder = _checked(config), None if dump is None else Path(dump)
+    config, folder = _check_again(config), None if dump is None else Path(dump)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with _tracing(config) as context:
@@ -197,12 +197,12 @@ def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
     if unknown := [key for key in fixed if key not in SEARCHED]:
         message = f"is not a setting that the search changes; use {one_of(SEARCHED)}"
         raise ConfigError([ConfigIssue("fixed", message, unknown)])
-    config = _checked(config)
+    config = _check_again(config)
     with _tracing(config) as context:
         return plan_config(context, config, devices=devices, fixed=fixed)
 
 
-def _checked(config: object) -> RunConfig:
+def _check_again(config: object) -> RunConfig:
     """Type and check a configuration again, because the caller may have replaced values."""
     if not isinstance(config, RunConfig):
         kind = type(config).__name__
@@ -220,4 +220,4 @@ def _tracing(config: RunConfig) -> Iterator[ForkServerContext]:
 
 def _preloads(config: RunConfig | None = None, *, compiler: bool) -> list[str]:
     uses_hf = config is not None and isinstance(config.model, HuggingFaceConfig)
-    return forkserver.preloads(compiler=compiler, transformers=uses_hf)
+    return forkserver.modules_to_preload(compiler=compiler, transformers=uses_hf)

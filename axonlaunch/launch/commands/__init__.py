@@ -1,0 +1,1 @@
+"""The commands that launch runs: dry runs, and functions for scripts and notebooks."""
