@@ -29,7 +29,8 @@ import os, socket, struct, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.comm import World, gloo, all_reduce_sum
+from axonlaunch.comm import World, all_reduce_sum
+from axonlaunch.comm.connection import gloo
 from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore
 
 HELD = []

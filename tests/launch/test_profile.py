@@ -239,7 +239,10 @@ def test_out_of_memory_writes_allocator_snapshot(
         (["train.profile.memory=true"], "no step is profiled"),
         (["train.profile={steps: [1, 2], ranks: []}"], "expected ranks"),
         (["train.profile={steps: [1, 2], ranks: [2]}"], "the world has ranks 0 to 1"),
-        (["train.profile={steps: [1, 2], ranks: [0, 1]}", "launch.backend=mock"], "one can be"),
+        (
+            ["train.profile={steps: [1, 2], ranks: [0, 1]}", "launch.backend=mock"],
+            "only one of them can be profiled",
+        ),
     ],
 )
 def test_invalid_profile_settings_are_refused(overrides: list[str], message: str) -> None:

@@ -153,7 +153,7 @@ def test_signing_key_is_in_no_argument_variable_or_readable_file(
 KEY = """
 import gc, os
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.comm import gloo
+from axonlaunch.comm.connection import gloo
 
 prove = gloo._prove
 def note(group, store, challenge, key, **rest):
