@@ -96,7 +96,9 @@ def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimi
         "adamw": lambda: optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
         "adam": lambda: optim.Adam(groups, betas=(0.9, 0.999), fused=True),
         "sgd": lambda: optim.SGD(groups, momentum=0.9, fused=True),
-        "nadam": lambda: optim.NAdam(groups, decoupled_weight_decay=True, foreach=True),
+        "nadam": lambda: optim.NAdam(
+            groups, betas=(0.9, 0.95), decoupled_weight_decay=True, foreach=True
+        ),
         "adafactor": lambda: optim.Adafactor(groups, foreach=False),
     }
     return [made[kind]()]
