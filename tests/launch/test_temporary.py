@@ -12,7 +12,7 @@ import pytest
 from axonlaunch.system.processes import temporary_folders
 
 HOLDING = """
-from axonlaunch.system import temporary_folders as temporary
+from axonlaunch.system.processes import temporary_folders as temporary
 with temporary.temporary_folder() as made:
     print(made, flush=True)
     input()

@@ -47,7 +47,7 @@ PARENT = """
 from multiprocessing.process import BaseProcess
 from recording import record
 from axonlaunch.cli import main
-from axonlaunch.system import forkserver
+from axonlaunch.system.processes import forkserver
 
 run_server = forkserver._run_server
 def recorded_server():
