@@ -57,7 +57,7 @@ def total(addends: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_copying_in_sums_backward_and_reducing_out_sums_forward(size: int) -> None:
+def test_autograd_copy_and_reduce_are_transposes(size: int) -> None:
     xs, ys, upstream, gradients = zip(*exchanged(size, copy_to_group, (3, 4)), strict=True)
     for rank in range(size):
         assert torch.equal(ys[rank], xs[rank])
@@ -74,7 +74,7 @@ DIMS = [((8, 4, 3), 0), ((2, 8, 3), 1), ((1, 8, 3), 1), ((2, 3, 8), -1), ((8,), 
 
 @pytest.mark.parametrize(("shape", "dim"), DIMS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_gathering_and_scattering_are_each_others_gradients(
+def test_autograd_gather_and_scatter_are_transposes(
     size: int, shape: tuple[int, ...], dim: int
 ) -> None:
     def gather(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -96,7 +96,7 @@ def test_gathering_and_scattering_are_each_others_gradients(
 
 @pytest.mark.parametrize(("shape", "dim"), DIMS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_splitting_gathers_backward_and_collecting_splits_backward(
+def test_autograd_split_and_collect_are_transposes(
     size: int, shape: tuple[int, ...], dim: int
 ) -> None:
     def split(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -116,7 +116,7 @@ def test_splitting_gathers_backward_and_collecting_splits_backward(
         assert torch.equal(gradients[rank], upstream[rank].chunk(size, dim)[rank])
 
 
-def test_inputs_and_gradients_of_any_layout_will_do() -> None:
+def test_autograd_collectives_accept_any_memory_layout() -> None:
     def rank(world: World) -> None:
         group = world.default_group
         x = drawn((8, 6), seed=world.rank).t()  # not contiguous
@@ -131,7 +131,7 @@ def test_inputs_and_gradients_of_any_layout_will_do() -> None:
     World.mock(2).run(rank)
 
 
-def test_a_group_of_some_ranks_exchanges_among_them() -> None:
+def test_autograd_collectives_work_on_subgroup() -> None:
     def rank(world: World) -> float:
         even, odd = world.new_group([0, 2]), world.new_group([1, 3])
         group = odd if world.rank % 2 else even
@@ -140,7 +140,7 @@ def test_a_group_of_some_ranks_exchanges_among_them() -> None:
     assert World.mock(4).run(rank) == [2.0, 4.0, 2.0, 4.0]
 
 
-def test_a_group_of_one_returns_what_it_is_given() -> None:
+def test_autograd_collectives_of_one_rank_return_input() -> None:
     def rank(world: World) -> None:
         group, x = world.default_group, torch.ones(3, 3)
         for function in (copy_to_group, all_reduce_from_group, sum_over, max_over, start_sum):
@@ -170,7 +170,7 @@ def test_sums_and_maxima_without_autograd() -> None:
     World.mock(2).run(rank)
 
 
-def test_no_result_shares_memory_with_what_went_in() -> None:
+def test_collective_results_do_not_alias_inputs() -> None:
     def rank(world: World) -> None:
         group = world.default_group
         calls: list[Call] = [all_reduce_from_group, sum_over, max_over]
@@ -186,7 +186,7 @@ def test_no_result_shares_memory_with_what_went_in() -> None:
     World.mock(2).run(rank)
 
 
-def test_what_the_group_does_not_divide_is_refused() -> None:
+def test_indivisible_autograd_collective_is_refused() -> None:
     def rank(world: World) -> None:
         for call in (scatter_to_group, reduce_scatter_to):
             with pytest.raises(
@@ -199,7 +199,7 @@ def test_what_the_group_does_not_divide_is_refused() -> None:
     World.mock(2).run(rank)
 
 
-def test_selective_checkpointing_can_save_them() -> None:
+def test_selective_checkpointing_can_save_collectives() -> None:
     must = {torch.ops._c10d_functional.all_reduce.default}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -228,7 +228,7 @@ def test_selective_checkpointing_can_save_them() -> None:
     assert World.mock(2).run(rank) == [[], []]
 
 
-def test_fake_tensors_pass() -> None:
+def test_autograd_collectives_accept_fake_tensors() -> None:
     def rank(world: World) -> None:
         group = world.default_group
         with FakeTensorMode():

@@ -19,19 +19,19 @@ from axonlaunch.comm.connection import nccl
 from axonlaunch.system import gpus
 
 
-def test_the_names_are_those_that_configurations_use() -> None:
+def test_backend_names_equal_configuration_names() -> None:
     assert [str(backend) for backend in Backend] == ["gloo", "nccl", "mock"]
     assert [op.name for op in ReduceOp] == ["Sum", "Product", "Min", "Max", "Average"]
 
 
-def test_what_is_public_is_sorted_and_there() -> None:
+def test_public_names_of_comm_are_sorted_and_exist() -> None:
     assert comm.__all__ == sorted(comm.__all__)
     assert all(hasattr(comm, name) for name in comm.__all__)
 
 
 @pytest.mark.deferred
 @pytest.mark.costly
-def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
+def test_importing_comm_has_no_side_effects() -> None:
     text = (
         "import sys, axonlaunch.comm, axonlaunch.comm.mock\n"
         "import torch.distributed as dist\n"
@@ -50,14 +50,14 @@ def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_nccl_reports_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     status = nccl.status()
     assert (status.available, status.version, status.devices) == (False, None, [])
     assert f"this torch ({torch.__version__}) is built without NCCL: install" in status.reason
 
 
-def test_nccl_reports_a_node_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_node_without_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(gpus, "devices", list)
@@ -66,7 +66,7 @@ def test_nccl_reports_a_node_that_has_no_device(monkeypatch: pytest.MonkeyPatch)
     assert "this torch has NCCL 2.27.3, but sees no device" in status.reason
 
 
-def test_nccl_reports_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_usable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     devices = [gpus.Device(f"device {index}", 80 * 2**30, f"{index}") for index in range(2)]
@@ -92,7 +92,7 @@ def test_nccl_reports_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_in_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # If this process initialised CUDA, it could not fork processes that compute.
     here = os.getpid()
 
@@ -110,7 +110,7 @@ def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.Mon
     ]
 
 
-def test_nccl_answers_here_too() -> None:
+def test_nccl_check_works_in_current_process() -> None:
     status = nccl.status()
     assert status.available == bool(status.devices) == (status.reason == "")
 
@@ -121,7 +121,7 @@ def test_a_failed_rank_can_be_reported_to_another_process() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "barrier", "a" * LINE_BYTES, "\u00e9" * 100])
-def test_a_line_is_read_as_it_was_written(line: str) -> None:
+def test_packed_line_round_trips(line: str) -> None:
     assert unpack(pack(line)) == line
 
 
@@ -142,22 +142,22 @@ def test_long_lines_that_differ_at_the_end_are_distinguished() -> None:
         ("cuda:nccl", Backend.NCCL),
     ],
 )
-def test_a_torch_backends_name_says_what_carries_the_bytes(name: str, backend: Backend) -> None:
+def test_torch_backend_name_maps_to_transport(name: str, backend: Backend) -> None:
     assert Backend.of_torch(name) is backend
 
 
-def test_a_world_on_nccl_carries_cpu_tensors_too() -> None:
+def test_nccl_world_supports_cpu_tensors() -> None:
     assert Backend.NCCL.torch_name == "cpu:gloo,cuda:nccl"
     assert Backend.of_torch(Backend.NCCL.torch_name) is Backend.NCCL
 
 
-def test_a_foreign_backend_is_no_backend_of_ours() -> None:
+def test_unknown_torch_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="ucc"):
         Backend.of_torch("ucc")
 
 
 @pytest.mark.skipif(nccl.status().available, reason="NCCL can be used here")
-def test_a_world_on_nccl_where_there_is_none_is_an_nccl_error_with_the_reason() -> None:
+def test_nccl_world_without_nccl_is_nccl_error() -> None:
     status = ax.nccl.status()
     assert not status.available
     assert status.devices == []

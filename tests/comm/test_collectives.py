@@ -11,12 +11,12 @@ from axonlaunch.comm import World
 
 
 @pytest.mark.deferred(keep=70)
-def test_on_mock(check_name: str) -> None:
+def test_collectives_on_mock(check_name: str) -> None:
     World.mock(WORLD_SIZE, timeout_s=20).run(CHECKS[check_name])
 
 
 @pytest.mark.deferred(keep=24)
-def test_on_gloo(check_name: str, gloo_outcomes: list[dict[str, Any]]) -> None:
+def test_collectives_on_gloo(check_name: str, gloo_outcomes: list[dict[str, Any]]) -> None:
     for rank, outcome in enumerate(gloo_outcomes):
         error = outcome["checks"][check_name].get("error")
         assert error is None, f"rank {rank}: {error}"
@@ -40,7 +40,7 @@ def test_gloo_and_mock_agree(gloo_outcomes: list[dict[str, Any]]) -> None:
             )
 
 
-def test_without_a_world_this_is_the_only_process() -> None:
+def test_collectives_without_world_assume_one_process() -> None:
     assert (comm.rank(), comm.world_size(), comm.is_main_process()) == (0, 1, True)
     with pytest.raises(ValueError, match=r"there is no world: call World.init\(\) first"):
         comm.all_reduce_sum(torch.zeros(2))
@@ -71,7 +71,7 @@ def test_a_world_of_one_changes_nothing() -> None:
         assert model.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
-def test_mock_takes_every_dtype_that_can_be_moved() -> None:
+def test_mock_collectives_support_every_movable_dtype() -> None:
     def move(world: World) -> list[bool]:
         matches = []
         for dtype in (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64):

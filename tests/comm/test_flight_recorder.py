@@ -40,7 +40,7 @@ os._exit(0)
 """
 
 
-def test_what_a_rank_has_begun_and_not_ended_is_reported(
+def test_flight_recorder_reports_unfinished_collectives(
     run_ranks: Callable[..., list[tuple[int | None, str]]],
 ) -> None:
     reported = []

@@ -29,7 +29,8 @@ import os, socket, struct, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.comm import World, gloo, all_reduce_sum
+from axonlaunch.comm import World, all_reduce_sum
+from axonlaunch.comm.connection import gloo
 from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore
 
 HELD = []
@@ -84,7 +85,7 @@ gloo._Listeners = Noisy
 """
 
 
-def test_eight_bytes_that_take_a_ranks_place_end_the_start_and_name_the_rank(
+def test_forged_gloo_rank_ends_start_and_names_rank(
     run_ranks: Run,
 ) -> None:
     (_, first), (_, second) = run_ranks(WORLD + ROBBED + START)
@@ -93,7 +94,7 @@ def test_eight_bytes_that_take_a_ranks_place_end_the_start_and_name_the_rank(
     assert "UnreachableRankError: rank 1 could not reach rank 0 over gloo: " in second
 
 
-def test_a_rank_without_the_key_is_refused(run_ranks: Run) -> None:
+def test_gloo_rank_without_key_is_refused(run_ranks: Run) -> None:
     pretender = """
 if RANK == 1:
     gloo._prove = lambda group, store, challenge, key, **rest: original(
@@ -113,7 +114,7 @@ def test_noise_at_both_ports_while_ranks_connect_does_no_harm(run_ranks: Run) ->
     assert [text.split() for _, text in outcomes] == [["total", "2"]] * 2
 
 
-def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_world_says() -> None:
+def test_gloo_missing_rank_is_waited_for_until_timeout() -> None:
     with pytest.raises(dist.DistStoreError):
         gloo.connect(
             dist.HashStore(),
@@ -125,7 +126,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_world_says() -
         )
 
 
-def test_a_rank_whose_keys_are_deleted_is_named_and_not_waited_for(
+def test_gloo_rank_with_deleted_store_keys_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gloo, "_CHECK_INTERVAL", timedelta(seconds=0.1))
@@ -145,7 +146,7 @@ def test_a_rank_whose_keys_are_deleted_is_named_and_not_waited_for(
         stranger.join()
 
 
-def test_every_gloo_group_of_a_world_is_proven_and_its_port_closed(
+def test_every_gloo_group_is_authenticated_and_its_port_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[list[str]] = []
@@ -167,7 +168,7 @@ def test_every_gloo_group_of_a_world_is_proven_and_its_port_closed(
                 socket.create_connection((host, int(port)), timeout=5)
 
 
-def test_torch_takes_a_proven_group_for_its_own() -> None:
+def test_torch_accepts_authenticated_gloo_group() -> None:
     with World.init():
         group = dist.group.WORLD
         assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
@@ -205,7 +206,7 @@ with World.init(timeout_s=600, store=dist.FileStore("store", 2)):
 """
 
 
-def test_gloo_still_copies_what_estimates_count(run_ranks: Run) -> None:
+def test_gloo_copies_buffers_that_estimates_count(run_ranks: Run) -> None:
     # If this fails, planning/tracing/devices/gloo_buffers.py counts buffers that no longer exist.
     for status, printed in run_ranks(WORLD + COPIES):
         assert status == 0, printed

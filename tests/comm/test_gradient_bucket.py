@@ -14,7 +14,7 @@ import axonlaunch as ax
 from axonlaunch.comm.averaging import gradient_bucket
 
 
-def test_tensors_lie_one_after_another_and_come_back_in_their_shapes() -> None:
+def test_bucket_packs_and_returns_tensors() -> None:
     bucket = ax.GradientBucket(10)
     first, second = torch.randn(2, 3), torch.randn(4)
     assert bucket.add(first)
@@ -25,7 +25,7 @@ def test_tensors_lie_one_after_another_and_come_back_in_their_shapes() -> None:
     assert [part.shape for part in bucket.extract()] == [(2, 3), (4,)]
 
 
-def test_what_has_no_room_is_left_out_whole() -> None:
+def test_tensor_that_does_not_fit_bucket_is_left_out() -> None:
     bucket = ax.GradientBucket(5)
     assert bucket.add(torch.ones(3))
     assert not bucket.is_full
@@ -35,7 +35,7 @@ def test_what_has_no_room_is_left_out_whole() -> None:
     assert bucket.is_full
 
 
-def test_it_copies_what_it_takes() -> None:
+def test_bucket_copies_tensors() -> None:
     gradient = torch.ones(2)
     bucket = ax.GradientBucket(2)
     bucket.add(gradient)
@@ -43,7 +43,7 @@ def test_it_copies_what_it_takes() -> None:
     assert bucket.data.tolist() == [1.0, 1.0]
 
 
-def test_a_cleared_bucket_is_empty_and_what_was_extracted_stays() -> None:
+def test_cleared_bucket_keeps_extracted_tensors() -> None:
     bucket = ax.GradientBucket(2)
     assert bucket.is_empty
     bucket.add(torch.ones(2))
@@ -55,14 +55,14 @@ def test_a_cleared_bucket_is_empty_and_what_was_extracted_stays() -> None:
     assert extracted.tolist() == [1.0, 1.0]
 
 
-def test_writing_to_its_data_is_seen_in_what_is_extracted() -> None:
+def test_bucket_extracts_current_data() -> None:
     bucket = ax.GradientBucket(4)
     bucket.add(torch.ones(2, 2))
     bucket.data.mul_(3)
     assert bucket.extract()[0].tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
-def test_dtypes_are_not_mixed() -> None:
+def test_bucket_does_not_mix_dtypes() -> None:
     bucket = ax.GradientBucket(4)
     bucket.add(torch.ones(2))
     with pytest.raises(ValueError, match=r"torch.float64 on cpu can't join .* torch.float32"):
@@ -70,19 +70,19 @@ def test_dtypes_are_not_mixed() -> None:
     assert bucket.size == 2
 
 
-def test_a_dtype_of_its_own_is_what_it_keeps() -> None:
+def test_bucket_keeps_explicit_dtype() -> None:
     bucket = ax.GradientBucket(2, dtype=torch.bfloat16)
     bucket.add(torch.tensor([1.0, 1 / 3]))
     assert bucket.data.dtype is torch.bfloat16
 
 
-def test_a_negative_capacity_is_refused() -> None:
+def test_negative_bucket_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity=-1: use 0 or more elements"):
         ax.GradientBucket(-1)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
-def test_ranks_average_it_in_its_dtype(dtype: torch.dtype | None) -> None:
+def test_bucket_is_averaged_in_its_dtype(dtype: torch.dtype | None) -> None:
     def run(world: ax.World) -> Tensor:
         bucket = ax.GradientBucket(3, dtype=dtype)
         bucket.add(torch.arange(3.0) * (world.rank + 1))
@@ -95,7 +95,7 @@ def test_ranks_average_it_in_its_dtype(dtype: torch.dtype | None) -> None:
         torch.testing.assert_close(mean.float(), torch.arange(3.0) * 2, rtol=1e-2, atol=0)
 
 
-def test_a_sum_in_a_smaller_type_does_not_overflow() -> None:
+def test_bucket_sum_in_smaller_dtype_does_not_overflow() -> None:
     def run(world: ax.World) -> list[float]:
         bucket = ax.GradientBucket(1, dtype=torch.float16)
         bucket.add(torch.tensor([60000.0]))

@@ -12,13 +12,13 @@ from axonlaunch.comm import World
 from axonlaunch.comm.checks.json_exchange import all_gather_json
 
 
-def test_every_rank_gets_the_value_of_each() -> None:
+def test_json_all_gather_returns_every_value() -> None:
     values = [None, [1, 2.5, "é"], {"a": ["b"] * 100}]
     gathered = World.mock(3).run(lambda world: all_gather_json(values[world.rank]))
     assert gathered == [values] * 3
 
 
-def test_nothing_of_ours_exchanges_pickled_objects() -> None:
+def test_package_uses_no_pickled_object_collectives() -> None:
     """torch's checkpoints use pickle, over authenticated connections; see ``docs/security.md``."""
     names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
     assert "all_gather_object" in names
@@ -29,6 +29,6 @@ def test_nothing_of_ours_exchanges_pickled_objects() -> None:
     assert uses == []
 
 
-def test_what_is_not_json_is_refused_where_it_is_sent() -> None:
+def test_non_json_value_is_refused_by_sender() -> None:
     with World.init(), pytest.raises(TypeError, match="not JSON serializable"):
         all_gather_json(object())

@@ -39,7 +39,7 @@ def test_the_last_axis_holds_neighbours_and_the_first_the_farthest() -> None:
     assert groups_of_rank[7]["tp"] == (6, 7)
 
 
-def test_a_rank_knows_its_place_on_every_axis() -> None:
+def test_mesh_has_coordinates_of_rank() -> None:
     def places(world: World) -> tuple[int, ...]:
         mesh = world.mesh(**AXES)
         assert mesh.along(*AXES) == world.rank
@@ -65,12 +65,12 @@ def test_torch_s_mesh_leaves_out_axes_of_one_rank() -> None:
     assert names[0] == ("pp", "dp_shard", "tp")
 
 
-def test_sizes_that_are_not_the_world_are_refused() -> None:
+def test_mesh_sizes_that_do_not_match_world_are_refused() -> None:
     with pytest.raises(RankFailedError, match="pp=3 x tp=2 is 6, not the world's 4 ranks"):
         World.mock(4).run(lambda world: world.mesh(pp=3, tp=2))
 
 
-def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() -> None:
+def test_ranks_with_same_batch_shard_form_one_model_copy() -> None:
 
     chosen = run_config(
         [
@@ -137,7 +137,7 @@ NCCL, BOTH = "nccl", None
     ],
     ids=str,
 )
-def test_groups_on_nccl_connect_by_gloo_where_the_host_s_tensors_pass_alone(
+def test_nccl_world_uses_gloo_for_groups_of_host_tensors(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: dict[str, str | None]
 ) -> None:
     keys = [
@@ -157,7 +157,7 @@ def test_groups_on_nccl_connect_by_gloo_where_the_host_s_tensors_pass_alone(
             assert group["pg_options"]._timeout == timedelta(seconds=77)
 
 
-def test_groups_on_gloo_are_as_the_world_and_wait_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_groups_have_timeout_of_world(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = groups_made(monkeypatch, Backend.GLOO, ["strategy.tensor.degree=2"])
     assert [(group["ranks"], group["backend"]) for group in asked] == [
         ([0, 2], None),
@@ -168,7 +168,7 @@ def test_groups_on_gloo_are_as_the_world_and_wait_as_long(monkeypatch: pytest.Mo
     }
 
 
-def test_axes_of_one_rank_connect_nothing_until_somebody_asks(
+def test_axis_of_one_rank_creates_group_lazily(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, list[int]]] = []

@@ -70,7 +70,7 @@ def test_a_rank_that_dies_in_the_backward_pass_of_others_is_named() -> None:
     assert isinstance(failure.__cause__, MemoryError)
 
 
-def test_a_deadlock_is_reported_with_what_each_rank_waits_for() -> None:
+def test_deadlock_report_names_operation_of_each_rank() -> None:
     def wait_in_a_ring(world: World) -> None:
         comm.recv(torch.zeros(4), src=(world.rank + 1) % 3)
 
@@ -102,7 +102,7 @@ def test_a_rank_that_finished_without_arriving_is_named() -> None:
     ) in str(failure)
 
 
-def test_a_message_nobody_will_send_names_who_has_finished() -> None:
+def test_waiting_for_finished_rank_names_it() -> None:
     def expect(world: World) -> None:
         if world.rank == 0:
             dist.recv(torch.zeros(2), 1)
@@ -126,7 +126,7 @@ def test_a_rank_that_sleeps_too_long_is_named_with_where_it_is() -> None:
     assert "rank 0: barrier in group [0, 1, 2], waits for ranks 1, 2" in str(failure)
 
 
-def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
+def test_endlessly_computing_rank_is_named_and_stopped() -> None:
     stopped = threading.Event()
 
     def compute(world: World) -> None:
@@ -142,7 +142,7 @@ def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
     assert stopped.wait(60)  # on a busy machine
 
 
-def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
+def test_long_communicating_rank_is_not_timed_out() -> None:
     def keep_going(world: World) -> int:
         deadline, rounds = time.monotonic() + 2.0, 0
         going = torch.ones(1)
@@ -157,7 +157,7 @@ def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
     assert rounds[0] == rounds[1] > 1
 
 
-def test_ranks_that_poll_each_other_for_ever_are_late() -> None:
+def test_endlessly_polling_ranks_time_out() -> None:
     def poll(world: World) -> None:
         work = dist.irecv(torch.zeros(1), 1 - world.rank)
         assert work is not None
@@ -168,7 +168,7 @@ def test_ranks_that_poll_each_other_for_ever_are_late() -> None:
     assert isinstance(failure.__cause__, TimeoutError)
 
 
-def test_a_mismatch_leaves_the_world_usable() -> None:
+def test_mismatched_collective_leaves_world_usable() -> None:
     def recover(world: World) -> list[float]:
         with pytest.raises(MismatchError):
             dist.all_reduce(torch.ones(2 if world.rank else 3))
@@ -177,7 +177,7 @@ def test_a_mismatch_leaves_the_world_usable() -> None:
     assert World.mock(3).run(recover) == [[3.0, 3.0]] * 3
 
 
-def test_a_mismatch_reaches_ranks_that_come_later_at_once() -> None:
+def test_mismatched_collective_reaches_later_ranks_at_once() -> None:
     arrived: list[int] = []
 
     def differ(world: World) -> None:

@@ -37,23 +37,23 @@ from axonlaunch.comm.mock.torch_internals import (
         "_unregister_process_group",
     ],
 )
-def test_c_plus_plus_still_has(name: str) -> None:
+def test_torch_cpp_private_names_exist(name: str) -> None:
     assert hasattr(torch._C._distributed_c10d, name)
 
 
 @pytest.mark.parametrize("name", ["_world", "_update_default_pg"])
-def test_python_still_has(name: str) -> None:
+def test_torch_python_private_names_exist(name: str) -> None:
     assert hasattr(distributed_c10d, name)
 
 
 @pytest.mark.parametrize(
     "name", ["_ensureCUDADeviceGuardSet", "_clear_DTensor_sharding_propagator_cache"]
 )
-def test_torch_itself_still_has(name: str) -> None:
+def test_torch_private_names_of_mock_exist(name: str) -> None:
     assert hasattr(torch._C, name)
 
 
-def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:
+def test_thread_world_has_all_fields_of_torch_world() -> None:
     ours = vars(WorldOfThread())
     theirs = {
         name
@@ -64,7 +64,7 @@ def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:
     assert theirs - derived <= set(ours)
 
 
-def test_the_isolation_mode_is_found_out_and_put_back() -> None:
+def test_thread_isolation_mode_is_restored() -> None:
     assert not threads_are_isolated()
     with isolated_threads():
         assert threads_are_isolated()
@@ -74,7 +74,7 @@ def test_the_isolation_mode_is_found_out_and_put_back() -> None:
     assert not threads_are_isolated()
 
 
-def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
+def test_ddp_active_module_is_not_kept_after_switch() -> None:
     def run(world: World) -> None:
         class Waiting(nn.Linear):
             def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
     assert DistributedDataParallel._active_ddp_module is None
 
 
-def test_every_way_to_communicate_on_a_torch_group_is_answered() -> None:
+def test_mock_group_implements_every_torch_collective() -> None:
     not_ours = {
         "boxed",  # the C++ object itself
         "unbox",

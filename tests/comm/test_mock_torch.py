@@ -36,7 +36,7 @@ def mine(world: World, count: int = 2) -> Tensor:
         (dist.ReduceOp.MAX, 4.0),
     ],
 )
-def test_every_reduction(op: Any, expected: float) -> None:
+def test_mock_all_reduce_supports_every_reduction(op: Any, expected: float) -> None:
     def reduce(world: World) -> list[list[float]]:
         value = float(world.rank + 1)
         everywhere, on_one = torch.full((2,), value), torch.full((2,), value)
@@ -57,7 +57,7 @@ def test_every_reduction(op: Any, expected: float) -> None:
     ("op", "expected"),
     [(dist.ReduceOp.BAND, 0), (dist.ReduceOp.BOR, 7), (dist.ReduceOp.BXOR, 4)],
 )
-def test_every_bitwise_reduction(op: Any, expected: int) -> None:
+def test_mock_all_reduce_supports_bitwise_reductions(op: Any, expected: int) -> None:
     def reduce(world: World) -> int:
         tensor = torch.tensor([world.rank + 1])
         dist.all_reduce(tensor, op=op)
@@ -74,7 +74,7 @@ def test_a_scaled_sum_is_refused_as_on_gloo() -> None:
         run(reduce)
 
 
-def test_gathers_and_scatters() -> None:
+def test_mock_gathers_and_scatters() -> None:
     def move(world: World) -> None:
         size, rank = world.world_size, world.rank
         gathered = [torch.zeros(2) for _ in range(size)]
@@ -191,7 +191,7 @@ def test_functional_collectives_have_gradients() -> None:
     assert run(use, size=2) == [[0.0, 2.0], [4.0, 6.0]]
 
 
-def test_objects() -> None:
+def test_mock_object_collectives() -> None:
     def use(world: World) -> None:
         size, rank = world.world_size, world.rank
         objects: list[Any] = [None] * size
@@ -214,7 +214,7 @@ def test_objects() -> None:
     run(use)
 
 
-def test_messages_in_every_form() -> None:
+def test_mock_sends_and_receives_in_every_form() -> None:
     def use(world: World) -> None:
         rank, peer = world.rank, world.rank ^ 1
         received = [torch.zeros(2) for _ in range(4)]
@@ -244,7 +244,7 @@ def test_messages_in_every_form() -> None:
     run(use)
 
 
-def test_receiving_from_any_rank_says_from_which_in_the_order_of_sending() -> None:
+def test_receiving_from_any_rank_returns_source_in_send_order() -> None:
     def use(world: World) -> list[tuple[int, float]]:
         if world.rank:
             dist.send(mine(world), 0)
@@ -280,7 +280,7 @@ def test_a_wrong_order_of_operations_is_reported_in_plain_words() -> None:
         run(use, size=2)
 
 
-def test_different_groups_do_not_meet() -> None:
+def test_collectives_of_different_groups_do_not_match() -> None:
     def use(world: World) -> list[float]:
         even, odd = world.new_group([0, 2]), world.new_group([1, 3])
         mine_of = odd if world.rank % 2 else even
@@ -319,7 +319,7 @@ def test_device_meshes_of_two_and_three_dimensions() -> None:
     assert run(use, size=8) == expected
 
 
-def test_the_store_gives_the_turn_to_the_next_rank() -> None:
+def test_mock_store_wait_yields_to_next_rank() -> None:
     def use(world: World) -> None:
         store = dist.distributed_c10d._get_default_store()
         if world.rank == 3:
@@ -338,12 +338,12 @@ def test_the_store_gives_the_turn_to_the_next_rank() -> None:
     run(use)
 
 
-def test_a_key_that_nobody_sets_is_a_deadlock() -> None:
+def test_waiting_for_unset_store_key_is_deadlock() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0: store, waits for .*missing"):
         run(lambda _: dist.distributed_c10d._get_default_store().get("missing"), size=2)
 
 
-def test_writes_leave_no_trace_in_autograd() -> None:
+def test_mock_collectives_do_not_bump_autograd_version() -> None:
     def use(world: World) -> float:
         weight = torch.ones(2, requires_grad=True)
         value = weight * 2

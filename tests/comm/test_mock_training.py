@@ -77,7 +77,7 @@ def alone() -> tuple[Tensor, list[Tensor]]:
         ],
     ),
 )
-def test_it_trains_as_one_process_does(
+def test_mock_training_equals_one_process(
     train_on: Callable[[World], Any], size: int, alone: tuple[Tensor, list[Tensor]]
 ) -> None:
     for losses, parameters in World.mock(size).run(train_on):
@@ -86,7 +86,7 @@ def test_it_trains_as_one_process_does(
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_fsdp_in_mixed_precision_is_close() -> None:
+def test_mock_fsdp_in_mixed_precision_is_close() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = make_model()
     expected = train(model, make_batch())
@@ -110,7 +110,7 @@ def test_fsdp_in_mixed_precision_is_close() -> None:
         ("ScheduleZBVZeroBubble", 2, 2),
     ],
 )
-def test_a_pipeline_trains_as_one_process_does(
+def test_mock_pipeline_equals_one_process(
     schedule: str, size: int, stages_per_rank: int, alone: tuple[Tensor, list[Tensor]]
 ) -> None:
     outcomes = World.mock(size).run(train_pipeline, schedule, stages_per_rank)
@@ -205,7 +205,7 @@ def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     assert groups() == before
 
 
-def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:
+def test_meshes_of_later_mock_run_are_separate() -> None:
     def use(world: World, num_groups_before: int) -> None:
         for _ in range(num_groups_before):  # changes the names of the mesh's groups
             dist.new_group([0])
@@ -229,7 +229,7 @@ def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 4), (4, 2), (2, 4)])
-def test_a_checkpoint_continues_on_as_many_ranks_or_others(
+def test_mock_checkpoint_resumes_on_same_or_other_rank_count(
     tmp_path: Path, saved_on: int, loaded_on: int, alone: tuple[Tensor, list[Tensor]]
 ) -> None:
     def prepare(world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -31,7 +31,7 @@ def test_asynchronous_work_can_be_waited_for_in_any_order() -> None:
     World.mock(4, timeout_s=20).run(use)
 
 
-def test_what_an_operation_brings_is_there_only_after_it_was_waited_for() -> None:
+def test_async_result_is_available_only_after_wait() -> None:
     def use(world: World) -> None:
         rank, mine = world.rank, torch.full((2,), float(world.rank + 1))
         both = torch.full((4,), float(rank + 1))

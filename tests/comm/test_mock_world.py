@@ -27,7 +27,7 @@ from axonlaunch.comm.mock.torch_internals import threads_are_isolated
 # Running.
 
 
-def test_run_returns_results_by_rank() -> None:
+def test_mock_run_returns_results_by_rank() -> None:
     def describe(world: World, scale: int, *, shift: int) -> tuple[int, int, int, bool, str, str]:
         return (
             world.rank * scale + shift,
@@ -45,7 +45,7 @@ def test_run_returns_results_by_rank() -> None:
     ]
 
 
-def test_only_one_rank_runs_at_a_time_in_turn() -> None:
+def test_mock_ranks_run_one_at_a_time() -> None:
     running: list[int] = []
     order: list[int] = []
 
@@ -72,7 +72,7 @@ def test_64_ranks_all_reduce() -> None:
     assert World.mock(64).run(reduce) == [31.5] * 64
 
 
-def test_ranks_see_the_context_of_the_caller() -> None:
+def test_mock_ranks_inherit_context_variables() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     assert World.mock(2).run(lambda _: variable.get()) == [7, 7]
@@ -108,7 +108,7 @@ def test_each_rank_starts_with_the_callers_random_state_and_leaves_it() -> None:
     assert torch.rand(2).tolist() == alone[0]
 
 
-def test_a_rank_that_seeds_does_not_touch_the_others() -> None:
+def test_seeding_one_mock_rank_does_not_affect_others() -> None:
     def seeded(world: World) -> list[list[float]]:
         torch.manual_seed(world.rank)
         return draws(world)
@@ -157,7 +157,7 @@ def num_mock_groups() -> int:
     return sum(type(item) is MockProcessGroup for item in gc.get_objects())
 
 
-def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
+def test_mock_run_cleans_up_after_success_and_failure() -> None:
     hook, threads, variables = sys.excepthook, threading.active_count(), dict(os.environ)
     before, groups = dist.distributed_c10d._world, num_mock_groups()
 
@@ -182,7 +182,7 @@ def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
         assert num_mock_groups() == groups
 
 
-def test_a_world_of_processes_is_there_again_afterwards() -> None:
+def test_mock_run_restores_world_of_processes() -> None:
     with World.init() as world:
         group = dist.group.WORLD
         assert World.mock(2).run(lambda _: comm.world_size()) == [2, 2]
@@ -191,7 +191,7 @@ def test_a_world_of_processes_is_there_again_afterwards() -> None:
         assert comm.all_reduce_sum(torch.ones(1), group=world.default_group).item() == 1
 
 
-def test_worlds_run_one_after_another_never_at_once() -> None:
+def test_mock_worlds_do_not_run_concurrently() -> None:
     for size in (1, 4, 2):
         assert World.mock(size).run(lambda world: comm.world_size()) == [size] * size
 
@@ -223,7 +223,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interrupting_the_caller_unwinds_the_ranks() -> None:
+def test_keyboard_interrupt_unwinds_mock_ranks() -> None:
     unwound: list[int] = []
     waited_to_the_end: list[int] = []
 
@@ -245,7 +245,7 @@ def test_interrupting_the_caller_unwinds_the_ranks() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_system_without_threads_for_all_ranks_fails_cleanly(
+def test_too_few_threads_for_mock_ranks_fails_cleanly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads, start = threading.active_count(), threading.Thread.start
@@ -261,7 +261,7 @@ def test_a_system_without_threads_for_all_ranks_fails_cleanly(
     assert threading.active_count() == threads
 
 
-def test_a_thread_that_is_no_rank_may_not_communicate() -> None:
+def test_thread_outside_mock_ranks_may_not_communicate() -> None:
     def use_a_thread(world: World) -> str:
         group, said = world.default_group.torch_group, []
 
@@ -280,7 +280,7 @@ def test_a_thread_that_is_no_rank_may_not_communicate() -> None:
     assert "rank 1 of a mock world communicates from thread 'helper'" in said[1]
 
 
-def test_ranks_share_what_a_process_shares() -> None:
+def test_mock_ranks_share_process_globals() -> None:
     random.seed(0)
     expected = sorted(random.random() for _ in range(3))
     random.seed(0)

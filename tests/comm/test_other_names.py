@@ -9,7 +9,7 @@ import axonlaunch as ax
 from axonlaunch.comm.connection import nccl
 
 
-def test_long_names_are_the_classes_of_the_short_ones() -> None:
+def test_long_class_names_are_aliases() -> None:
     assert ax.DistributedDataParallel is ax.DDP
     assert ax.FullyShardedDataParallel is ax.FSDP
 

@@ -14,7 +14,7 @@ from axonlaunch.comm.averaging.row_bucket import RowBucket, rows_of
 SHAPES = [torch.Size(shape) for shape in ((5, 2), (3,), (), (1, 4), (8, 3), (0, 2))]
 
 
-def test_the_padding_is_the_least_that_equal_messages_need() -> None:
+def test_row_bucket_padding_is_minimal() -> None:
     def run(world: World) -> int:
         return RowBucket(SHAPES, group=world.default_group).capacity
 
@@ -22,7 +22,7 @@ def test_the_padding_is_the_least_that_equal_messages_need() -> None:
     assert World.mock(3).run(run) == [3 * (2 * 2 + 1 + 1 + 4 + 3 * 3)] * 3
 
 
-def test_a_sum_of_a_smaller_type_does_not_overflow_where_the_mean_does_not() -> None:
+def test_row_bucket_sum_in_smaller_dtype_does_not_overflow() -> None:
     """Half of fp16's largest number from each of four ranks."""
 
     def run(world: World) -> Tensor:
@@ -35,7 +35,7 @@ def test_a_sum_of_a_smaller_type_does_not_overflow_where_the_mean_does_not() -> 
         assert rows.tolist() == [30_000.0]
 
 
-def test_rows_are_divided_as_torch_divides_them() -> None:
+def test_row_bucket_divides_rows_like_torch() -> None:
     for count in range(9):
         for ranks in range(1, 5):
             whole = torch.arange(count)

@@ -45,14 +45,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     compute_on(torch.device("cpu"))
 
 
-def test_without_a_gpu_a_world_on_one_is_refused() -> None:
+def test_mock_world_on_missing_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="device=cuda: torch sees no GPU here; use cpu"):
         World.mock(2, device="cuda")
     with pytest.raises(ValueError, match="device=meta: ranks compute on cpu or cuda"):
         World.mock(2, device="meta")
 
 
-def test_each_rank_computes_on_the_gpu_and_its_groups_expect_tensors_of_it(gpu: MadeUpGpu) -> None:
+def test_mock_ranks_share_gpu_and_communicate_its_tensors(gpu: MadeUpGpu) -> None:
     def look(world: World) -> tuple[torch.device, torch.device]:
         return world.device, device_of(world.default_group)
 
@@ -61,7 +61,7 @@ def test_each_rank_computes_on_the_gpu_and_its_groups_expect_tensors_of_it(gpu: 
     assert World.mock(2).run(look) == [(torch.device("cpu"),) * 2] * 2
 
 
-def test_the_device_is_waited_for_around_what_ranks_exchange_and_receive(gpu: MadeUpGpu) -> None:
+def test_mock_world_synchronizes_device_around_communication(gpu: MadeUpGpu) -> None:
     def exchange(world: World) -> None:
         dist.all_reduce(torch.ones(1))
         if world.rank == 0:
@@ -73,7 +73,7 @@ def test_the_device_is_waited_for_around_what_ranks_exchange_and_receive(gpu: Ma
     assert gpu.waits == [GPU] * 5
 
 
-def test_tensors_of_the_host_are_exchanged_as_well(gpu: MadeUpGpu) -> None:
+def test_mock_world_on_gpu_communicates_host_tensors(gpu: MadeUpGpu) -> None:
     del gpu
     sums = World.mock(2, device="cuda").run(
         lambda world: float(all_reduce_sum(torch.tensor(float(world.rank + 1))))
@@ -81,7 +81,7 @@ def test_tensors_of_the_host_are_exchanged_as_well(gpu: MadeUpGpu) -> None:
     assert sums == [3.0, 3.0]
 
 
-def test_each_rank_has_a_random_state_of_its_own_on_the_gpu_too(gpu: MadeUpGpu) -> None:
+def test_mock_ranks_have_separate_gpu_random_states(gpu: MadeUpGpu) -> None:
     def draw(world: World) -> list[float]:
         del world
         values = []
@@ -97,9 +97,7 @@ def test_each_rank_has_a_random_state_of_its_own_on_the_gpu_too(gpu: MadeUpGpu) 
     assert torch.equal(gpu.generator.get_state(), before)
 
 
-def test_futures_of_torch_may_hold_tensors_of_the_gpu(
-    gpu: MadeUpGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mock_futures_may_hold_gpu_tensors(gpu: MadeUpGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     del gpu
     made: list[Any] = []
 
@@ -125,7 +123,7 @@ def test_futures_of_torch_may_hold_tensors_of_the_gpu(
         ["strategy=zero1", "strategy.ddp.sync=synchronous", "launch.nproc=2"],
     ],
 )
-def test_steps_of_a_world_on_another_device_read_nothing_of_it_and_mix_nothing_with_the_hosts(
+def test_mock_steps_on_device_read_no_values_and_mix_no_devices(
     layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is ``meta``: reading it, or computing with a host tensor, raises."""

@@ -35,13 +35,13 @@ SET = {
 # The environment.
 
 
-def test_an_environment_that_says_nothing_is_a_world_of_one() -> None:
+def test_empty_environment_is_world_of_one() -> None:
     place = find_place({})
     assert (place.rank, place.world_size, place.local_rank, place.alone) == (0, 1, 0, True)
     assert place.on_loopback
 
 
-def test_a_place_is_read_from_the_environment() -> None:
+def test_rank_is_read_from_environment() -> None:
     assert find_place(SET) == RankEnvironment(
         rank=1,
         world_size=4,
@@ -52,7 +52,7 @@ def test_a_place_is_read_from_the_environment() -> None:
     )
 
 
-def test_the_ranks_of_this_node_are_read_where_a_launcher_says_them() -> None:
+def test_local_ranks_are_read_from_launcher_variables() -> None:
     assert find_place({**SET, "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2
     assert find_place(SET).local_world_size is None
 
@@ -65,7 +65,7 @@ def test_a_rank_that_joins_by_value_reads_no_environment(monkeypatch: pytest.Mon
         assert (world.rank, world.world_size) == (0, 1)
 
 
-def test_all_that_is_wrong_in_the_environment_is_one_error() -> None:
+def test_all_environment_errors_are_reported_together() -> None:
     with pytest.raises(ValueError, match="the environment describes no world") as caught:
         find_place({"WORLD_SIZE": "two", "LOCAL_RANK": "-1", "MASTER_PORT": "70000"})
     for problem in (
@@ -94,14 +94,14 @@ def test_a_wrong_variable_is_named(change: dict[str, str], problem: str) -> None
         find_place({**SET, **change})
 
 
-def test_with_a_store_no_address_is_needed() -> None:
+def test_world_with_store_needs_no_address() -> None:
     store = dist.HashStore()
     without = {name: value for name, value in SET.items() if not name.startswith("MASTER")}
     assert find_place(without, store=store).world_size == 4
     assert find_place({"MASTER_ADDR": "node-7"}, store=store).alone
 
 
-def test_a_store_on_loopback_is_a_world_on_loopback() -> None:
+def test_loopback_store_makes_loopback_world() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     without = {name: value for name, value in SET.items() if not name.startswith("MASTER")}
     assert find_place(without, store=dist.PrefixStore("run", store)).on_loopback
@@ -119,7 +119,7 @@ def test_a_store_on_loopback_is_a_world_on_loopback() -> None:
         ("0.0.0.0", False),
     ],
 )
-def test_loopback_is_reported_by_name_or_number(host: str, expected: bool) -> None:
+def test_loopback_is_recognised_by_name_or_address(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected
 
 
@@ -167,7 +167,7 @@ def test_auto_is_gloo_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_backend("auto", RankEnvironment()) is Backend.GLOO
 
 
-def test_a_backend_that_is_none_is_refused() -> None:
+def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend=mpi: there is no such backend; use auto, gloo"):
         World.init(backend="mpi")
     with pytest.raises(ValueError, match=r"that only World.mock\(world_size\).run\(fn\) starts"):
@@ -176,12 +176,12 @@ def test_a_backend_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a device")
-def test_nccl_where_there_is_none_says_why() -> None:
+def test_nccl_without_support_is_error_with_reason() -> None:
     with pytest.raises(ValueError, match=r"backend=nccl: this torch .*NCCL"):
         World.init(backend="nccl")
 
 
-def test_nccl_with_more_ranks_than_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_with_more_ranks_than_devices_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "device_count", lambda: 2)
     for name, value in {**SET, "LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -263,7 +263,7 @@ def test_a_world_of_one_needs_no_port_and_leaves_nothing() -> None:
             comm.barrier(world.default_group)
 
 
-def test_a_failure_to_join_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_join_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -283,7 +283,7 @@ def test_a_time_limit_is_positive() -> None:
         World.init(timeout_s=-1)
 
 
-def test_worlds_are_written_readably() -> None:
+def test_world_repr_is_readable() -> None:
     with World.init() as world:
         assert repr(world) == (
             "World(rank=0, local_rank=0, world_size=1, device='cpu', backend='gloo')"
@@ -291,7 +291,7 @@ def test_worlds_are_written_readably() -> None:
         assert repr(world.default_group) == "ProcessGroup(ranks=[0], rank=0)"
 
 
-def test_a_group_of_another_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_of_other_backend_is_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda group: "ucc")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -56,7 +56,7 @@ print(*listening())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -> None:
+def test_loopback_world_has_no_network_listener(run_ranks: Run, host: str) -> None:
     outcomes = run_ranks(JOIN, MASTER_ADDR=host, MASTER_PORT=str(free_port()))
     for rank, (status, text) in enumerate(outcomes):
         assert status == 0, text
@@ -65,7 +65,7 @@ def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -
         assert text.splitlines() == [expected, ""]
 
 
-def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_world_releases_port(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -54,7 +54,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
 @pytest.mark.filterwarnings("ignore")  # dynamo reads things that torch warns about
 @pytest.mark.costly
 @pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_compiler_overlaps_a_block_s_exchanges(
+def test_compiler_overlaps_tensor_parallel_communication(
     group: ProcessGroup, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These imports take a second in every worker.
@@ -105,7 +105,7 @@ def test_the_compiler_overlaps_a_block_s_exchanges(
     assert backward.count("_c10d_functional.reduce_scatter_tensor.default") == 2
 
 
-def test_symmetric_memory_is_made_for_the_group_that_asks(group: ProcessGroup) -> None:
+def test_symmetric_memory_is_enabled_for_group(group: ProcessGroup) -> None:
     """torch 2.13 warns of the function, but its compiler still reads the setting."""
     name = group.torch_group.group_name
     noted: list[Any] = []
@@ -120,7 +120,7 @@ def test_symmetric_memory_is_made_for_the_group_that_asks(group: ProcessGroup) -
         _symmetric_memory._group_name_to_store.pop(name, None)
 
 
-def test_an_estimate_changes_nothing_of_the_compiler(group: ProcessGroup) -> None:
+def test_estimate_does_not_change_compiler_settings(group: ProcessGroup) -> None:
     group.backend = Backend.MOCK
     async_collectives.overlap_exchanges(group)
     assert not torch._inductor.config._micro_pipeline_tp
@@ -142,7 +142,9 @@ def test_an_estimate_changes_nothing_of_the_compiler(group: ProcessGroup) -> Non
         ),
     ],
 )
-def test_where_there_is_none_it_is_refused(overrides: list[str], message: str) -> None:
+def test_async_tensor_parallelism_without_tensor_axis_is_refused(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         run_config(overrides)
     assert str(refused.value) == message

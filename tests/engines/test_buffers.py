@@ -101,7 +101,7 @@ class MovingMean(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_so_they_do_where_a_model_replaces_the_tensor(strategy: str) -> None:
+def test_replaced_buffer_tensors_are_the_same_on_all_ranks(strategy: str) -> None:
     ax.register_model("moving_mean", inputs="tokens")(MovingMean)
     chosen = run_config(
         [

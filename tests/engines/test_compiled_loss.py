@@ -40,7 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_the_cross_entropy_of_whole_logits_is_compiled_and_stays_what_it_is(
+def test_compiled_cross_entropy_keeps_values(
     compiled: list[Any],
 ) -> None:
     loss = chosen().loss
@@ -72,13 +72,13 @@ def test_a_loss_that_is_divided_or_in_chunks_is_not_compiled(
     assert compiled == []
 
 
-def test_a_users_own_loss_is_not_compiled(compiled: list[Any]) -> None:
+def test_custom_loss_is_not_compiled(compiled: list[Any]) -> None:
     own = ModelSpec(build=SPEC.build, loss=lambda outputs, targets: outputs.sum())
     assert chosen(own).loss is own.loss
     assert compiled == []
 
 
-def test_blocks_and_loss_are_compiled_in_the_mode_that_is_asked_for(compiled: list[Any]) -> None:
+def test_blocks_and_loss_are_compiled_in_configured_mode(compiled: list[Any]) -> None:
     mode = "max-autotune-no-cudagraphs"
     overrides = ["train.compile=true", f"train.compile_mode={mode}", "model.num_hidden_layers=2"]
     # Threads of the mock world refuse the compiler; a single rank is enough to see the request.
@@ -88,11 +88,11 @@ def test_blocks_and_loss_are_compiled_in_the_mode_that_is_asked_for(compiled: li
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_mode_of_cuda_graphs_is_refused_with_the_reason(mode: str) -> None:
+def test_compile_mode_with_cuda_graphs_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=rf"compile_mode={mode}: CUDA graphs .*; use default or"):
         run_config(["train.compile=true", f"train.compile_mode={mode}", "launch.nproc=1"])
 
 
-def test_a_mode_without_a_compiler_is_refused() -> None:
+def test_compile_mode_without_compile_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile_mode=max-.*: nothing is compiled; add train"):
         run_config(["train.compile_mode=max-autotune-no-cudagraphs", "launch.nproc=1"])

@@ -24,7 +24,7 @@ from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.context.ring_attention import ring_attention
 
 
-def test_torch_s_templates_take_what_they_are_given() -> None:
+def test_torch_ring_attention_templates_accept_our_arguments() -> None:
     forward = inspect.signature(_attention._templated_ring_attention).parameters
     assert list(forward)[:7] == ["group", "seq_dim", "op", "query", "key", "value", "is_causal"]
     backward = inspect.signature(_attention._templated_ring_attention_backward).parameters
@@ -34,7 +34,7 @@ def test_torch_s_templates_take_what_they_are_given() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> None:
+def test_ring_attention_equals_one_process(ranks: int, key_value_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 16, 8, generator=generator)
     k, v = torch.randn(2, 2, key_value_heads, 16, 8, generator=generator)
@@ -56,7 +56,7 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
     World.mock(ranks).run(run)
 
 
-def test_the_ring_passes_each_head_of_keys_and_values_once_and_kernels_get_whole_groups(
+def test_ring_attention_sends_each_key_value_head_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
@@ -94,7 +94,7 @@ def test_the_ring_passes_each_head_of_keys_and_values_once_and_kernels_get_whole
     assert heads_of_kernels == {4}
 
 
-def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
+def test_ring_attention_autocast_equals_one_process() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
     v = v.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -110,12 +110,12 @@ def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
     World.mock(2).run(run)
 
 
-def test_every_rank_has_a_piece_near_the_start_and_one_near_the_end() -> None:
+def test_context_shards_balance_start_and_end_of_sequence() -> None:
     positions = World.mock(4).run(lambda w: ContextAxis(w.default_group).positions(16).tolist())
     assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
-def test_outputs_of_the_parts_join_to_those_of_the_whole() -> None:
+def test_gathered_context_outputs_equal_full_outputs() -> None:
     whole = torch.arange(2 * 12 * 3).view(2, 12, 3)
 
     def run(world: World) -> Tensor:
@@ -128,12 +128,12 @@ def test_outputs_of_the_parts_join_to_those_of_the_whole() -> None:
         assert torch.equal(joined, whole)
 
 
-def test_a_length_that_can_t_be_divided_is_refused() -> None:
+def test_indivisible_sequence_length_is_refused() -> None:
     with pytest.raises(Exception, match="use a multiple of 4"):
         World.mock(2).run(lambda world: ContextAxis(world.default_group).positions(6))
 
 
-def test_every_layer_gets_the_same_positions_of_a_part_on_its_device(
+def test_context_positions_are_shared_by_all_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Tensors created on the host, or copied from it, would wait for the device in each layer.

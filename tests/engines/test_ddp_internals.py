@@ -26,11 +26,11 @@ Layout = list[list[torch.Size]]
 
 
 @pytest.mark.parametrize("name", ["_push_all_rebuilt_params", "_rebuild_buckets"])
-def test_torchs_reducer_still_has(name: str) -> None:
+def test_torch_reducer_has_private_names(name: str) -> None:
     assert callable(getattr(dist.Reducer, name))
 
 
-def test_torch_still_builds_the_reducer_of_parameters_that_a_subclass_may_reorder() -> None:
+def test_torch_ddp_subclass_can_reorder_reducer_parameters() -> None:
     assert "self._build_params_for_reducer()" in inspect.getsource(DistributedDataParallel)
     returned = inspect.getsource(DistributedDataParallel._build_params_for_reducer)
     assert "return parameters, expect_sparse_gradient" in returned
@@ -71,12 +71,12 @@ def layouts(kind: type[DistributedDataParallel]) -> list[Layout]:
     return ax.World.mock(2).run(run)[0]
 
 
-def test_the_first_backward_has_the_buckets_of_all_that_follow() -> None:
+def test_ddp_buckets_of_first_backward_equal_later_ones() -> None:
     first, second, third = layouts(FixedBuckets)
     assert first == second == third
     assert len(first) > 1
 
 
-def test_torch_alone_still_changes_its_buckets_after_the_first_backward() -> None:
+def test_torch_ddp_rebuilds_buckets_after_first_backward() -> None:
     first, second, third = layouts(DistributedDataParallel)
     assert first != second == third

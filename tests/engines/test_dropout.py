@@ -117,7 +117,7 @@ LAYOUTS = [["strategy=ddp", *SHARED], ["strategy=fsdp", *SHARED], ["strategy=zer
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
-def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
+def test_dropout_masks_are_equal_only_on_tensor_ranks(
     overrides: list[str],
 ) -> None:
     chosen = configured(*overrides, ranks=4)
@@ -137,7 +137,7 @@ def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
 @pytest.mark.deferred(keep=4)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("overrides", [["strategy=single"], *LAYOUTS[:2]], ids=" ".join)
-def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode: str) -> None:
+def test_dropout_gradients_equal_torch_with_same_masks(overrides: list[str], mode: str) -> None:
     """Recomputation in backward must use the masks of the forward."""
     ranks = 1 if overrides == ["strategy=single"] else 4
     chosen = configured(*overrides, RECOMPUTE + mode, ranks=ranks)

@@ -53,14 +53,14 @@ LAYOUTS = {
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", every(4, LAYOUTS, start=3))
-def test_a_layout_trains_what_one_process_trains_and_leaves_the_rest(layout: str) -> None:
+def test_frozen_parameters_stay_unchanged_in_every_layout(layout: str) -> None:
     nproc, *chosen = LAYOUTS[layout].split()
     ranks = int(nproc.removeprefix("launch.nproc="))
     verdict = assert_trains_as_one_process([*SMALL, *FROZEN, *chosen], ranks)
     assert verdict.parameters - len(verdict.frozen_parameters) == verdict.parameters_moved
 
 
-def test_what_a_pattern_freezes_requires_no_gradient_in_one_process_either() -> None:
+def test_frozen_parameters_require_no_gradient_in_one_process() -> None:
     model = build_model(run_config([*SMALL, *FROZEN, "strategy=single"]), seed=0)
     for name, parameter in model.named_parameters():
         is_frozen = name.startswith(("embed_", "layers.0.", "norm.")) or ".mlp." in name
@@ -68,7 +68,7 @@ def test_what_a_pattern_freezes_requires_no_gradient_in_one_process_either() -> 
         assert parameter.requires_grad == is_trained, name
 
 
-def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
+def test_frozen_parameters_have_no_states_and_gradients() -> None:
     everything = TrainingShares.of(run_config([*SMALL, "strategy=single"]))
     some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
     assert everything.gradients == 1
@@ -79,7 +79,7 @@ def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
     assert some.gradients == trained / sum(p.numel() for p in model.parameters())
 
 
-def test_either_name_of_a_tied_weight_freezes_it() -> None:
+def test_tied_weight_is_frozen_by_either_name() -> None:
     model = on_meta(run_config([*SMALL, "train.freeze=[lm_head.*]", "strategy=single"]), seed=0)
     assert not model.embed_tokens.weight.requires_grad
 
@@ -97,7 +97,7 @@ def test_either_name_of_a_tied_weight_freezes_it() -> None:
         ),
     ],
 )
-def test_what_freezes_nothing_or_everything_is_refused(
+def test_freeze_pattern_for_nothing_or_everything_is_refused(
     overrides: str, key: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -138,7 +138,7 @@ def test_a_run_with_frozen_parameters_resumes_on_another_layout(
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero bubble"])
-def test_verify_compares_what_is_trained_and_counts_what_is_frozen(layout: str) -> None:
+def test_verify_compares_trained_and_counts_frozen_parameters(layout: str) -> None:
     chosen = run_config([*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS[layout].split()])
     verdict = compare.on_mock(chosen, ComparisonPlan(steps=3))
     assert verdict.passed, verdict.differences
@@ -148,7 +148,7 @@ def test_verify_compares_what_is_trained_and_counts_what_is_frozen(layout: str) 
     assert frozen.isdisjoint(verdict.unproved_parameters)
 
 
-def test_verify_notices_a_layout_that_trains_what_is_frozen(
+def test_verify_finds_trained_frozen_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = TensorAxis._place

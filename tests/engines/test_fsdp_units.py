@@ -32,11 +32,11 @@ def units(*overrides: str) -> set[str]:
     return World.mock(2).run(look)[0]
 
 
-def test_small_ends_are_gathered_with_what_is_left() -> None:
+def test_small_ends_are_gathered_with_root_parameters() -> None:
     assert units(*UNTIED) == BLOCKS
 
 
-def test_large_ends_are_gathered_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_ends_are_gathered_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "LARGE_UNIT", 1)
     assert units(*UNTIED) == {*BLOCKS, "embed_tokens", "norm", "lm_head"}
     assert units(*UNTIED, "train.loss_chunk=4") == {*BLOCKS, "embed_tokens"}
@@ -62,7 +62,7 @@ def test_tied_ends_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
     ids=" ".join,
 )
-def test_ends_of_their_own_change_nothing_that_is_learned(
+def test_separate_fsdp_units_for_ends_keep_training_results(
     layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is one process of plain tensors, with clipping and updates."""

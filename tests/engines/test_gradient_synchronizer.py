@@ -43,7 +43,7 @@ def averaged_by_torch() -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("notes", [True, False])
-def test_every_gradient_becomes_the_mean(strategy: str, notes: bool) -> None:
+def test_gradients_are_averaged(strategy: str, notes: bool) -> None:
     def run(world: ax.World) -> list[Tensor]:
         model = net()
         sync = ax.GradientSynchronizer(strategy=strategy, bucket_size_mb=TINY_BUCKETS)
@@ -64,7 +64,7 @@ def test_every_gradient_becomes_the_mean(strategy: str, notes: bool) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "sent"), [("overlapped", 1), ("synchronous", 0)])
-def test_only_overlapped_buckets_go_when_they_are_complete(strategy: str, sent: int) -> None:
+def test_only_overlapped_buckets_are_sent_when_complete(strategy: str, sent: int) -> None:
     def run(world: ax.World) -> int:
         first, last = (nn.Parameter(torch.ones(20)) for _ in range(2))
         sync = ax.GradientSynchronizer(
@@ -84,7 +84,7 @@ def test_only_overlapped_buckets_go_when_they_are_complete(strategy: str, sent: 
     assert ax.World.mock(2).run(run) == [2 * sent] * 2
 
 
-def test_what_was_noted_is_forgotten_by_clear() -> None:
+def test_clear_forgets_noted_gradients() -> None:
     def run(world: ax.World) -> list[float]:
         weight = nn.Parameter(torch.ones(2))
         sync = ax.GradientSynchronizer([weight], strategy="overlapped")
@@ -99,7 +99,7 @@ def test_what_was_noted_is_forgotten_by_clear() -> None:
     assert ax.World.mock(2).run(run) == [[0.5, 0.5]] * 2
 
 
-def test_a_parameter_that_was_not_prepared_is_refused() -> None:
+def test_unprepared_parameter_is_refused() -> None:
     def run(world: ax.World) -> None:
         sync = ax.GradientSynchronizer([nn.Parameter(torch.ones(2))])
         with pytest.raises(ValueError, match=r"shape \[3\] is in no bucket: pass every"):
@@ -122,7 +122,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("sync", ["overlapped", "synchronous"])
-def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: str) -> None:
+def test_ddp_with_unused_parameters_equals_torch(sync: str) -> None:
     def train(world: ax.World, model: nn.Module, module: TwoHeads) -> list[Tensor]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for step in range(3):
@@ -148,7 +148,7 @@ def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: st
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str) -> None:
+def test_parameter_unused_on_all_ranks_has_no_gradient(strategy: str) -> None:
     def run(world: ax.World) -> list[float | None]:
         parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
         used = parameters[: 1 + world.rank]  # the second is used by one rank, the third by no rank
@@ -165,7 +165,7 @@ def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str
 
 
 @pytest.mark.parametrize("unused", [True, False])
-def test_the_first_backward_has_the_buckets_of_all_others(unused: bool) -> None:
+def test_first_backward_has_same_buckets_as_later_ones(unused: bool) -> None:
     """Sums over 3 or more ranks round differently in other buckets, so a resumed run must have the
     same.
 
@@ -200,7 +200,7 @@ def test_the_first_backward_has_the_buckets_of_all_others(unused: bool) -> None:
     assert layout[-1].split()[-1].startswith("0.")
 
 
-def test_groups_are_given_by_position() -> None:
+def test_synchronizer_group_is_positional() -> None:
     def run(world: ax.World) -> list[bool]:
         group = [world.new_group([0, 1]), world.new_group([2, 3])][world.rank // 2]
         column = ax.ColumnParallelLinear(4, 6, group)
@@ -217,7 +217,7 @@ def test_groups_are_given_by_position() -> None:
 @pytest.mark.parametrize(
     ("dtype", "operation"), [(None, dist.ReduceOp.AVG), (torch.bfloat16, dist.ReduceOp.SUM)]
 )
-def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
+def test_gradient_mean_needs_no_extra_pass(
     dtype: torch.dtype | None, operation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL divides while it sums. If the sum has a smaller dtype, values are divided before."""
@@ -241,7 +241,7 @@ def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
     assert asked == [operation] * 2
 
 
-def test_a_backward_that_raised_leaves_nothing_to_the_next() -> None:
+def test_failed_backward_does_not_affect_next() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, outputs: Tensor) -> Tensor:

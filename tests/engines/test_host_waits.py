@@ -63,24 +63,24 @@ def waits(model: str, ranks: int, *overrides: str) -> list[str]:
 
 @pytest.mark.deferred(keep=4)
 @pytest.mark.parametrize("layout", every(2, LAYOUTS))
-def test_a_step_waits_for_no_device(layout: str) -> None:
+def test_training_step_has_no_device_sync(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     assert waits("llama", ranks, *overrides) == []
 
 
-def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied() -> None:
+def test_no_device_sync_with_embedded_positions_and_tied_weights() -> None:
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
 
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tensor", "zero1"])
-def test_nor_does_one_that_fp16_may_leave_out(layout: str) -> None:
+def test_no_device_sync_with_fp16_loss_scaling(layout: str) -> None:
     """torch's fused optimizers read the flag on the device, through a private attribute."""
     ranks, overrides = LAYOUTS[layout]
     assert waits("llama", ranks, *overrides, "train.precision=fp16") == []
 
 
-def test_what_the_host_counts_travels_from_memory_that_a_copy_does_not_wait_for() -> None:
+def test_token_counts_are_copied_from_page_locked_memory() -> None:
     with HostWaits([]) as waits:
         push_to(torch.ones(()), torch.device("meta"))
         assert waits.places == []
@@ -102,7 +102,7 @@ def test_what_the_host_counts_travels_from_memory_that_a_copy_does_not_wait_for(
         lambda batch, value: torch.tensor(1.0, device="cpu"),
     ],
 )
-def test_what_waits_is_seen(wait: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def test_device_syncs_are_detected(wait: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     batch, value = torch.arange(4), torch.ones(3)
     with HostWaits([batch]) as waits:
         wait(batch, value)

@@ -73,7 +73,7 @@ def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout
     assert_trains_as_one_process(chosen, ranks)
 
 
-def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
+def test_lora_trains_only_adapters_and_unfrozen_parameters() -> None:
     model = build_model(run_config([*MODELS["llama"], *DATA, *LORA["llama"]]), seed=0)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if not is_of_adapter(name)} == {"norm.weight"}
@@ -99,7 +99,7 @@ class Ended(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_all_linear_layers_are_not_those_of_the_end_unless_they_are_named() -> None:
+def test_lora_targets_exclude_head_unless_named() -> None:
     register_model("ended_of_a_test", layers="layers", ends=(("embed",), ("head",)))(Ended)
     chosen = [*DATA, "model=ended_of_a_test", "adapter=lora", "adapter.rank=2"]
     for more, adapted in ([], {"layers.0", "layers.1"}), (["adapter.targets=[head]"], {"head"}):
@@ -108,7 +108,7 @@ def test_all_linear_layers_are_not_those_of_the_end_unless_they_are_named() -> N
         assert {name for name, layer in layers if isinstance(layer, LoraLayer)} == adapted
 
 
-def test_an_adapter_starts_as_that_of_peft_and_changes_no_output() -> None:
+def test_lora_starts_like_peft_without_changing_outputs() -> None:
     overrides = [*MODELS["gpt"], *DATA, "strategy=single"]
     adapted = build_model(run_config([*overrides, *LORA["gpt"]]), seed=0)
     plain = build_model(run_config(overrides), seed=0)
@@ -123,7 +123,7 @@ def test_an_adapter_starts_as_that_of_peft_and_changes_no_output() -> None:
         assert layer.lora_scale == 16 / 4
 
 
-def test_the_scale_of_rslora_is_by_the_root_of_the_rank() -> None:
+def test_rslora_scales_by_root_of_rank() -> None:
     model = construct(run_config([*MODELS["llama"], *DATA, *LORA["llama"]]), seed=0)
     scales = {layer.lora_scale for layer in model.modules() if isinstance(layer, LoraLayer)}
     assert scales == {16 / math.sqrt(3)}
@@ -141,7 +141,7 @@ def test_magnitudes_start_as_the_norms_of_the_weights_and_change_no_output() -> 
         assert torch.allclose(magnitudes, layer.weight.double().norm(dim=1).float())
 
 
-def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
+def test_lora_dropout_applies_to_inputs_of_a_in_training() -> None:
     overrides = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
     model = build_model(run_config(overrides), seed=0)
     layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
@@ -155,7 +155,7 @@ def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
     assert torch.equal(layer.eval()(x), own + layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
 
 
-def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> None:
+def test_dora_dropout_applies_to_inputs_of_weight() -> None:
     more = ["adapter.dora=true", "adapter.dropout=0.5", "strategy=single"]
     model = build_model(run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *more]), seed=0)
     layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
@@ -189,7 +189,7 @@ def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> No
         "train.param_dtype=bf16",
     ],
 )
-def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:
+def test_verify_of_lora_passes_and_notes_frozen_parameters(overrides: str) -> None:
     chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides.split()])
     verdict = compare.on_mock(chosen, ComparisonPlan(steps=3))
     assert verdict.passed, (verdict.differences, verdict.reason, verdict.failure)
@@ -208,7 +208,7 @@ def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:
     assert World.mock(1).run(dtypes) == [{True: torch.float32, False: torch.bfloat16}]
 
 
-def test_gradients_and_states_are_those_of_the_adapters() -> None:
+def test_estimate_of_lora_counts_adapter_gradients_and_states() -> None:
     chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], "strategy=single"])
     shares = TrainingShares.of(chosen)
     named = construct(chosen, seed=0).named_parameters()

@@ -40,7 +40,7 @@ ZERO_BUBBLE = [
     [GPT, [*without_folder("gemma2", **CAPPED), "data.sequence_length=16"]],
     ids=["gpt", "gemma2"],
 )
-def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[str]) -> None:
+def test_chunked_loss_equals_torch_cross_entropy(overrides: list[str]) -> None:
     chosen = run_config([*overrides, CHUNK, "strategy=single"])
     model = build_model(chosen.model, seed=0)
 
@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[s
     ],
     ids=lambda overrides: overrides[-1],
 )
-def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[str]) -> None:
+def test_chunked_loss_in_every_layout_equals_unchunked_loss(layout: list[str]) -> None:
     verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), ComparisonPlan(steps=2))
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
@@ -107,7 +107,7 @@ def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[s
         ),
     ],
 )
-def test_models_of_transformers_do_too(
+def test_chunked_loss_of_transformers_models_equals_unchunked_loss(
     kind: str, layout: list[str], changes: dict[str, Any]
 ) -> None:
     batch = ["train.global_batch_size=8", "train.micro_batch_size=2"]
@@ -124,7 +124,7 @@ def test_bf16_computes_each_chunk_in_bf16() -> None:
     assert verdict.passed, verdict.differences
 
 
-def test_predictions_are_logits() -> None:
+def test_predictions_with_chunked_loss_are_logits() -> None:
     chosen = run_config([*GPT, CHUNK, "strategy=single"])
 
     def run(world: World) -> None:
@@ -138,7 +138,7 @@ def test_predictions_are_logits() -> None:
 
 
 @pytest.mark.deferred
-def test_the_estimate_has_the_logits_of_one_chunk() -> None:
+def test_estimate_counts_logits_of_one_chunk() -> None:
     """The vocabulary is large enough that the peak is at the loss: three fp32 numbers per logit."""
     large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]
     overrides = [*GPT, *large, "model.num_hidden_layers=1", "strategy=ddp", "launch.nproc=2"]
@@ -166,7 +166,7 @@ class _Sorts(nn.Module):
         return logits.sort(-1).values
 
 
-def test_a_model_that_uses_its_logits_together_is_refused() -> None:
+def test_chunked_loss_with_full_logits_use_is_refused() -> None:
     spec = ModelSpec(build=lambda config: _Sorts(), loss=cross_entropy_sum, head="head")
     chosen = run_config([*GPT, "strategy=single"])
     dataset = build_dataset(chosen.data)
@@ -188,7 +188,7 @@ def test_a_model_that_uses_its_logits_together_is_refused() -> None:
         ),
     ],
 )
-def test_what_has_no_plain_head_is_refused(overrides: list[str], reason: str) -> None:
+def test_chunked_loss_without_linear_head_is_refused(overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
         run_config([*overrides, "train.loss_chunk=16", "strategy=single"])
     assert "train.loss_chunk=16: " in str(refused.value)

@@ -40,7 +40,7 @@ def trained(model: list[str], *overrides: str) -> tuple[list[float], dict[str, T
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("model", ["llama", "gpt", "mlp"])
-def test_replicas_compute_what_shards_do_bit_for_bit(model: str) -> None:
+def test_replicas_in_bf16_equal_fsdp_bitwise(model: str) -> None:
     tied = ["model.tie_word_embeddings=true"] if model == "gpt" else []
     losses, parameters = trained([*MODELS[model], *tied], "strategy=fsdp")
     for strategy in ("ddp", "zero1"):
@@ -85,7 +85,7 @@ def lowered(model: nn.Module, *, blocks: list[nn.Module], mode: Any = "none") ->
     return model
 
 
-def test_a_module_of_any_kind_computes_with_copies_and_gets_fp32_gradients() -> None:
+def test_modules_compute_with_bf16_copies_and_get_fp32_gradients() -> None:
     model = lowered(_OfManyKinds(), blocks=[])
     plain = _OfManyKinds()
     plain.load_state_dict(model.state_dict())
@@ -104,7 +104,7 @@ def test_a_module_of_any_kind_computes_with_copies_and_gets_fp32_gradients() -> 
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_what_a_block_lifts_is_cast_for_the_next_also_where_it_recomputes(mode: str) -> None:
+def test_fp32_block_output_is_cast_for_next_block(mode: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(_Lifted(), _Lifted())
     model = copy.deepcopy(plain)
@@ -120,7 +120,7 @@ def test_what_a_block_lifts_is_cast_for_the_next_also_where_it_recomputes(mode: 
         assert torch.equal(own.linear.weight.grad, block.linear.weight.grad)
 
 
-def test_what_has_running_statistics_computes_with_weights_of_their_type() -> None:
+def test_batchnorm_computes_with_fp32_weights() -> None:
     norm = nn.BatchNorm1d(8)
     model = lowered(nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8)), blocks=[])
     outputs = model(torch.randn(4, 8))
@@ -150,7 +150,7 @@ class _Experts(nn.Module):
         return self.shared(x)
 
 
-def test_a_loop_over_experts_keeps_one_copy_of_them_and_all_get_gradients() -> None:
+def test_experts_loop_keeps_one_bf16_copy() -> None:
     model = lowered(_Experts(), blocks=[])
     storages: dict[int, int] = {}
 

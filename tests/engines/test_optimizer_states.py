@@ -67,9 +67,7 @@ def about(states: dict[str, Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", ["whole", "zero1", "sharded", "streamed", "streamed shards"])
-def test_states_before_the_first_step_are_those_that_torch_makes_in_it(
-    name: str, kind: str
-) -> None:
+def test_preallocated_states_equal_torch_states_of_first_step(name: str, kind: str) -> None:
     def run(world: World) -> None:
         fresh, stepped = (updates(kind, CONFIGS[name], world) for _ in range(2))
         for tensor in stepped.tensors.values():
@@ -84,7 +82,7 @@ def test_states_before_the_first_step_are_those_that_torch_makes_in_it(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_table_of_states_is_what_torch_keeps(name: str) -> None:
+def test_state_table_equals_torch_optimizer_states(name: str) -> None:
     config, weight = CONFIGS[name], nn.Parameter(torch.randn(5, 4))
     weight.grad = torch.randn(5, 4)
     update = Update(config, {"weight": weight})
@@ -97,12 +95,12 @@ def test_the_table_of_states_is_what_torch_keeps(name: str) -> None:
         assert states[key].dtype == torch.float32
 
 
-def test_weight_decay_leaves_no_trace_in_momentum_before_the_first_step() -> None:
+def test_preallocated_momentum_excludes_weight_decay() -> None:
     update = Update(CONFIGS["sgd"], dict(net().named_parameters()))
     assert not any(state.any() for state in update.state_dict().values())
 
 
-def test_gradients_and_rates_outlast_asking_for_states() -> None:
+def test_reading_states_keeps_gradients_and_learning_rates() -> None:
     own = dict(net().named_parameters())
     gradients = {name: torch.randn_like(p) for name, p in own.items()}
     for name, p in own.items():
@@ -116,7 +114,7 @@ def test_gradients_and_rates_outlast_asking_for_states() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_states_asked_for_at_any_time_change_no_bit_of_what_torch_optim_does(name: str) -> None:
+def test_reading_states_at_any_time_keeps_torch_optim_results(name: str) -> None:
     config = CONFIGS[name]
     ours, theirs = net(), net()
     matrices = {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.3}
@@ -186,9 +184,7 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "momentum"), every(3, pairs([*LAYOUTS], [*SGD])))
-def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
-    layout: str, momentum: str
-) -> None:
+def test_loading_states_before_first_step_equals_torch_sgd(layout: str, momentum: str) -> None:
     """This is the case in every run with ``model.weights=``, and in runs that save before the first
     step.
     """

@@ -103,7 +103,7 @@ def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimi
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "lion"])
-def test_whole_parameters_are_updated_as_torch_does_to_the_bit(kind: str) -> None:
+def test_unsharded_update_is_bitwise_equal_to_torch(kind: str) -> None:
     own = parameters()
     theirs = in_torch(kind, own)
     for step in range(STEPS):
@@ -118,7 +118,7 @@ def test_whole_parameters_are_updated_as_torch_does_to_the_bit(kind: str) -> Non
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-2])
-def test_lion_is_its_paper_in_float64(eps: float) -> None:
+def test_lion_equals_paper_in_float64(eps: float) -> None:
     """Algorithm 2 of Chen et al., 2023, with lambda = 0.3 for matrices."""
     own = {name: p.detach().double() for name, p in parameters().items()}
     momenta = {name: torch.zeros_like(p) for name, p in own.items()}
@@ -134,7 +134,7 @@ def test_lion_is_its_paper_in_float64(eps: float) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_entry_states_what_the_class_keeps(kind: str) -> None:
+def test_optimizer_entry_lists_state_tensors(kind: str) -> None:
     own, config = parameters(), OPTIMIZERS[kind]
     update = Update(config, own, parameters=facts())
     for p in own.values():
@@ -154,7 +154,7 @@ def test_an_entry_states_what_the_class_keeps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_states_made_before_the_first_step_change_no_bit_of_it(kind: str) -> None:
+def test_preallocated_states_do_not_change_first_step(kind: str) -> None:
     own = parameters()
     update = Update(OPTIMIZERS[kind], own, parameters=facts())
     update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
@@ -221,7 +221,7 @@ def alone(kind: str, *overrides: str, steps: int = 3) -> dict[str, Tensor]:
 
 @pytest.mark.deferred(keep=4)
 @pytest.mark.parametrize(("layout", "kind"), [*_ELEMENTWISE, *_EXCHANGING])
-def test_a_layout_trains_as_one_process_does(layout: str, kind: str) -> None:
+def test_optimizer_in_layout_equals_one_process(layout: str, kind: str) -> None:
     ranks, strategy = LAYOUTS[layout]
     overrides = strategy.split()
     size = [word for word in overrides if "global_batch" in word]
@@ -284,7 +284,7 @@ def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DT
 @pytest.mark.deferred(keep=15)
 @pytest.mark.parametrize("kind", ["muon", "muon original", "adafactor", "lion", "nadam"])
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) -> None:
+def test_sharded_matrix_update_equals_unsharded_update(division: str, kind: str) -> None:
     sizes, placements = DIVISIONS[division]
     config = OPTIMIZERS[kind]
     # A tensor axis must divide evenly; fully_shard gives the last ranks less.
@@ -319,7 +319,7 @@ def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) ->
     World.mock(math.prod(sizes.values())).run(on_rank)
 
 
-def test_shards_that_are_laid_out_again_are_what_is_updated() -> None:
+def test_replaced_shards_are_updated() -> None:
     """fully_shard replaces shards before its first forward if it pins or pads them."""
 
     def run(world: World) -> None:
@@ -334,7 +334,7 @@ def test_shards_that_are_laid_out_again_are_what_is_updated() -> None:
     World.mock(2).run(run)
 
 
-def test_each_matrix_is_iterated_on_one_rank_and_the_work_is_shared_out(
+def test_muon_distributes_matrices_over_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[int] = []

@@ -46,12 +46,12 @@ def overrides_of(model: str) -> list[str]:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "model"), every(3, pairs([*LAYOUTS], [*MODELS])))
-def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
+def test_packed_documents_stay_separate_in_every_layout(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]
     assert_trains_as_one_process([*overrides_of(model), *overrides], ranks)
 
 
-def test_documents_of_a_row_change_what_is_learned() -> None:
+def test_packing_boundaries_affect_training() -> None:
     overrides = [*overrides_of("gpt"), "strategy=single"]
     apart, together = (
         verified([*overrides, *more], 1) for more in ([], ["data.document_length=null"])
@@ -59,7 +59,7 @@ def test_documents_of_a_row_change_what_is_learned() -> None:
     assert together.losses != apart.losses
 
 
-def test_what_can_not_keep_documents_apart_is_refused_before_a_rank_starts() -> None:
+def test_packing_with_unsupported_model_is_refused_before_start() -> None:
     own = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
     arguments = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
     with pytest.raises(ConfigError) as raised:
@@ -100,7 +100,7 @@ CHAT = ["data=chat", "data.files=[none.jsonl]", "data.sequence_length=16"]
     ],
     ids=["custom", "qwen3_5"],
 )
-def test_packing_auto_is_none_for_a_model_that_can_not_keep_documents_apart(
+def test_packing_auto_resolves_to_none_for_unsupported_model(
     model: list[str],
 ) -> None:
     chosen = estimate_config([*model, *CHAT])
@@ -109,7 +109,7 @@ def test_packing_auto_is_none_for_a_model_that_can_not_keep_documents_apart(
         estimate_config([*model, *CHAT, "data.packing=best_fit"])
 
 
-def test_packing_auto_stays_for_a_model_that_keeps_documents_apart() -> None:
+def test_packing_auto_stays_for_supported_model() -> None:
     chosen = estimate_config(["model=gpt", *CHAT])
     assert (chosen.data.packing, chosen.data.document_length) == ("auto", 16)
 

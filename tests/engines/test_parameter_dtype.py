@@ -105,9 +105,7 @@ def by_torch(*, in_fp32: bool) -> list[float]:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "states"), every(3, pairs([*LAYOUTS], [(), (FP32_STATES,)])))
-def test_losses_are_those_of_a_model_in_bf16_under_torch(
-    layout: str, states: tuple[str, ...]
-) -> None:
+def test_bf16_parameters_train_like_torch(layout: str, states: tuple[str, ...]) -> None:
     expected = by_torch(in_fp32=bool(states))
     # Layouts may only add roundings to bf16 (1/256); one process adds none.
     tolerance = 1e-6 if layout == "single" else 5e-3
@@ -145,7 +143,7 @@ def saved(folder: Path, overrides: list[str]) -> None:
         ([FP32_STATES], "optimizer.state_dtype=fp32: "),
     ],
 )
-def test_a_run_does_not_resume_in_another_type(
+def test_resume_with_other_parameter_dtype_is_refused(
     overrides: list[str], problem: str, tmp_path: Path
 ) -> None:
     saved(tmp_path, LAYOUTS["fsdp"])
@@ -164,7 +162,7 @@ def test_a_run_does_not_resume_in_another_type(
         (["optimizer=muon", FP32_STATES], "optimizer=muon can't update in fp32"),
     ],
 )
-def test_what_can_not_be_is_refused(overrides: list[str], problem: str) -> None:
+def test_invalid_parameter_dtype_is_refused(overrides: list[str], problem: str) -> None:
     settings = [s for s in SETTINGS if not s.startswith("optimizer.")]
     with pytest.raises(ConfigError, match=problem):
         run_config([*settings, *LAYOUTS["fsdp"], *overrides])

@@ -32,20 +32,20 @@ def test_vectors_are_not_decayed_unless_a_group_says_so() -> None:
     assert with_options(config, BIAS).weight_decay == 0.2
 
 
-def test_of_two_patterns_the_later_one_counts_option_by_option() -> None:
+def test_later_parameter_group_pattern_overrides_each_option() -> None:
     groups = {"layers.*": {"lr": 1.0, "eps": 1e-3}, "*.bias": {"lr": 2.0}}
     chosen = with_options(AdamWConfig(groups=groups), BIAS)
     assert (chosen.lr, chosen.eps) == (2.0, 1e-3)
 
 
-def test_lr_scale_multiplies_what_the_group_would_have() -> None:
+def test_lr_scale_multiplies_learning_rate_of_group() -> None:
     groups = {"*": {"lr": 2.0}, "*.bias": {"lr_scale": 0.5}}
     assert with_options(AdamWConfig(groups=groups), BIAS).lr == 1.0
     scaled = AdamWConfig(lr=3.0, groups={"*.bias": {"lr_scale": 0.5}})
     assert [with_options(scaled, p).lr for p in (BIAS, MATRIX)] == [1.5, 3.0]
 
 
-def test_muon_is_for_hidden_matrices_and_groups_choose_otherwise() -> None:
+def test_muon_applies_to_hidden_matrices_by_default() -> None:
     names = {p: with_options(MuonConfig(), p).name for p in (MATRIX, BIAS, HEAD)}
     assert names == {MATRIX: "muon", BIAS: "adamw", HEAD: "adamw"}
     groups = {"lm_head.*": {"algorithm": "muon"}, "layers.*": {"algorithm": "adamw"}}
@@ -53,7 +53,7 @@ def test_muon_is_for_hidden_matrices_and_groups_choose_otherwise() -> None:
     assert [with_options(other, p).name for p in (MATRIX, HEAD)] == ["adamw", "muon"]
 
 
-def test_adamw_beside_muon_has_its_own_learning_rate_unless_a_group_sets_one() -> None:
+def test_adamw_within_muon_has_separate_learning_rate() -> None:
     config = MuonConfig(lr=0.02, adamw_lr=3e-4, groups={"*.bias": {"lr": 1e-5}})
     rates = [with_options(config, p).lr for p in (MATRIX, HEAD, BIAS)]
     assert rates == [0.02, 3e-4, 1e-5]
@@ -120,7 +120,7 @@ def plain_sgd() -> dict[str, Tensor]:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: str) -> None:
+def test_schedule_multiplies_learning_rate_of_each_group(layout: str) -> None:
     """In a pipeline, both ends of the tied embedding use the options of its name."""
     ranks, strategy = LAYOUTS[layout]
     chosen = run_config([*SMALL, *strategy.split(), f"launch.nproc={ranks}"])
@@ -185,7 +185,7 @@ def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: st
         ),
     ],
 )
-def test_what_can_t_be_is_refused_before_anything_starts(
+def test_invalid_parameter_groups_are_refused_before_start(
     overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -61,7 +61,7 @@ def losses(*overrides: str, model: str = "idle") -> list[float]:
     return ax.World.mock(2).run(run)[0]
 
 
-def test_overlapped_replicas_refuse_it_by_name() -> None:
+def test_overlapped_ddp_names_unused_parameter() -> None:
     with pytest.raises(Exception, match=r"rank \d|strategy") as reported:
         losses("strategy=ddp")
     error = reported.value.__cause__ or reported.value
@@ -81,7 +81,9 @@ def test_overlapped_replicas_refuse_it_by_name() -> None:
     ],
     ids=["last step", "last micro-batch"],
 )
-def test_so_they_do_where_it_is_left_out_of_any_step(overrides: tuple[str, ...], name: str) -> None:
+def test_overlapped_ddp_names_parameter_unused_in_any_step(
+    overrides: tuple[str, ...], name: str
+) -> None:
     with pytest.raises(Exception, match=r"rank \d|strategy") as reported:
         losses("strategy=ddp", *overrides, model="skips_once")
     error = reported.value.__cause__ or reported.value
@@ -97,5 +99,5 @@ def test_so_they_do_where_it_is_left_out_of_any_step(overrides: tuple[str, ...],
     [("strategy=ddp", "strategy.ddp.sync=synchronous"), ("strategy=zero1",)],
     ids=["what it says to write", "zero1"],
 )
-def test_what_waits_for_no_gradient_trains_as_shards_do(overrides: tuple[str, ...]) -> None:
+def test_unused_parameter_without_overlap_equals_fsdp(overrides: tuple[str, ...]) -> None:
     assert losses(*overrides) == pytest.approx(losses("strategy=fsdp"), rel=1e-5)

@@ -36,7 +36,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
+def test_pipeline_equals_one_process(schedule: str, ranks: int) -> None:
     stages = ranks * SCHEDULES[schedule].stages_per_rank
     whole = nn.Sequential(*modules(stages))
     inputs, targets = batch()
@@ -57,7 +57,7 @@ def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
     World.mock(ranks).run(run)
 
 
-def test_nccl_connects_the_stages_before_the_first_batch_of_messages(
+def test_nccl_connects_stages_before_first_batched_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A batched send and receive would wait for ranks whose schedule has no message yet."""
@@ -105,7 +105,7 @@ def test_no_message_connects_a_rank_to_itself() -> None:
     World.mock(2).run(run)
 
 
-def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:
+def test_pipeline_stage_without_single_tensor_output_is_error() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x
@@ -118,7 +118,7 @@ def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:
         World.mock(2).run(run)
 
 
-def test_a_group_of_the_world_is_a_pipeline_of_its_own() -> None:
+def test_pipeline_runs_on_subgroup() -> None:
     def run(world: World) -> tuple[float, int]:
         mesh = world.mesh(pp=2, dp_replicate=2)
         inputs, targets = batch()
@@ -136,7 +136,7 @@ def test_a_group_of_the_world_is_a_pipeline_of_its_own() -> None:
         assert num_parameters == 2
 
 
-def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
+def test_pipeline_accepts_changing_batch_sizes_and_dtypes() -> None:
     def run(world: World) -> None:
         pipeline = Pipeline.from_modules(modules(2), microbatches=2)
         inputs, targets = batch()
@@ -146,7 +146,7 @@ def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
     World.mock(2).run(run)
 
 
-def test_running_statistics_move_as_often_as_there_are_micro_batches() -> None:
+def test_batchnorm_statistics_update_once_per_micro_batch() -> None:
     def run(world: World) -> int:
         stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
         pipeline = Pipeline.from_modules(stages, microbatches=4)
@@ -156,7 +156,7 @@ def test_running_statistics_move_as_often_as_there_are_micro_batches() -> None:
     assert World.mock(2).run(run) == [4, 4]
 
 
-def test_memory_stats_report_what_each_stage_holds() -> None:
+def test_pipeline_memory_stats_report_bytes_per_stage() -> None:
     def run(world: World) -> tuple[int, ...]:
         pipeline = Pipeline.from_modules(modules(4), microbatches=8)
         return pipeline.memory_stats().live_activations
@@ -190,7 +190,7 @@ def test_memory_stats_report_what_each_stage_holds() -> None:
         ),
     ],
 )
-def test_what_can_t_be_a_pipeline_is_refused(make: object, message: str) -> None:
+def test_invalid_pipeline_is_refused(make: object, message: str) -> None:
     with pytest.raises(RankFailedError, match=message) as error:
         World.mock(2).run(lambda world: make())  # type: ignore[operator]
     assert isinstance(error.value.__cause__, ValueError)
@@ -204,7 +204,7 @@ class Faulty(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
-def test_what_a_stage_raises_is_what_one_sees(schedule: str) -> None:
+def test_exception_in_stage_reaches_caller(schedule: str) -> None:
     stages = 2 * SCHEDULES[schedule].stages_per_rank
 
     def run(world: World) -> None:

@@ -129,7 +129,7 @@ def run_for_real(schedule: PipelineSchedule) -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("name", "degree", "stages_per_rank", "microbatches"), RUNS)
-def test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_does(
+def test_torch_executes_pipeline_schedule_and_equals_one_process(
     name: str, degree: int, stages_per_rank: int, microbatches: int, record: Record
 ) -> None:
     schedule = PipelineSchedule(
@@ -148,7 +148,7 @@ def test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_do
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_schedule_that_the_page_about_architecture_adds_runs_as_it_says(
+def test_pipeline_schedule_of_architecture_page_runs(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(axonlaunch.__file__).parent / "docs" / "architecture.md"
@@ -157,22 +157,18 @@ def test_the_schedule_that_the_page_about_architecture_adds_runs_as_it_says(
     exec(example, names)
     monkeypatch.setitem(SCHEDULES, "looped_dfs", ScheduleRule(stages_per_rank=2, fixed=False))
     monkeypatch.setitem(TORCH_CLASSES, "looped_dfs", names["ScheduleLoopedDFS"])
-    test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_does(
-        "looped_dfs", 2, 2, 4, record
-    )
+    test_torch_executes_pipeline_schedule_and_equals_one_process("looped_dfs", 2, 2, 4, record)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_size_that_the_rules_allow_runs_as_the_schedule_says(
-    name: str, record: Record
-) -> None:
+def test_pipeline_schedule_runs_for_all_allowed_sizes(name: str, record: Record) -> None:
     for degree, stages_per_rank, microbatches in sizes(name):
         if not legal(name, degree, stages_per_rank, microbatches):
             continue
         record.actions.clear()
         record.most_held.clear()
-        test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_does(
+        test_torch_executes_pipeline_schedule_and_equals_one_process(
             name, degree, stages_per_rank, microbatches, record
         )
 
@@ -189,7 +185,7 @@ def legal(name: str, degree: int, stages_per_rank: int, microbatches: int) -> bo
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rules_refuse_what_torch_refuses_and_besides_pipelines_that_are_never_full(
+def test_pipeline_schedule_rules_refuse_more_than_torch(
     name: str,
 ) -> None:
     for degree, stages_per_rank, microbatches in sizes(name):
@@ -205,7 +201,7 @@ def test_the_rules_refuse_what_torch_refuses_and_besides_pipelines_that_are_neve
         assert can == (torch_can and microbatches >= degree), (degree, microbatches)
 
 
-def test_torch_still_has_the_private_parts_that_are_read() -> None:
+def test_torch_pipelining_has_private_names() -> None:
     schedules = pipelining.schedules
     assert schedules._Action._fields == (
         "stage_index",
@@ -220,7 +216,7 @@ def test_torch_still_has_the_private_parts_that_are_read() -> None:
         assert multi or make in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B), MOVED
 
 
-def test_torchs_own_order_of_1f1b_can_still_not_be_used() -> None:
+def test_torch_1f1b_pipeline_order_is_still_unusable() -> None:
     """If this fails, torch is fixed: read 1F1B's ``pipeline_order`` like that of the other
     schedules.
     """
@@ -244,14 +240,14 @@ def test_torchs_own_order_of_1f1b_can_still_not_be_used() -> None:
         ("interleaved_1f1b", {"microbatches": 9}, "microbatches=9: .* about 4; use 8 or 10"),
     ],
 )
-def test_what_can_not_be_ordered_is_refused_with_what_can(
+def test_unknown_pipeline_schedule_is_refused_with_choices(
     name: str, sizes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         PipelineSchedule(name, **{"degree": 4, "microbatches": 8, **sizes})
 
 
-def test_a_schedule_is_a_value_that_prints_as_torch_does() -> None:
+def test_pipeline_schedule_prints_like_torch() -> None:
     schedule = PipelineSchedule("1f1b", degree=2, microbatches=2)
     assert str(schedule) == "rank 0  0F0 0F1 0B0 0B1\nrank 1  1F0 1B0 1F1 1B1"
     assert schedule == PipelineSchedule("1f1b", degree=2, microbatches=2, stages_per_rank=1)
@@ -262,7 +258,7 @@ def test_a_schedule_is_a_value_that_prints_as_torch_does() -> None:
         schedule.degree = 3  # type: ignore[misc]
 
 
-def test_stages_go_round_or_there_and_back() -> None:
+def test_stages_are_placed_in_loop_or_v_shape() -> None:
     looped = PipelineSchedule("looped_bfs", degree=2, microbatches=2, stages_per_rank=3)
     assert looped.rank_of_stage == (0, 1, 0, 1, 0, 1)
     assert looped.stages_of(1) == (1, 3, 5)

@@ -23,7 +23,7 @@ from axonlaunch.engines.build import build_engine
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_micro_batches_of_a_stage_share_what_it_gathers(
+def test_pipeline_stage_gathers_parameters_once_per_step(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     gather, calls = MockProcessGroup.all_gather_single_coalesced, []
@@ -78,7 +78,7 @@ def _train(schedule: str, micro_batches: int) -> None:
     ],
     ids=["replicated", "parameters in bf16", "sharded", "fp16"],
 )
-def test_stages_pass_an_evaluation_on_in_the_type_of_training(
+def test_evaluation_sends_activations_in_training_dtype(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: torch.dtype
 ) -> None:
     sent: dict[tuple[int, str], list[torch.dtype]] = defaultdict(list)

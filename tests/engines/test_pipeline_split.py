@@ -44,7 +44,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("config", "inputs"), MODELS, ids=lambda x: getattr(x, "name", ""))
 @pytest.mark.parametrize("counts", [[4], [2, 2], [1, 3], [1, 1, 1, 1]], ids=str)
-def test_stages_one_after_another_are_the_model(
+def test_pipeline_stages_in_sequence_equal_model(
     config: object, inputs: torch.Tensor, counts: list[int]
 ) -> None:
     whole, spec = build_model(config), spec_for(config)
@@ -59,7 +59,7 @@ def test_stages_one_after_another_are_the_model(
     assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends have a name each
 
 
-def test_a_plain_sequence_is_cut_between_its_modules_and_keeps_its_names() -> None:
+def test_sequential_is_split_between_modules_with_same_names() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
     assert cuttable(spec, model)
@@ -71,7 +71,7 @@ def test_a_plain_sequence_is_cut_between_its_modules_and_keeps_its_names() -> No
     assert last(torch.ones(1, 4)).shape == (1, 8)
 
 
-def test_a_model_that_names_no_ends_can_t_be_cut() -> None:
+def test_model_without_ends_cannot_be_split() -> None:
     model = nn.Linear(2, 2)
     assert not cuttable(ModelSpec(build=lambda _: model, loss=cross_entropy_sum), model)
 
@@ -120,7 +120,7 @@ def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
         ),
     ],
 )
-def test_ends_that_are_missing_or_leave_something_out_are_reported(
+def test_missing_or_incomplete_ends_are_reported(
     ends: tuple[tuple[str, ...], ...], reported: list[str]
 ) -> None:
     config = run_config(["strategy=pipeline", "launch.nproc=2"])
@@ -128,7 +128,7 @@ def test_ends_that_are_missing_or_leave_something_out_are_reported(
     assert [str(problem) for problem in problems] == reported
 
 
-def test_what_stands_around_the_blocks_of_a_sequence_is_not_kept_by_every_stage() -> None:
+def test_modules_around_blocks_are_only_on_end_stages() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum, layers="1")
     assert kept_everywhere(spec, model) == ["0.weight"]
@@ -148,7 +148,7 @@ def test_a_parameter_may_be_an_end() -> None:
     ends=st.tuples(st.integers(0, 60), st.integers(0, 60)),
     data=st.data(),
 )
-def test_no_split_has_a_cheaper_costliest_stage(
+def test_pipeline_split_minimizes_largest_stage(
     costs: list[int], ends: tuple[int, int], data: st.DataObject
 ) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -169,7 +169,7 @@ def test_no_split_has_a_cheaper_costliest_stage(
     assert most(tuple(counts)) == min(map(most, every))
 
 
-def test_few_blocks_report_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(hidden_size=32, num_hidden_layers=11, vocab_size=4096)
     tokens = torch.zeros(2, 64, dtype=torch.int64, device="meta")
     model, spec = construct(config, seed=0), spec_for(config)
@@ -181,7 +181,7 @@ def test_few_blocks_report_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert few == [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
 
 
-def test_ranks_of_a_process_balance_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_split_is_computed_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.zeros(16, dtype=torch.int64)
     counted = []
 
@@ -201,7 +201,7 @@ def test_ranks_of_a_process_balance_a_model_once(monkeypatch: pytest.MonkeyPatch
     assert blocks("train.micro_batch_size=1") == [3, 3]
 
 
-def test_a_large_vocabulary_takes_blocks_off_the_ends() -> None:
+def test_large_vocabulary_moves_blocks_from_end_stages() -> None:
     config = LlamaConfig(hidden_size=32, num_hidden_layers=12, intermediate_size=96,
                          vocab_size=8192)  # fmt: skip
     tokens = torch.zeros(1, 32, dtype=torch.int64, device="meta")
@@ -214,7 +214,7 @@ def test_a_large_vocabulary_takes_blocks_off_the_ends() -> None:
     assert even == [3, 3, 3, 3]
 
 
-def test_measuring_leaves_running_statistics_and_modes_alone() -> None:
+def test_measuring_blocks_keeps_statistics_and_modes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -40,7 +40,7 @@ def schedules(draw: st.DrawFn) -> PipelineSchedule:
 
 @settings(deadline=None, max_examples=120, derandomize=True)
 @given(schedules(), st.integers(1, 4), st.integers(1, 6))
-def test_a_timeline_does_everything_once_in_an_order_that_can_be(
+def test_timeline_runs_each_action_once_in_valid_order(
     schedule: PipelineSchedule, forward: int, backward: int
 ) -> None:
     times = timeline(schedule, forward=forward, backward=backward)
@@ -83,7 +83,7 @@ def needs(action: Action, num_stages: int) -> list[list[Action]]:
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("backward", [1, 2, 3.5])
-def test_bubbles_are_those_of_the_papers(degree: int, rounds: int, backward: float) -> None:
+def test_pipeline_bubbles_equal_papers(degree: int, rounds: int, backward: float) -> None:
     microbatches = degree * rounds
 
     def bubble(name: str, stages_per_rank: int = 1) -> float:
@@ -100,7 +100,7 @@ def test_bubbles_are_those_of_the_papers(degree: int, rounds: int, backward: flo
         assert bubble("interleaved_1f1b", v) == pytest.approx(papers, rel=1e-12)
 
 
-def test_zero_bubble_schedules_wait_less_than_1f1b() -> None:
+def test_zero_bubble_schedules_have_smaller_bubbles_than_1f1b() -> None:
     bubbles = {
         name: timeline(PipelineSchedule(name, degree=4, microbatches=8)).bubble_fraction
         for name in SCHEDULES
@@ -109,7 +109,7 @@ def test_zero_bubble_schedules_wait_less_than_1f1b() -> None:
         assert bubbles[name] < bubbles["interleaved_1f1b"] < bubbles["1f1b"]
 
 
-def test_times_that_are_not_times_are_refused() -> None:
+def test_invalid_action_times_are_refused() -> None:
     schedule = PipelineSchedule("1f1b", degree=2, microbatches=2)
     with pytest.raises(ValueError, match=r"backward=0: not positive"):
         timeline(schedule, backward=0)
@@ -119,9 +119,7 @@ def test_times_that_are_not_times_are_refused() -> None:
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
 @pytest.mark.parametrize("microbatches", [8, 9, 32])
-def test_one_f_one_b_holds_at_most_stages_activations_and_gpipe_all(
-    degree: int, microbatches: int
-) -> None:
+def test_1f1b_holds_fewer_activations_than_gpipe(degree: int, microbatches: int) -> None:
     def held(name: str) -> tuple[int, ...]:
         schedule = PipelineSchedule(name, degree=degree, microbatches=microbatches)
         return PipelineMemoryStats.from_schedule(schedule).live_activations
@@ -130,7 +128,7 @@ def test_one_f_one_b_holds_at_most_stages_activations_and_gpipe_all(
     assert held("1f1b") == tuple(min(degree - stage, microbatches) for stage in range(degree))
 
 
-def test_bytes_are_those_of_the_micro_batches_held() -> None:
+def test_activation_bytes_follow_held_micro_batches() -> None:
     schedule = PipelineSchedule("1f1b", degree=2, microbatches=4)
     assert PipelineMemoryStats.from_schedule(schedule).activation_bytes is None
     stats = PipelineMemoryStats.from_schedule(schedule, [100, 30])
@@ -194,6 +192,6 @@ def bytes_held_by_stage_0(name: str, degree: int) -> int:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_memory_is_the_point_of_1f1b(degree: int) -> None:
+def test_1f1b_needs_less_memory_than_gpipe(degree: int) -> None:
     ratio = bytes_held_by_stage_0("gpipe", degree) / bytes_held_by_stage_0("1f1b", degree)
     assert ratio == pytest.approx(8 / degree, rel=0.03)

@@ -54,7 +54,7 @@ def weights(module: nn.Module) -> list[Tensor]:
 @pytest.mark.deferred(keep=6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_an_optimizer_of_an_offloaded_module_is_torchs(offload: str, name: str) -> None:
+def test_optimizer_of_offloaded_module_equals_torch(offload: str, name: str) -> None:
     alone = net()
     trained(alone, OPTIMIZERS[name](alone.parameters()), inputs(0, 1))
 
@@ -68,7 +68,7 @@ def test_an_optimizer_of_an_offloaded_module_is_torchs(offload: str, name: str) 
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_blocks_that_share_a_layer_learn_as_they_do_alone() -> None:
+def test_fsdp_blocks_with_shared_layer_equal_undivided_ones() -> None:
     def blocks() -> nn.Sequential:
         torch.manual_seed(0)
         shared = nn.Linear(6, 6)
@@ -89,7 +89,7 @@ def test_blocks_that_share_a_layer_learn_as_they_do_alone() -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "full"])
-def test_without_streaming_any_optimizer_of_the_parameters_does(offload: str) -> None:
+def test_fsdp_without_streaming_accepts_any_optimizer(offload: str) -> None:
     def run(world: ax.World) -> list[Tensor]:
         model = ax.FSDP(net(), cpu_offload=offload)
         trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), inputs(world.rank, 2))
@@ -100,7 +100,7 @@ def test_without_streaming_any_optimizer_of_the_parameters_does(offload: str) ->
 
 
 @pytest.mark.parametrize("offload", STREAMED)
-def test_an_optimizer_that_would_not_stream_is_refused_with_what_to_write(offload: str) -> None:
+def test_optimizer_without_streaming_is_refused_with_advice(offload: str) -> None:
     def run(world: ax.World) -> None:
         model = ax.FSDP(net(), cpu_offload=offload)
         own = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -130,9 +130,7 @@ def test_nothing_is_refused_once_the_module_is_gone() -> None:
     assert len(hooks) == before
 
 
-def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_the_device() -> (
-    None
-):
+def test_streamed_step_keeps_one_parameter_on_device() -> None:
     """The meta device, which holds no data, replaces the GPU."""
     seen: list[list[tuple[str, str]]] = []
 
@@ -200,7 +198,7 @@ def test_mixed_precision_true_is_bf16_with_fp32_reduction() -> None:
 
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd without momentum"])
-def test_a_memory_estimate_is_what_a_step_leaves(sharding: str, optimizer: str) -> None:
+def test_fsdp_memory_estimate_equals_step(sharding: str, optimizer: str) -> None:
     def run(world: ax.World) -> None:
         model = ax.FSDP(net(), world=world, sharding=sharding)
         config: Any = optimizer
@@ -226,7 +224,7 @@ def nbytes(tensors: list[Tensor]) -> int:
     return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
 
 
-def test_states_of_an_unknown_optimizer_are_not_guessed() -> None:
+def test_unknown_optimizer_states_are_not_estimated() -> None:
     def run(world: ax.World) -> None:
         with pytest.raises(
             ValueError, match="optimizer=lamb: no such optimizer; use adafactor, adam, adamw"
@@ -236,7 +234,7 @@ def test_states_of_an_unknown_optimizer_are_not_guessed() -> None:
     ax.World.mock(1).run(run)
 
 
-def test_a_group_by_position_shares_it() -> None:
+def test_fsdp_group_is_positional() -> None:
     def run(world: ax.World) -> tuple[list[int], float]:
         group = [world.new_group([0, 1]), world.new_group([2, 3])][world.rank // 2]
         model = ax.FSDP(net(), group)
@@ -248,7 +246,7 @@ def test_a_group_by_position_shares_it() -> None:
     assert results[0][1] == results[1][1] != results[2][1]
 
 
-def test_who_shares_it_is_said_once_and_replicas_are_of_the_world() -> None:
+def test_fsdp_refuses_world_with_group_and_replicas_in_subgroup() -> None:
     def run(world: ax.World) -> None:
         with pytest.raises(ValueError, match="pass only one"):
             ax.FSDP(net(), world.default_group, world=world)

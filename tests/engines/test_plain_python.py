@@ -42,7 +42,7 @@ def test_ddp_averages_gradients(sync: ax.GradSyncStrategy, as_view: bool) -> Non
 
 
 @pytest.mark.parametrize("sync", ["overlapped", "synchronous"])
-def test_ddp_leaves_gradients_alone_inside_no_sync(sync: str) -> None:
+def test_ddp_no_sync_skips_gradient_averaging(sync: str) -> None:
     def run(world: ax.World) -> tuple[Tensor, Tensor]:
         model = ax.DDP(net(), sync=sync)
         with model.no_sync():
@@ -59,7 +59,7 @@ def test_ddp_leaves_gradients_alone_inside_no_sync(sync: str) -> None:
     torch.testing.assert_close(total, first + second, rtol=1e-5, atol=1e-7)
 
 
-def test_ddp_starts_every_rank_from_the_first_ones_parameters_and_buffers() -> None:
+def test_ddp_broadcasts_parameters_and_buffers_of_rank_0() -> None:
     def run(world: ax.World) -> tuple[Tensor, Tensor]:
         torch.manual_seed(world.rank)
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -75,7 +75,7 @@ def test_ddp_starts_every_rank_from_the_first_ones_parameters_and_buffers() -> N
 
 @pytest.mark.parametrize("sync", list(ax.GradSyncStrategy))
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers_follow_the_first_rank_only_where_asked(
+def test_buffers_are_broadcast_only_if_requested(
     sync: ax.GradSyncStrategy, broadcast: bool
 ) -> None:
     def run(world: ax.World) -> Tensor:
@@ -128,7 +128,7 @@ def test_buffers_that_are_not_saved_are_sent_once_and_not_before_each_forward(
     assert second == [[0.0], [0.0] * 4, [10.0], [11.0] * 4]
 
 
-def test_a_parameter_that_one_rank_left_out_counts_as_zero_there() -> None:
+def test_unused_parameter_on_one_rank_has_zero_gradient() -> None:
     def run(world: ax.World) -> Tensor:
         weight = nn.Parameter(torch.ones(3))
         if world.rank == 0:
@@ -175,7 +175,7 @@ def test_fsdp_shards_and_reduces(sharding: ax.ShardingStrategy) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_fsdp_memory_is_what_the_storages_hold() -> None:
+def test_fsdp_memory_stats_equal_storage_bytes() -> None:
     def run(world: ax.World) -> list[ax.FSDPMemoryStats]:
         module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         model = ax.FSDP(module, world=world, layers=list(module))
@@ -198,7 +198,7 @@ def test_fsdp_memory_is_what_the_storages_hold() -> None:
     assert idle.device_peak_bytes is None
 
 
-def test_fsdp_clips_by_the_norm_of_the_whole_model() -> None:
+def test_fsdp_clips_by_full_model_norm() -> None:
     def run(world: ax.World) -> tuple[float, float]:
         module = net()
         model = ax.FSDP(module, world=world, layers=[module[0]])
@@ -219,7 +219,7 @@ def test_fsdp_clips_by_the_norm_of_the_whole_model() -> None:
         ({"sharding": "half_shard"}, "half_shard"),
     ],
 )
-def test_what_fsdp_cannot_divide_is_refused(options: dict[str, object], message: str) -> None:
+def test_fsdp_refuses_unsupported_modules(options: dict[str, object], message: str) -> None:
     def run(world: ax.World) -> None:
         with pytest.raises(ValueError, match=message):
             ax.FSDP(net(), world=world, **options)  # type: ignore[arg-type]

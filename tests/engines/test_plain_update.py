@@ -89,7 +89,7 @@ def assert_close(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("name", ["single", "zero1", "fsdp"])
-def test_the_rate_that_a_step_applies_is_that_of_the_step(name: str) -> None:
+def test_learning_rate_of_each_step_follows_schedule(name: str) -> None:
     """Two steps of warm-up, then linearly down to a tenth at the last of six."""
     ax.register_model("frozen")(Frozen)
     schedule = ["scheduler=linear", "scheduler.warmup_steps=2", "scheduler.final_lr_ratio=0.1"]
@@ -122,7 +122,7 @@ def test_frozen_parameters_are_not_decayed(name: str) -> None:
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["own type", "float32"])
 @pytest.mark.parametrize("sync", ["overlapped", "synchronous", "no_sync"])
-def test_each_of_several_buckets_is_averaged_the_last_among_them(
+def test_all_gradient_buckets_are_averaged_including_last(
     sync: str, reduce_dtype: torch.dtype | None
 ) -> None:
     """Includes replicas that torch reduces. Setting a reduce dtype keeps overlapped buckets in

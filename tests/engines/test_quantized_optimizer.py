@@ -24,7 +24,7 @@ CUSTOM = [*TINY, "optimizer=custom", "optimizer.target=quantized_optimizer:Adam8
 @pytest.mark.parametrize(
     "shape", [(6, 4), (64, 64), (63, 65), (4097, 100), (3, 700, 100), (50257, 8), (70001,), (4096,)]
 )
-def test_the_states_of_a_quantized_optimizer_are_found_for_each_shape(
+def test_quantized_optimizer_states_are_detected_for_each_shape(
     shape: tuple[int, ...],
 ) -> None:
     parameter = nn.Parameter(torch.randn(shape))
@@ -90,7 +90,7 @@ def test_quantized_states_that_cannot_be_saved_are_refused_before_a_run(
         run_config([*CUSTOM, *overrides, "launch.nproc=2"])
 
 
-def test_a_state_that_was_not_found_when_it_was_tried_is_not_left_out() -> None:
+def test_undetected_optimizer_state_is_error() -> None:
     parameter = nn.Parameter(torch.randn(6, 4))
     update = Update(CONFIG, {"p": parameter})
     parameter.grad = torch.randn(6, 4)

@@ -36,7 +36,7 @@ def warned(model: str) -> set[str]:
     return {text.partition("(")[2].partition(")")[0] for text in texts}
 
 
-def test_the_views_of_a_whole_model_are_not_warned_of() -> None:
+def test_no_view_warning_for_root_module() -> None:
     @ax.register_model("viewing", inputs="tokens")
     def whole() -> nn.Module:
         return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
@@ -48,7 +48,7 @@ def test_the_views_of_a_whole_model_are_not_warned_of() -> None:
     "returned a view tensor" not in inspect.getsource(_fsdp_state),
     reason=f"torch {torch.__version__} warns of none",
 )
-def test_those_of_its_blocks_are() -> None:
+def test_view_warning_for_user_blocks_is_shown() -> None:
     ax.register_model("chain", inputs="tokens", layers="blocks", ends=(("embed",), ("head",)))(
         Chain
     )

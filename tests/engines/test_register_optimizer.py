@@ -119,7 +119,7 @@ def run(
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_class_by_its_target_trains_in_every_layout_as_in_one_process(layout: str) -> None:
+def test_optimizer_by_target_equals_one_process_in_every_layout(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
     overrides = [*TEMPERED, *strategy.split()]
     size = [word for word in overrides if "global_batch" in word]
@@ -130,7 +130,7 @@ def test_a_class_by_its_target_trains_in_every_layout_as_in_one_process(layout: 
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_step() -> None:
+def test_custom_optimizer_initialises_nonzero_states_itself() -> None:
     """Every run with ``model.weights=`` reads states before the first step; this one's do not start
     at zero.
     """
@@ -143,7 +143,7 @@ def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_ste
     assert all(torch.equal(asked[name], tensor) for name, tensor in expected.items())
 
 
-def test_nor_do_steps_that_fp16_left_out_make_them() -> None:
+def test_skipped_fp16_steps_create_no_custom_states() -> None:
     """Before the first real step, checkpoints must not have states that the class didn't create."""
     overrides = [*TEMPERED, "strategy=fsdp", "train.precision=fp16"]
 
@@ -163,7 +163,7 @@ def test_nor_do_steps_that_fp16_left_out_make_them() -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_states_are_saved_and_loaded_numbers_among_them() -> None:
+def test_custom_states_including_numbers_are_saved_and_loaded() -> None:
     config = CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1)
     torch.manual_seed(0)
     start, gradients = torch.randn(4, 3), torch.randn(4, 4, 3)
@@ -209,7 +209,7 @@ def test_a_parameter_that_had_no_gradient_resumes_without_states() -> None:
     assert all(torch.equal(straight[name], p) for name, p in resumed.items())
 
 
-def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_makes() -> None:
+def test_preallocated_custom_states_are_not_held_twice() -> None:
     """Measuring memory on a CPU reads the states before the first step, too."""
     parameter = nn.Parameter(torch.ones(4, 3))
     update = Update(CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1), {"p": parameter})
@@ -221,7 +221,7 @@ def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_mak
 
 
 @pytest.mark.deferred
-def test_an_estimate_counts_its_states() -> None:
+def test_estimate_counts_custom_optimizer_states() -> None:
     overrides = [*SMALL, *TEMPERED, "strategy=fsdp", "launch.nproc=2"]
     estimate = memory_estimate.estimate(estimate_config(overrides))
     chosen = run_config(overrides)
@@ -280,7 +280,7 @@ def refusal(*overrides: str) -> str:
         ("optimizer.target=somebodys", "optimizer.target=somebodys: is not of the form"),
     ],
 )
-def test_what_can_t_be_used_is_refused_with_the_reason(overrides: str, message: str) -> None:
+def test_invalid_custom_optimizer_is_refused(overrides: str, message: str) -> None:
     assert refusal(*CUSTOM, *overrides.split()).startswith(message)
 
 
@@ -311,7 +311,7 @@ def test_a_registered_class_without_a_dataclass_takes_arguments() -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_an_entry_that_states_what_is_not_so_is_refused() -> None:
+def test_optimizer_entry_with_wrong_states_is_refused() -> None:
     states = [ax.OptimizerState(name="exp_avg")]
     ax.register_optimizer("wrong", config=TemperedConfig, states=states)(Tempered)
     assert refusal("optimizer=wrong").startswith(

@@ -78,7 +78,7 @@ def test_a_step_of_several_micro_batches_sends_twice_the_parameters(
     assert set(sent["whole"]) == {1}  # losses, targets and the norm
 
 
-def test_gradients_are_freed_as_they_go_while_the_backward_runs(
+def test_zero1_frees_gradients_during_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def test_gradients_are_freed_as_they_go_while_the_backward_runs(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ranks: int) -> None:
+def test_missing_gradient_on_one_rank_causes_no_deadlock(ranks: int) -> None:
     """In a context-parallel group, one rank sends its first bucket only after its backward."""
 
     def run(world: World) -> bool:
@@ -131,7 +131,7 @@ def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ra
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None:
+def test_reduced_rows_equal_replica_gradients(ranks: int) -> None:
     """Rows of three ranks are padded, because no first dimension is a multiple of 3."""
 
     def run(world: World, strategy: str) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ def strided() -> nn.Module:
     return Strided()
 
 
-def test_parameters_that_are_not_contiguous_are_updated_as_those_of_replicas() -> None:
+def test_noncontiguous_parameters_update_like_replicas() -> None:
     """torch's fused kernels process parameter, gradient and states in memory order."""
 
     def run(world: World, strategy: str) -> dict[str, Tensor]:
@@ -187,7 +187,7 @@ def test_parameters_that_are_not_contiguous_are_updated_as_those_of_replicas() -
         torch.testing.assert_close(rows[name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_gradients_are_counted_as_parts_where_a_step_has_one_backward() -> None:
+def test_estimate_counts_row_gradients_with_one_backward() -> None:
     def shards(*overrides: str) -> int:
         chosen = run_config([*RUN, "train.global_batch_size=8", *overrides])
         return Layout.of(chosen, world_size=RANKS).gradient_shards

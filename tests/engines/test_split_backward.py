@@ -50,7 +50,7 @@ def products(schedule: str) -> int:
 
 
 @pytest.mark.deferred
-def test_matrix_products_of_a_split_backward_under_a_tensor_axis() -> None:
+def test_split_backward_with_tensor_parallelism_repeats_few_products() -> None:
     """At most a sixth more: torch recomputes a part where it splits a stage's graph.
 
     A joint backward of all layers of a region, the default, would need a third more.

@@ -17,7 +17,7 @@ META, HOST = torch.device("meta"), torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_host_memory_that_held_a_state_holds_it_again(
+def test_streamed_states_reuse_host_memory(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States are on the host; the update runs on the meta device, which holds no values."""
@@ -44,7 +44,7 @@ def test_host_memory_that_held_a_state_holds_it_again(
     assert waiting == [False, False]
 
 
-def test_a_parameter_of_the_host_is_written_to_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_parameter_is_updated_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     copy: Any = torch.Tensor.copy_
 
@@ -158,7 +158,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
     return done
 
 
-def test_each_parameter_is_brought_updated_and_taken_back_in_this_order(
+def test_streaming_copies_updates_and_copies_back_in_order(
     streamed: dict[str, list[Done]],
 ) -> None:
     for brought, updated, taken in zip(*streamed.values(), strict=True):
@@ -166,7 +166,7 @@ def test_each_parameter_is_brought_updated_and_taken_back_in_this_order(
         assert _is_before(updated, taken)
 
 
-def test_one_arrives_while_another_is_updated_and_a_third_leaves(
+def test_streaming_overlaps_copies_with_updates(
     streamed: dict[str, list[Done]],
 ) -> None:
     third = streamed["brought"][2]

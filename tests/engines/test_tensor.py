@@ -84,7 +84,7 @@ def test_column_then_row_is_two_linear_layers(
 
 
 @SIZES
-def test_each_alone_takes_and_gives_whole_tensors(size: int) -> None:
+def test_single_parallel_linear_takes_and_returns_full_tensors(size: int) -> None:
     def rank(world: ax.World) -> None:
         for kind in (ax.ColumnParallelLinear, ax.RowParallelLinear):
             divided = same_start(lambda kind=kind: nn.Sequential(kind(8, 4), nn.Tanh(), kind(4, 8)))
@@ -95,7 +95,7 @@ def test_each_alone_takes_and_gives_whole_tensors(size: int) -> None:
 
 
 @SIZES
-def test_parameters_are_shards_of_what_one_rank_would_have_drawn(size: int) -> None:
+def test_parallel_parameters_are_shards_of_undivided_initialization(size: int) -> None:
     def rank(world: ax.World) -> None:
         part = {Shard(0): (slice(world.rank * 8 // size, (world.rank + 1) * 8 // size),)}
         part[Shard(1)] = (slice(None), *part[Shard(0)])
@@ -118,7 +118,7 @@ def test_parameters_are_shards_of_what_one_rank_would_have_drawn(size: int) -> N
 
 
 @SIZES
-def test_the_bias_of_a_row_is_added_once(size: int) -> None:
+def test_row_parallel_bias_is_added_once(size: int) -> None:
     def rank(world: ax.World) -> None:
         row = ax.RowParallelLinear(8, 3)
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_the_bias_of_a_row_is_added_once(size: int) -> None:
     on_ranks(size, rank)
 
 
-def test_groups_of_some_ranks_divide_layers_too() -> None:
+def test_tensor_parallelism_works_on_subgroup() -> None:
     def rank(world: ax.World) -> None:
         first, last = world.new_group([0, 1]), world.new_group([2, 3])
         group = first if world.rank < 2 else last
@@ -145,7 +145,7 @@ def test_groups_of_some_ranks_divide_layers_too() -> None:
     on_ranks(4, rank)
 
 
-def test_gradients_of_several_backwards_add_up_and_frozen_layers_pass_them_on() -> None:
+def test_tensor_parallel_gradients_accumulate_and_pass_frozen_layers() -> None:
     def rank(world: ax.World) -> None:
         column = same_start(lambda: ax.ColumnParallelLinear(6, 8))
         whole = same_start(lambda: nn.Linear(6, 8))
@@ -162,7 +162,7 @@ def test_gradients_of_several_backwards_add_up_and_frozen_layers_pass_them_on() 
     on_ranks(2, rank)
 
 
-def test_under_autocast_a_row_gives_what_one_layer_gives_of_its_type() -> None:
+def test_autocast_row_parallel_has_dtype_of_linear() -> None:
     def rank(world: ax.World) -> None:
         divided = same_start(lambda: ax.RowParallelLinear(8, 4, dtype=torch.float32))
         whole = same_start(lambda: nn.Linear(8, 4, dtype=torch.float32))
@@ -175,7 +175,7 @@ def test_under_autocast_a_row_gives_what_one_layer_gives_of_its_type() -> None:
     on_ranks(2, rank)
 
 
-def test_under_autocast_they_round_as_one_layer_does() -> None:
+def test_autocast_parallel_linears_round_like_one_linear() -> None:
     def rank(world: ax.World) -> None:
         outputs = []
         for build in (ax.ColumnParallelLinear, nn.Linear):
@@ -195,7 +195,7 @@ def test_under_autocast_they_round_as_one_layer_does() -> None:
 
 
 @SIZES
-def test_an_embedding_divided_by_rows(size: int) -> None:
+def test_vocabulary_parallel_embedding_equals_embedding(size: int) -> None:
     def rank(world: ax.World) -> None:
         divided = same_start(lambda: ax.VocabParallelEmbedding(12, 5))
         whole = same_start(lambda: nn.Embedding(12, 5))
@@ -217,7 +217,9 @@ def test_a_token_outside_of_the_vocabulary_is_an_error(token: int) -> None:
 
 @pytest.mark.parametrize(("size", "fewer"), [(2, None), (4, None), (2, 2), (4, 4)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_attention_divided_by_heads(size: int, fewer: int | None, bias: bool) -> None:
+def test_attention_with_divided_heads_equals_attention(
+    size: int, fewer: int | None, bias: bool
+) -> None:
     def rank(world: ax.World) -> list[str]:
         divided = same_start(lambda: ax.TensorParallelAttention(16, 8, fewer, bias=bias))
         whole = same_start(lambda: Attention(16, num_heads=8, num_key_value_heads=fewer, bias=bias))
@@ -232,7 +234,7 @@ def test_attention_divided_by_heads(size: int, fewer: int | None, bias: bool) ->
     assert on_ranks(size, rank) == [["all_reduce", "all_reduce"]] * size
 
 
-def test_what_ranks_give_to_the_gradient_of_a_region_s_input_is_summed_where_it_was_computed(
+def test_region_input_gradient_is_reduced_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An out-of-place sum would copy it first."""
@@ -260,7 +262,7 @@ def test_what_ranks_give_to_the_gradient_of_a_region_s_input_is_summed_where_it_
 @SIZES
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 1, 5)])
 @pytest.mark.parametrize("classes", [12, 11])
-def test_cross_entropy_over_a_divided_vocabulary(
+def test_vocabulary_parallel_cross_entropy_equals_torch(
     size: int, shape: tuple[int, ...], classes: int
 ) -> None:
     def rank(world: ax.World) -> Tensor:
@@ -319,7 +321,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_the_loss_keeps_one_tensor_of_this_ranks_logits_and_no_whole_one_exists() -> None:
+def test_vocabulary_parallel_loss_keeps_one_logits_shard() -> None:
     def rank(world: ax.World) -> list[tuple[tuple[int, ...], torch.dtype]]:
         mine = torch.randn(7, 10, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.randint(20, (7,), generator=torch.Generator().manual_seed(0))
@@ -338,7 +340,7 @@ def test_the_loss_keeps_one_tensor_of_this_ranks_logits_and_no_whole_one_exists(
     assert on_ranks(2, rank) == [[((7, 10), torch.bfloat16)]] * 2
 
 
-def test_targets_that_are_no_class_or_do_not_fit_are_refused() -> None:
+def test_invalid_targets_are_refused() -> None:
     def rank(world: ax.World) -> None:
         logits, group = torch.zeros(2, 4), world.default_group
         with pytest.raises(RuntimeError, match="a target is not in the vocabulary"):
@@ -370,7 +372,7 @@ def test_targets_that_are_no_class_or_do_not_fit_are_refused() -> None:
         (lambda: ax.TensorParallelAttention(32, 8, 3), "num_heads=8 is not divisible by 3 key"),
     ],
 )
-def test_what_the_group_cannot_divide_is_refused(
+def test_indivisible_tensor_parallel_sizes_are_refused(
     build: Callable[[], nn.Module], message: str
 ) -> None:
     def rank(world: ax.World) -> None:
@@ -380,7 +382,7 @@ def test_what_the_group_cannot_divide_is_refused(
     on_ranks(4, rank)
 
 
-def test_a_row_that_is_fed_whole_features_says_what_it_wants() -> None:
+def test_row_parallel_with_full_features_is_error() -> None:
     def rank(world: ax.World) -> None:
         with pytest.raises(ValueError, match="takes 4 features per rank, got 8"):
             ax.RowParallelLinear(8, 3, input_is_parallel=True)(torch.zeros(2, 8))

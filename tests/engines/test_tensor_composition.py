@@ -68,7 +68,7 @@ def test_fully_shard_wraps_divided_layers(
     on_ranks(4, rank)
 
 
-def test_fully_shard_of_blocks_alone_starts_inside_the_models_forward() -> None:
+def test_fully_shard_of_only_blocks_works() -> None:
     tokens, targets = tokens_and_targets()
     undivided = in_float64(LLAMA)
     F.cross_entropy(undivided(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
@@ -85,7 +85,7 @@ def test_fully_shard_of_blocks_alone_starts_inside_the_models_forward() -> None:
     on_ranks(4, rank)
 
 
-def test_recomputation_does_not_repeat_collectives_that_it_is_asked_to_save() -> None:
+def test_recomputation_does_not_repeat_saved_collectives() -> None:
     tokens, targets = tokens_and_targets()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -43,7 +43,7 @@ from axonlaunch.models.specs.loss import cross_entropy_sum
 @pytest.mark.parametrize(
     ("sequence_parallel", "size"), every(3, itertools.product([False, True], [2, 4]))
 )
-def test_a_divided_transformer_learns_what_the_whole_one_does(
+def test_tensor_parallel_transformer_equals_undivided_model(
     config: Any, sequence_parallel: bool, size: int
 ) -> None:
     tokens, targets = tokens_and_targets()
@@ -68,7 +68,7 @@ def test_a_divided_transformer_learns_what_the_whole_one_does(
 
 
 @pytest.mark.parametrize("layers", [2, 3])
-def test_an_mlp_alternates_columns_and_rows_and_leaves_an_unpaired_layer_whole(layers: int) -> None:
+def test_mlp_plan_alternates_column_and_row_parallel(layers: int) -> None:
     config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=layers, num_classes=5)
     x, targets = torch.randn(3, 12, dtype=torch.float64), torch.tensor([0, 4, 2])
     undivided = in_float64(config)
@@ -86,7 +86,7 @@ def test_an_mlp_alternates_columns_and_rows_and_leaves_an_unpaired_layer_whole(l
     assert list(placed.values()) == [*[Shard(0), Shard(1), Shard(0)][:layers], last]
 
 
-def test_a_stage_without_some_layers_divides_those_that_it_has_alike() -> None:
+def test_tensor_plan_applies_to_partial_pipeline_stage() -> None:
     config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=3, num_classes=5)
 
     def rank(world: ax.World) -> list[Any]:
@@ -98,7 +98,7 @@ def test_a_stage_without_some_layers_divides_those_that_it_has_alike() -> None:
     assert on_ranks(2, rank)[0] == [(Shard(1),), (Shard(0),)]
 
 
-def test_a_vision_transformer_is_divided_too() -> None:
+def test_tensor_parallel_vit_equals_undivided_model() -> None:
     images, targets = torch.randn(3, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 4, 2])
     undivided = in_float64(VIT)
     cross_entropy_sum(undivided(images), targets).backward()
@@ -125,7 +125,7 @@ def test_a_vision_transformer_is_divided_too() -> None:
         ),
     ],
 )
-def test_a_llama_block_communicates_no_more_than_it_must(
+def test_llama_block_has_minimal_communication(
     sequence_parallel: bool, forward: list[str], backward: list[str]
 ) -> None:
     def rank(world: ax.World) -> tuple[list[str], list[str]]:
@@ -174,7 +174,7 @@ def test_weights_gradients_are_computed_while_the_inputs_gradient_is_summed(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_rank_ever_has_logits_of_the_whole_vocabulary(sequence_parallel: bool) -> None:
+def test_no_rank_has_full_vocabulary_logits(sequence_parallel: bool) -> None:
     tokens, targets = tokens_and_targets()
 
     def rank(world: ax.World) -> int:
@@ -188,7 +188,7 @@ def test_no_rank_ever_has_logits_of_the_whole_vocabulary(sequence_parallel: bool
     assert on_ranks(2, rank) == [0, 0]
 
 
-def test_names_states_and_what_looks_from_outside_are_dtensors() -> None:
+def test_tensor_parallel_state_dict_has_dtensors() -> None:
     def rank(world: ax.World) -> None:
         model, mesh = build_model(GPT), axis(world)
         names = [name for name, _ in model.named_parameters()]
@@ -286,7 +286,7 @@ USERS_PLAN = {
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_users_own_model_is_divided_by_a_plan_in_words(size: int) -> None:
+def test_custom_model_is_divided_by_tensor_plan(size: int) -> None:
     x = torch.randn(2, 5, 8, dtype=torch.float64)
 
     def made() -> Users:
@@ -327,7 +327,7 @@ def test_padding_of_an_embedding_gets_no_gradient() -> None:
     on_ranks(2, rank)
 
 
-def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
+def test_invalid_tensor_plan_is_refused_without_changes() -> None:
     def rank(world: ax.World) -> None:
         model = build_model(GPT)
         plan = {**spec_for(GPT).plan(model), "norm": "column"}
@@ -345,7 +345,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
     on_ranks(2, rank)
 
 
-def test_a_pattern_behind_a_wider_one_is_reported_to_go_first() -> None:
+def test_shadowed_tensor_plan_pattern_is_reported() -> None:
     plan = {"layers.*": "region", "layers.*.mlp.up_proj": "column"}
     model = build_model(GPT)
     wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))
@@ -354,7 +354,7 @@ def test_a_pattern_behind_a_wider_one_is_reported_to_go_first() -> None:
     )
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+def test_indivisible_sequence_parallel_length_is_refused() -> None:
     def rank(world: ax.World) -> None:
         model = build_model(GPT)
         plan = spec_for(GPT).plan(model)

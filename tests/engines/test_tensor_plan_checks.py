@@ -147,7 +147,7 @@ def feed_forward(width: int = 130) -> nn.Module:
         ),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_reported_once_a_pattern(
+def test_tensor_plan_errors_are_reported_once_per_pattern(
     plan: dict[str, str], degree: int, expected: list[tuple[str, str]]
 ) -> None:
     with torch.device("meta"):
@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_plan_is_reported_once_a_pattern(
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED_LLAMA, GPT, VIT, MLPConfig()])
-def test_the_plans_of_the_models_here_have_no_problems(config: Any) -> None:
+def test_tensor_plans_of_builtin_models_are_valid(config: Any) -> None:
     model, spec = construct(config, seed=0), spec_for(config)
     assert not found(model, spec.plan(model), sequence_parallel=spec.sequence_parallel)
 
@@ -175,7 +175,7 @@ def test_heads_that_the_degree_does_not_divide_are_reported_once(
     assert [("", m) for m in expected] == found(model, spec_for(config).plan(model), degree=degree)
 
 
-def test_tied_weights_want_one_style() -> None:
+def test_tied_weights_need_one_tensor_style() -> None:
     model = construct(TIED_LLAMA, seed=0)
     plan = {**spec_for(TIED_LLAMA).plan(model), "lm_head": "replicated"}
     assert found(model, plan) == [
@@ -187,7 +187,7 @@ def test_tied_weights_want_one_style() -> None:
     ]
 
 
-def test_under_sequence_parallelism_a_plan_names_everything() -> None:
+def test_sequence_parallel_plan_must_name_all_modules() -> None:
     model = construct(GPT, seed=0)
     plan = spec_for(GPT).plan(model)
     del plan["layers.*_layernorm"]

@@ -150,7 +150,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_a_divided_module_computes_and_learns_what_the_whole_one_does(case: str, size: int) -> None:
+def test_wider_tensor_style_equals_undivided_module(case: str, size: int) -> None:
     build, plan = CASES[case]
     inputs = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.manual_seed(3))
     undivided, x = made(build), inputs.clone().requires_grad_()
@@ -183,7 +183,7 @@ def test_a_divided_module_computes_and_learns_what_the_whole_one_does(case: str,
         ("packed", {"down": "packed_column/x"}, "there is no style 'packed_column/x'"),
     ],
 )
-def test_what_a_wider_style_cannot_do_is_said(
+def test_unsupported_wider_tensor_style_is_error(
     case: str, changes: dict[str, str], message: str
 ) -> None:
     build, plan = CASES[case]

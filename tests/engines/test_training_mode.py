@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_evaluation_leaves_the_mode_of_each_module_as_it_was(name: str) -> None:
+def test_evaluation_restores_training_mode_of_each_module(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     custom = ["model=custom", "model.target=normed:build", *IMAGES, "train.global_batch_size=8"]
     chosen = run_config([*custom, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"])
@@ -49,7 +49,7 @@ def test_evaluation_leaves_the_mode_of_each_module_as_it_was(name: str) -> None:
     World.mock(ranks).run(run)
 
 
-def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode() -> None:
+def test_model_in_eval_mode_is_trained_in_training_mode() -> None:
     """Pretrained models come in evaluation mode, in which dropout is off."""
     from axonlaunch import register_model
 

@@ -44,7 +44,7 @@ def test_every_schedule_warms_up_linearly_to_its_peak() -> None:
         assert rates(schedule(warmup_steps=4), 40)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
-def test_constant_stays() -> None:
+def test_constant_schedule_keeps_rate() -> None:
     assert rates(ConstantConfig(warmup_steps=0), 5) == [2.0] * 5
 
 
@@ -114,7 +114,7 @@ def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("straight", [False, True])
-def test_a_sharded_update_is_the_whole_one(
+def test_sharded_update_equals_unsharded_update(
     config: AdamWConfig | SGDConfig, ranks: int, straight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if straight:
@@ -163,7 +163,7 @@ def test_a_sharded_update_gathers_small_parameters_in_one_message(
     assert sizes == [rows] * 2 * STEPS
 
 
-def test_rows_of_a_large_parameter_are_gathered_from_where_they_are(
+def test_large_parameter_rows_are_gathered_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zero1, "_LARGE", 0)
@@ -181,7 +181,7 @@ def test_rows_of_a_large_parameter_are_gathered_from_where_they_are(
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
-def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> None:
+def test_streamed_update_equals_unsharded_update(config: AdamWConfig | SGDConfig) -> None:
     cpu = torch.device("cpu")
     own, streamed = parameters(), parameters()
     expected = updated(Update(config, own), own)
@@ -190,7 +190,7 @@ def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> 
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
 
 
-def test_a_streamed_update_keeps_states_where_it_is_asked_to() -> None:
+def test_streamed_update_keeps_states_on_configured_device() -> None:
     """The meta device, which holds no data, replaces the GPU."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
@@ -207,7 +207,7 @@ def test_a_streamed_update_keeps_states_where_it_is_asked_to() -> None:
     assert {state.device for state in update.state_dict().values()} == {cpu}
 
 
-def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
+def test_reading_states_before_first_step_changes_nothing() -> None:
     own, asked = parameters(), parameters()
     expected = updated(Update(AdamWConfig(), own), own)
     update = Update(AdamWConfig(), asked)
@@ -255,7 +255,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     ],
     ids=lambda config: str(config.name),
 )
-def test_a_step_that_is_left_out_leaves_no_trace(config: OptimizerConfig) -> None:
+def test_skipped_step_changes_no_state(config: OptimizerConfig) -> None:
     """In a skipped first step, torch's fused SGD would create an uninitialised momentum."""
     own, plain = parameters(), parameters()
     update, right = Update(config, own), Update(config, plain)
@@ -281,7 +281,7 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_of_a_large_gradient_is_that_of_float64(dtype: torch.dtype) -> None:
+def test_gradient_norm_of_large_tensor_equals_float64(dtype: torch.dtype) -> None:
     """One ``vector_norm`` over all of these elements is off by 6e-4 in fp32 on a CPU."""
     large = nn.Parameter(torch.zeros(2**24 + 5, dtype=dtype))
     small = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -295,7 +295,7 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None], ids=str)
-def test_a_loss_scale_leaves_gradients_in_the_pass_that_clips_them(
+def test_loss_scale_is_removed_while_clipping(
     monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     """The reference is ``torch.amp``: unscaled, then clipped."""

@@ -33,7 +33,7 @@ def _matrices_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero1, "_LARGE", 1024)
 
 
-def test_a_block_waits_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero1_block_waits_only_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[Tensor, str] = {}
     happened: list[str] = []  # on rank 0
     finish = zero1._Message.finish
@@ -72,7 +72,7 @@ def test_a_block_waits_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("reads", ["named_parameters", "state_dict", "model_state_dict", "update"])
-def test_who_reads_parameters_waits_for_all_rows(reads: str) -> None:
+def test_zero1_reading_parameters_waits_for_all_rows(reads: str) -> None:
     def run(world: World) -> None:
         engine, loader = engine_of(world, "llama")
         engine.train_step(loader.batch(0))
@@ -89,7 +89,7 @@ def test_who_reads_parameters_waits_for_all_rows(reads: str) -> None:
     World.mock(2).run(run)
 
 
-def test_what_a_block_shares_with_others_is_there_before_any_forward() -> None:
+def test_zero1_shared_parameters_arrive_before_first_forward() -> None:
     chosen = run_config([*MODELS["gpt"], *RUN, "model.tie_word_embeddings=true"])
     model = build_model(chosen, seed=0)
     blocks = [*spec_for(chosen).blocks(model).values()]
@@ -102,7 +102,7 @@ def test_what_a_block_shares_with_others_is_there_before_any_forward() -> None:
     assert len(held) == len({*held}) == len([*model.parameters()])
 
 
-def test_rows_are_gathered_in_the_order_of_forwards_the_small_ones_first(
+def test_zero1_gathers_rows_in_forward_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gather, sizes = zero1.all_gather_single, []
@@ -143,7 +143,7 @@ class ReadsFirst(nn.Module):
         return ModelOutputs(self.head(hidden), penalty)
 
 
-def test_weights_that_a_custom_model_reads_outside_their_block_are_those_of_the_last_update(
+def test_zero1_weights_read_outside_block_are_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zero1, "_LARGE", 2**30)

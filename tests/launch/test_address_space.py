@@ -24,7 +24,7 @@ MIB = 2**20
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks the device there")
-def test_what_a_rank_had_ends_at_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_available_to_rank_is_limited_by_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [int(number) for number in Path("/proc/self/statm").read_text().split()[:2]]
     mapped, own = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
     monkeypatch.setattr(limits, "address_space", lambda: mapped + 100 * MIB)
@@ -65,7 +65,7 @@ def test_a_refused_mapping_is_out_of_memory(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
-def test_what_a_rank_may_take_on_a_cpu_ends_at_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_memory_of_rank_is_limited_by_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = config.load(["launch.device=cpu", "launch.nproc=1"])
     monkeypatch.setattr(limits, "address_space", lambda: 6000 * MIB)
     monkeypatch.setattr(host, "memory_bytes", lambda: 8000 * MIB)

@@ -67,7 +67,7 @@ def load(overrides: list[str], context: ForkServerContext | None = None) -> conf
 
 @pytest.mark.deferred
 @pytest.mark.timeout(120)
-def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, server: Server) -> None:
+def test_auto_strategy_trains_in_planned_layout(tmp_path: Path, server: Server) -> None:
     measured(2)
     overrides = [
         *MLP,
@@ -88,7 +88,7 @@ def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, serv
     assert not frozen.strategy.auto
 
 
-def test_a_run_with_a_layout_is_left_alone() -> None:
+def test_auto_strategy_is_skipped_with_explicit_layout() -> None:
     assert load([*MLP, "strategy=fsdp"]) == config.load([*MLP, "strategy=fsdp"])
 
 
@@ -101,7 +101,7 @@ def test_a_run_with_a_layout_is_left_alone() -> None:
         (["NVIDIA H200"], "h200"),
     ],
 )
-def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option: str) -> None:
+def test_hardware_is_detected_by_device_name(devices: list[str], option: str) -> None:
     assert auto_strategy._option(devices, config.load([]), []) == option
 
 
@@ -116,14 +116,12 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
         (H100, ["launch=slurm"], "and the job runs on other nodes; use a100_40gb, "),
     ],
 )
-def test_hardware_that_is_not_known_is_to_be_named(
-    device: str, overrides: list[str], reported: str
-) -> None:
+def test_unknown_hardware_must_be_named(device: str, overrides: list[str], reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
         auto_strategy._option([device], config.load(overrides), [])
 
 
-def test_a_measurement_of_one_node_is_not_for_several(context: ForkServerContext) -> None:
+def test_single_node_measurement_is_not_used_for_several(context: ForkServerContext) -> None:
     overrides = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
     with pytest.raises(ConfigError, match="hardware=cpu: is measured on one node"):
         load(overrides, context)
@@ -146,7 +144,7 @@ def test_this_node_is_measured_once(
     assert measured_hardware.of_this_node(context, hardware, ranks=2).kernel_us == 123.0
 
 
-def test_figures_that_can_not_be_kept_are_measured_again(
+def test_unstorable_measurements_are_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -80,7 +80,7 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
 
 
 @pytest.mark.deferred
-def test_a_bucket_that_is_not_there_is_reported_before_a_rank_starts(
+def test_missing_bucket_is_reported_before_start(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
     overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "checkpoint.every=2"]

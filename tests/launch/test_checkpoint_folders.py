@@ -42,7 +42,7 @@ def refusal(begin: Begin, config: RunConfig) -> str:
 
 @pytest.mark.parametrize("begin", [opened, checked])
 @pytest.mark.parametrize("path", ["shared", "shared/", "link", "runs/a/../../shared"])
-def test_a_checkpoint_path_is_refused_while_another_run_has_it(path: str, begin: Begin) -> None:
+def test_checkpoint_path_of_active_run_is_refused(path: str, begin: Begin) -> None:
     Path("link").symlink_to("shared")
     second = run("name=b", f"checkpoint.path={path}")
     with opened(run("name=a", "checkpoint.path=shared")) as first:
@@ -55,13 +55,13 @@ def test_a_checkpoint_path_is_refused_while_another_run_has_it(path: str, begin:
         pass
 
 
-def test_the_folder_of_a_run_that_lasts_is_no_other_s_checkpoint_path() -> None:
+def test_run_folder_of_other_run_is_refused_as_checkpoint_path() -> None:
     with opened(run("name=a")):
         refused = refusal(opened, run("name=b", "checkpoint.path=runs/a"))
     assert refused.startswith("checkpoint.path=runs/a: the run of ")
 
 
-def test_a_bucket_that_nothing_reaches_is_left_to_the_checks_that_report_it() -> None:
+def test_unreachable_bucket_is_left_to_later_checks() -> None:
     run_dir.check_run_dir(run("name=a", "checkpoint.path=gs://nowhere/run"))
 
 
@@ -85,6 +85,6 @@ def test_runs_of_a_sweep_that_would_share_a_folder_are_refused(shared: str) -> N
     )
 
 
-def test_a_folder_of_each_name_is_what_the_refusal_of_a_shared_one_says() -> None:
+def test_shared_checkpoint_path_refusal_suggests_folder_by_name() -> None:
     paths = [config.checkpoint.path for config in sweep("checkpoint.path=shared/${name}")]
     assert paths == ["shared/a", "shared/b"]

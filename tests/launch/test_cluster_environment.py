@@ -46,7 +46,7 @@ def problems(variables: dict[str, str]) -> list[str]:
     return [str(problem) for problem in environment.problems]
 
 
-def test_an_environment_without_a_launcher_says_nothing() -> None:
+def test_environment_without_launcher_has_no_world() -> None:
     assert ClusterEnvironment.detect({"PATH": "/bin"}) == ClusterEnvironment()
 
 
@@ -61,7 +61,7 @@ def test_with_local_rank_a_process_is_one_rank() -> None:
     assert (env.rank, env.local_rank, env.launcher) == (4, 0, "the environment")
 
 
-def test_torchruns_attempts_have_keys_of_their_own() -> None:
+def test_torchrun_attempts_have_separate_store_keys() -> None:
     torchrun = {
         **BY_HAND,
         "LOCAL_RANK": "0",
@@ -81,20 +81,20 @@ def test_mpirun_on_one_node_needs_no_address() -> None:
     assert again.master_port != env.master_port  # two jobs use different ports
 
 
-def test_mpirun_over_nodes_is_reported_where_rank_0_is() -> None:
+def test_mpirun_over_nodes_needs_address_of_rank_0() -> None:
     over = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert "mpirun -x MASTER_ADDR" in problems(over)[0]
     assert found({**over, "MASTER_ADDR": "node1"}).master_addr == "node1"
 
 
-def test_srun_says_everything() -> None:
+def test_srun_variables_describe_full_world() -> None:
     env = found(SLURM)
     assert (env.rank, env.local_rank, env.local_world_size) == (3, 1, 2)
     assert (env.nnodes, env.node_rank, env.master_addr) == (2, 1, "localhost")
     assert env.run_id == "41.0"
 
 
-def test_a_batch_script_is_no_step_and_a_step_of_one_task_no_world() -> None:
+def test_batch_script_and_single_task_step_are_not_worlds() -> None:
     batch = {name: value for name, value in SLURM.items() if "STEP" not in name}
     assert found(batch) == ClusterEnvironment()
     one_task = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
@@ -148,7 +148,7 @@ def test_variables_set_by_hand_inside_a_slurm_step_come_first() -> None:
         ),
     ],
 )
-def test_a_world_described_by_half_is_reported_whole(
+def test_incomplete_world_variables_are_all_reported(
     variables: dict[str, str], reported: list[str]
 ) -> None:
     assert problems(variables) == reported
@@ -181,7 +181,7 @@ def test_accelerators_say_how_many_ranks_a_node_has() -> None:
     assert launch["nproc"] == 4
 
 
-def test_what_nothing_says_is_asked_for() -> None:
+def test_missing_world_settings_are_required() -> None:
     _, problems = settled(BY_HAND)
     assert problems == [
         "launch.nproc=auto: the run has WORLD_SIZE=8 ranks, and nothing says how many of them run "
@@ -199,7 +199,7 @@ def test_numbers_that_contradict_each_other_are_all_reported() -> None:
     ]
 
 
-def test_a_world_that_is_no_multiple_of_a_nodes_ranks_is_refused() -> None:
+def test_world_size_must_be_multiple_of_ranks_per_node() -> None:
     _, problems = settled(BY_HAND, nproc=3)
     assert problems == [
         "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks per node; "
@@ -222,11 +222,11 @@ def test_a_first_rank_inside_another_node_is_refused() -> None:
         ("x,y", "x"),
     ],
 )
-def test_the_first_of_slurms_nodes_is_where_rank_0_is(nodes: str, first: str) -> None:
+def test_master_address_is_first_slurm_node(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_what_a_launcher_says_of_a_value_is_known_as_its_origin() -> None:
+def test_launcher_variable_is_recorded_as_origin() -> None:
     composed = compose(["launch.nproc=2"])
     origins = found(OPEN_MPI).applied_to(composed, accelerators=lambda: 0).origins()
     assert origins["launch.master_addr"] == origins["launch.nproc"] == "environment (mpirun)"

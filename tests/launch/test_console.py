@@ -38,7 +38,7 @@ STEP: dict[str, Any] = {
         ("tokens", "cuda:0", "step 3  loss 1.5000  1.24k tok/s  300 MiB"),
     ],
 )
-def test_a_step_says_what_is_counted_and_whose_memory_it_is(
+def test_console_step_names_unit_and_memory(
     counted: Literal["tokens", "images"], device: str, line: str
 ) -> None:
     stream = io.StringIO()
@@ -62,7 +62,7 @@ def test_a_step_says_what_is_counted_and_whose_memory_it_is(
     assert stream.getvalue().splitlines()[-1] == line
 
 
-def test_a_run_ends_in_the_lines_that_the_readme_shows() -> None:
+def test_final_console_lines_equal_readme() -> None:
     chosen = config.with_values(config.load([]), {"run_dir": "runs/gpt-fsdp"})
     reported = {
         "status": "done",
@@ -85,7 +85,7 @@ def test_a_run_ends_in_the_lines_that_the_readme_shows() -> None:
         (("images", "tokens"), "images or tokens/s", "1.2k images"),
     ],
 )
-def test_a_sweeps_table_names_what_is_counted(
+def test_sweep_table_names_unit(
     units: tuple[str, ...], heading: str, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")

@@ -19,26 +19,26 @@ import torch._dynamo.decorators
 from axonlaunch.launch.local import torch_internals
 
 
-def test_torchs_graph_break_does_nothing_outside_a_compilation() -> None:
+def test_torch_graph_break_has_no_effect_outside_compilation() -> None:
     body = inspect.getsource(torch._dynamo.decorators.graph_break).partition(":\n")[2]
     assert body.strip().strip('"') == "Force a graph break"
     assert [*inspect.signature(torch._dynamo.decorators.graph_break).parameters] == ["msg"]
 
 
-def test_torchs_disable_takes_the_function_first_and_then_whether_callees_are_disabled() -> None:
+def test_torch_compiler_disable_has_expected_signature() -> None:
     taken = inspect.signature(torch._dynamo.decorators.disable).parameters.values()
     named = {parameter.name for parameter in taken if parameter.kind is parameter.KEYWORD_ONLY}
     assert [parameter.name for parameter in taken][:2] == ["fn", "recursive"]
     assert named == {"reason", "wrapping"}
 
 
-def test_torchs_setting_for_ddp_is_the_one_that_is_assumed_while_the_compiler_is_deferred() -> None:
+def test_torch_dynamo_ddp_setting_equals_deferred_value() -> None:
     config = torch._dynamo.config
     with torch._dynamo.config.patch(optimize_ddp=config._config["optimize_ddp"].default):
         assert torch._dynamo.utils.get_optimize_ddp_mode() == torch_internals._ddp_mode()
 
 
-def test_in_a_process_that_has_imported_the_compiler_nothing_is_deferred() -> None:
+def test_compiler_is_not_deferred_after_import() -> None:
     compiler = torch._dynamo
     torch_internals.defer_compiler()
     assert sys.modules["torch._dynamo"] is compiler
@@ -141,7 +141,7 @@ def test_a_deferred_compiler_compiles_as_ever_when_it_is_used() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_eager_training_does_not_use_imports_the_compiler() -> None:
+def test_other_uses_of_deferred_compiler_import_it() -> None:
     """One interpreter, forked for each use: reading another name, a setting, a class."""
     printed = run(
         """

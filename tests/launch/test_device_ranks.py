@@ -78,7 +78,7 @@ def test_ranks_of_a_pipeline_connect_pair_by_pair(
     ],
     ids=["not asked for", "asked for", "the user's own algorithm", "what else NCCL reads"],
 )
-def test_where_runs_are_to_repeat_nccl_adds_up_in_rings_alone(
+def test_deterministic_runs_use_only_nccl_rings(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     deterministic: bool,
@@ -155,7 +155,7 @@ TYPES, OTHER = ("error", "types"), ("error", "")
         (RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double"), *OTHER),
     ],
 )
-def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
+def test_failure_text_tells_own_failure_from_peer_failure(
     error: Exception, kind: str, cause: str
 ) -> None:
     assert ("connection" if rank_process._is_connection(error) else "error") == kind
@@ -168,7 +168,7 @@ def test_a_model_that_mixes_types_gets_a_hint_at_bf16() -> None:
     assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast
 
 
-def test_the_peak_is_that_of_the_second_step_and_those_after_it(
+def test_measured_peak_excludes_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, log = torch.device("cuda", 0), []
@@ -180,7 +180,7 @@ def test_the_peak_is_that_of_the_second_step_and_those_after_it(
     assert log == ["step", cuda, "step", "step"]
 
 
-def test_the_record_of_a_rank_whose_stack_has_come_is_waited_for(
+def test_flight_record_is_waited_for_after_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL's recorder asks the device which operations are done, which takes longer than a

@@ -38,7 +38,7 @@ def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (0, 2, "auto", "gloo", "cpu"),
     ],
 )
-def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
+def test_auto_backend_and_device_are_resolved_for_ranks(
     monkeypatch: pytest.MonkeyPatch,
     devices: int,
     nproc: int,
@@ -68,7 +68,7 @@ def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
         ),
     ],
 )
-def test_a_device_that_ranks_can_not_compute_on_is_refused(
+def test_unusable_device_is_refused(
     monkeypatch: pytest.MonkeyPatch, devices: int, overrides: list[str], message: str
 ) -> None:
     _have(monkeypatch, devices)
@@ -110,7 +110,7 @@ def test_more_ranks_than_devices_are_refused_on_nccl(monkeypatch: pytest.MonkeyP
         run_config(["launch.nproc=2", "launch.backend=nccl"])
 
 
-def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
+def test_failed_driver_is_error_instead_of_cpu_fallback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> list[gpus.Device]:
@@ -132,13 +132,13 @@ def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
         ([["a"]], 1, 1),
     ],
 )
-def test_ranks_of_another_launcher_have_the_devices_that_each_of_them_sees(
+def test_ranks_of_other_launchers_use_visible_devices(
     seen: list[list[str]], nproc: int, each: int
 ) -> None:
     assert devices_each(seen, nproc) == each
 
 
-def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_run_on_node_with_devices_has_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.system.gpus.device_count", lambda: 2)
     [note] = device_notes(_world("cpu", "gloo"))
     assert "the ranks compute on the CPU, although rank 0 sees 2 devices" in note
@@ -147,7 +147,7 @@ def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.Mon
     assert not [*device_notes(_world("cuda", "nccl"))]
 
 
-def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
+def test_shared_device_memory_measurement_has_note() -> None:
     [threads], [processes] = (device_notes(_world("cuda", name)) for name in ("mock", "gloo"))
     assert "ranks share cuda, which is slow and meant for debugging" in threads
     assert threads.endswith("memory figures include all ranks")
@@ -164,7 +164,7 @@ def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
         (["train.precision=bf16"], "cuda", (8, 0), False),
     ],
 )
-def test_fp32_without_tensor_cores_is_noted_where_there_are_any(
+def test_fp32_without_tf32_has_note(
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
     device: str,
@@ -177,7 +177,7 @@ def test_fp32_without_tensor_cores_is_noted_where_there_are_any(
     assert ["train.matmul_precision=high" in note for note in notes] == [True] * is_noted
 
 
-def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_ranks_are_distributed_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)

@@ -41,7 +41,7 @@ def write(folder: Path, trace: StepTrace, configuration: str = "") -> None:
         (folder / "config.yaml").write_text(configuration)
 
 
-def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Command) -> None:
+def test_diff_of_different_runs_exits_1_with_module_step_and_factor(served: Command) -> None:
     write(served.folder / "a", TRACE, "seed: 0\nstrategy: {tensor: {degree: 2}}\n")
     write(served.folder / "b", HALF, "seed: 0\nstrategy: {tensor: {degree: 1}}\n")
     said = served("diff", "a", "b", status=1).stdout
@@ -59,7 +59,7 @@ def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Comman
     assert diff["configuration"] == {"strategy.tensor.degree": ["2", "1"]}
 
 
-def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
+def test_diff_names_first_element_if_both_traced_all(
     served: Command,
 ) -> None:
     rows = torch.arange(1.0, 13.0).reshape(2, 3, 2)
@@ -85,7 +85,7 @@ def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
     assert "3 tensors compared; tolerance" in served("diff", "a", "b").stdout
 
 
-def test_runs_that_are_the_same_end_with_0_also_where_one_is_no_run_of_ours(
+def test_diff_of_equal_runs_exits_0(
     served: Command,
 ) -> None:
     write(served.folder / "a", TRACE, "seed: 0\n")
@@ -95,7 +95,7 @@ def test_runs_that_are_the_same_end_with_0_also_where_one_is_no_run_of_ours(
     )
 
 
-def test_what_can_not_be_compared_ends_with_2_and_every_reason(served: Command) -> None:
+def test_diff_of_incomparable_runs_exits_2_with_reasons(served: Command) -> None:
     write(served.folder / "runs/a", TRACE, "seed: 0\n")
     write(served.folder / "later", dataclasses.replace(TRACE, step=5))
     (served.folder / "empty").mkdir()

@@ -79,7 +79,7 @@ def _failed(process: Any, disk: Path) -> str:
     return " ".join(errors.replace("│", " ").split())
 
 
-def test_a_full_disk_starts_nothing(served: Command, faulty: list[str], small: Path) -> None:
+def test_full_disk_refuses_start(served: Command, faulty: list[str], small: Path) -> None:
     _fill(small)
     process = _start(served, faulty, small, "checkpoint.every=0")
     _, errors = process.communicate(timeout=90)
@@ -91,7 +91,7 @@ def test_a_full_disk_starts_nothing(served: Command, faulty: list[str], small: P
     assert not list(small.rglob("*.partial"))
 
 
-def test_a_disk_without_inodes_starts_nothing_and_says_inodes(
+def test_disk_without_inodes_refuses_start(
     served: Command, faulty: list[str], few_inodes: Path
 ) -> None:
     _take_inodes(few_inodes)
@@ -102,7 +102,7 @@ def test_a_disk_without_inodes_starts_nothing_and_says_inodes(
     )
 
 
-def test_a_run_that_is_refused_an_inode_says_so_and_not_that_bytes_are_missing(
+def test_exhausted_inodes_are_reported_as_inodes(
     served: Command, faulty: list[str], few_inodes: Path
 ) -> None:
     process = _start(served, faulty, few_inodes, "checkpoint.every=5")
@@ -116,7 +116,7 @@ def test_a_run_that_is_refused_an_inode_says_so_and_not_that_bytes_are_missing(
 
 
 @pytest.mark.deferred
-def test_a_disk_that_fills_while_a_run_logs(
+def test_disk_full_while_logging_is_reported(
     served: Command, faulty: list[str], small: Path
 ) -> None:
     process = _start(served, faulty, small, "checkpoint.every=0")
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_while_a_run_logs(
     assert "has 0.00 GiB free; free some space, or use another run_dir" in reported
 
 
-def test_a_disk_that_fills_while_a_run_saves(
+def test_disk_full_while_saving_is_reported(
     served: Command, faulty: list[str], small: Path
 ) -> None:
     process = _start(served, faulty, small, "checkpoint.every=20", "checkpoint.async_save=false")
@@ -140,9 +140,7 @@ def test_a_disk_that_fills_while_a_run_saves(
     assert not list((small / "run/checkpoints").iterdir())
 
 
-def test_a_run_folder_that_is_deleted_under_a_run(
-    served: Command, faulty: list[str], tmp_path: Path
-) -> None:
+def test_deleted_run_folder_is_reported(served: Command, faulty: list[str], tmp_path: Path) -> None:
     process = _start(served, faulty, tmp_path, "checkpoint.every=0")
     logged(tmp_path / "run/metrics.jsonl", 2)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -151,7 +149,7 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
-def test_a_run_folder_whose_deletion_a_save_overtook_ends_the_run(
+def test_run_folder_deleted_during_save_ends_run(
     served: Command, faulty: list[str], tmp_path: Path
 ) -> None:
     process = _start(served, faulty, tmp_path, "checkpoint.every=5")
@@ -165,9 +163,7 @@ def test_a_run_folder_whose_deletion_a_save_overtook_ends_the_run(
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_a_metrics_file_that_is_deleted_under_a_run_ends_it(
-    served: Command, faulty: list[str], tmp_path: Path
-) -> None:
+def test_deleted_metrics_file_ends_run(served: Command, faulty: list[str], tmp_path: Path) -> None:
     process = _start(served, faulty, tmp_path, "checkpoint.every=0")
     metrics = tmp_path / "run/metrics.jsonl"
     logged(metrics, 2)
@@ -192,7 +188,7 @@ def test_a_save_does_not_create_a_deleted_run_folder_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [13, 14])
-def test_too_few_open_files_for_the_fork_server(
+def test_too_few_open_files_for_fork_server_is_reported(
     axonlaunch: Command, faulty: list[str], files: int
 ) -> None:
     needs("prlimit", root=False)
@@ -205,7 +201,9 @@ def test_too_few_open_files_for_the_fork_server(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [19, 20, 26])
-def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
+def test_too_few_open_files_for_run_is_reported(
+    axonlaunch: Command, faulty: list[str], files: int
+) -> None:
     needs("prlimit", root=False)
     by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])
     ran = by("train", *faulty, "name=run", status=1)
@@ -216,7 +214,7 @@ def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) 
     axonlaunch.wait_until_gone(seconds=3)
 
 
-def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
+def test_open_files_limit_is_raised_to_hard_limit() -> None:
     needs("prlimit", root=False)
     program = (
         "import resource; from axonlaunch.system.node import limits; limits.allow_open_files();"

@@ -24,31 +24,31 @@ def report(rank: int, kind: str, reason: str = "") -> Report:
     return Report(rank=rank, kind=kind, reason=reason)  # type: ignore[arg-type]
 
 
-def test_an_echo_is_not_blamed_though_it_came_first() -> None:
+def test_consequential_failure_is_not_blamed() -> None:
     crash = find_root_cause([report(0, "connection"), report(2, "error"), report(1, "signal")])
     assert crash.first.rank == 1
     assert [rank for rank, _ in crash.followers] == [0, 2]
 
 
-def test_of_equal_failures_the_earliest_is_blamed() -> None:
+def test_earliest_of_equal_failures_is_blamed() -> None:
     assert (
         find_root_cause([report(3, "error", "first"), report(1, "error", "second")]).first.rank == 3
     )
 
 
-def test_where_every_rank_waits_it_is_said() -> None:
+def test_report_says_if_every_rank_waits() -> None:
     first = find_root_cause(
         [report(1, "waiting", "waiting in barrier"), report(0, "waiting")]
     ).first
     assert first.reason == "every rank waits for others, this one waiting in barrier"
 
 
-def test_what_travels_between_nodes_is_read_back() -> None:
+def test_failure_report_round_trips_between_nodes() -> None:
     crash = find_root_cause([report(0, "connection", "gone"), report(1, "signal", exit_reason(-9))])
     assert Crash.from_json(crash.to_json()) == crash
 
 
-def test_a_report_of_a_later_version_is_read_by_this_one() -> None:
+def test_failure_report_of_later_version_is_readable() -> None:
     text = report(1, "error", "x").to_json()[:-1] + ', "later": 1}'
     assert Report.from_json(text) == report(1, "error", "x")
 
@@ -57,11 +57,11 @@ def test_a_report_of_a_later_version_is_read_by_this_one() -> None:
     ("numbers", "reported"),
     [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 1, 7, 6], "ranks 0-1, 5-7")],
 )
-def test_ranks_are_reported_in_runs(numbers: list[int], reported: str) -> None:
+def test_ranks_are_reported_as_ranges(numbers: list[int], reported: str) -> None:
     assert plain_ranks(numbers) == reported
 
 
-def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
+def test_failures_caused_by_lost_peer_are_folded() -> None:
     reported = _fold_ranks(
         (
             (0, "RuntimeError: [x.cc:1] Connection closed by peer [::1]:7"),
@@ -75,7 +75,7 @@ def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
     ]
 
 
-def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
+def test_torch_frames_are_hidden_except_innermost() -> None:
     torch = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    f()\n'
     own = '  File "/home/me/model.py", line 2, in forward\n    g()\n    ^^^\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
@@ -84,7 +84,7 @@ def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
     )
 
 
-def test_our_own_frames_and_pythons_are_left_out_of_a_users_error_alone() -> None:
+def test_package_frames_are_hidden_only_in_user_errors() -> None:
     ours = f'  File "{Path(console.__file__)}", line 1, in train\n    step()\n'
     python = f'  File "{futures.__file__}", line 2, in result\n    raise self._exception\n'
     theirs = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
@@ -103,7 +103,7 @@ def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Repor
     return replace(report(rank, kind, "waiting" if op else "it sleeps"), record=record)
 
 
-def test_who_never_came_to_a_collective_is_reported() -> None:
+def test_rank_missing_from_collective_is_reported() -> None:
     crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
     assert crash.first.rank == 1
     reported = "waiting: all_reduce 3 of dp (8 bytes), which rank 1 never joined"
@@ -118,18 +118,18 @@ def test_ranks_in_different_collectives_of_one_number_are_reported() -> None:
     assert crash.first.reason.endswith(", where rank 1 is in broadcast of 8 bytes")
 
 
-def test_ranks_that_gather_uneven_parts_are_in_one_collective() -> None:
+def test_uneven_gather_counts_as_one_collective() -> None:
     gathers = [waiting(rank, begun=3, op="all_gather", num_bytes=8 * rank) for rank in (0, 1)]
     assert "where" not in find_root_cause(gathers).first.reason
 
 
-def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewhere() -> None:
+def test_rank_with_waiting_device_is_not_blamed() -> None:
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = find_root_cause([ahead, waiting(1, begun=2)])
     assert crash.first.rank == 1
 
 
-def test_a_rank_that_can_not_report_is_blamed_before_those_that_wait_for_it() -> None:
+def test_unresponsive_rank_is_blamed_before_waiting_ranks() -> None:
     """A stopped rank does not answer; on a device its peers' stacks do not help either."""
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = find_root_cause([ahead, report(1, "hang", "is stopped")])
@@ -137,19 +137,19 @@ def test_a_rank_that_can_not_report_is_blamed_before_those_that_wait_for_it() ->
     assert crash.followers[0][1].endswith("(8 bytes), rank 1 could not be asked")
 
 
-def test_where_all_wait_the_one_that_others_name_is_first() -> None:
+def test_rank_named_by_waiting_ranks_is_first() -> None:
     elsewhere = replace(waiting(1, begun=2), kind="waiting", reason="waiting in recv")
     crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), elsewhere])
     assert crash.first.rank == 1
 
 
-def test_a_rank_in_an_open_collective_is_not_the_last_word_of_a_node() -> None:
+def test_rank_in_open_collective_does_not_end_diagnosis() -> None:
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang")
     assert not is_conclusive([ahead])
     assert is_conclusive([waiting(1, begun=2)])
 
 
-def test_a_record_travels_between_nodes() -> None:
+def test_flight_record_round_trips_between_nodes() -> None:
     sent = waiting(0, begun=3, op="all_reduce")
     assert Report.from_json(sent.to_json()) == sent
 
@@ -166,7 +166,7 @@ Current thread 0x00007f0b (most recent call first):
 """
 
 
-def test_who_sleeps_in_a_collective_waits_in_it() -> None:
+def test_rank_sleeping_in_collective_counts_as_waiting() -> None:
     frames = main_stack(STACKS)
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
@@ -174,14 +174,14 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert where.doing == "waiting in all_reduce, called by fit (training/trainer.py:90)"
 
 
-def test_who_is_in_code_of_its_own_does_not_wait() -> None:
+def test_rank_in_user_code_does_not_count_as_waiting() -> None:
     own = STACKS.replace("torch/distributed/distributed_c10d.py", "me/model.py")
     where = locate(main_stack(own), is_asleep=True)
     assert not where.is_waiting
     assert where.doing == "is in all_reduce (me/model.py:2806)"
 
 
-def test_a_stack_of_no_rank_is_none() -> None:
+def test_stack_without_rank_is_none() -> None:
     assert main_stack("Fatal Python error\n") == []
 
 
@@ -193,7 +193,7 @@ def test_a_hang_is_shown_as_its_page_says(capsys: pytest.CaptureFixture[str]) ->
     assert all(line in page for line in capsys.readouterr().err.splitlines()[:3])
 
 
-def test_of_a_rank_of_which_nothing_else_is_known_the_reason_alone_is_shown(
+def test_rank_without_details_shows_only_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console.show_crash(Crash(report(0, "error", "it broke"), ()), coords={}, world_size=1)
@@ -202,7 +202,7 @@ def test_of_a_rank_of_which_nothing_else_is_known_the_reason_alone_is_shown(
     ]
 
 
-def test_a_rank_whose_mapped_files_were_shortened_gets_a_hint(tmp_path: Path) -> None:
+def test_truncated_mapped_file_gets_hint(tmp_path: Path) -> None:
     killed = report(0, "signal", exit_reason(-signal.SIGBUS))
     (tmp_path / "a.txt").write_text("text " * 1000)
     keys = ["data=documents", f"data.files=[{tmp_path}/a.txt]", "data.cache_dir=/cache"]

@@ -67,9 +67,7 @@ def test_a_rank_that_fails_on_the_mock_backend_is_named(served: Command, faulty:
     assert "rank 1 of 2 failed first: ValueError: the fault of a test" in ran.stderr
 
 
-def test_ctrl_c_saves_and_a_resumed_run_is_the_undisturbed_one_to_the_bit(
-    served: Command, faulty: list[str]
-) -> None:
+def test_ctrl_c_saves_and_run_resumes_bitwise(served: Command, faulty: list[str]) -> None:
     run = [*faulty, "checkpoint.every=100", "train.steps=8", "strategy=fsdp"]
     served("train", *run, "name=whole")
     slow = "model.arguments={pause:0.3}"
@@ -109,7 +107,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(axonlaunch: Command, faulty: l
     axonlaunch.wait_until_gone(seconds=5)
 
 
-def test_a_run_that_is_killed_continues_from_its_last_checkpoint_to_the_bit(
+def test_killed_run_resumes_bitwise_from_last_checkpoint(
     served: Command, faulty: list[str]
 ) -> None:
     run = [*faulty, "checkpoint.every=2", "train.steps=6", "strategy=fsdp"]
@@ -120,7 +118,7 @@ def test_a_run_that_is_killed_continues_from_its_last_checkpoint_to_the_bit(
     assert served.losses("parts") == served.losses("whole")
 
 
-def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> None:
+def test_invalid_overrides_start_no_rank(axonlaunch: Command) -> None:
     process = axonlaunch.start("train", *TINY, "train.stepz=3")
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 2
@@ -129,9 +127,7 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
     assert list(axonlaunch.folder.iterdir()) == []
 
 
-def test_a_folder_in_which_a_run_continues_takes_no_second_one(
-    served: Command, faulty: list[str]
-) -> None:
+def test_run_folder_in_use_refuses_second_run(served: Command, faulty: list[str]) -> None:
     overrides = [*faulty, "name=run", "train.steps=1000"]
     first = served.start("train", *overrides, "model.arguments={pause:0.2}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
@@ -145,7 +141,7 @@ def test_a_folder_in_which_a_run_continues_takes_no_second_one(
 
 
 @pytest.mark.deferred
-def test_a_run_that_continues_with_other_settings_says_which(served: Command) -> None:
+def test_resumed_run_reports_changed_settings(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
     assert "other settings" not in served.train(*overrides, "train.steps=3").stdout
     assert "other settings" not in served.train(*overrides, "strategy=ddp").stdout
@@ -155,7 +151,7 @@ def test_a_run_that_continues_with_other_settings_says_which(served: Command) ->
 
 
 @pytest.mark.deferred
-def test_a_corrupt_checkpoint_is_reported_rather_than_trained_over(served: Command) -> None:
+def test_corrupt_checkpoint_is_reported_before_training(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
     served.train(*overrides)
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
@@ -198,7 +194,7 @@ def saved_twice(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Pat
 
 
 @pytest.mark.parametrize("damage", every(4, DAMAGE))
-def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
+def test_corrupt_newest_checkpoint_falls_back_to_previous(
     damage: str, served: Command, saved_twice: Path
 ) -> None:
     change, name, reason = DAMAGE[damage]
@@ -224,7 +220,7 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
 
 
 @pytest.mark.deferred
-def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -> None:
+def test_without_good_checkpoint_run_is_refused(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
     for step in (3, 6):
@@ -238,7 +234,7 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
 
 
 @pytest.mark.deferred
-def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Command) -> None:
+def test_flipped_bit_is_reported_with_previous_checkpoint(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
     served.train(*overrides)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
@@ -254,7 +250,7 @@ def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Com
 
 
 @pytest.mark.deferred
-def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> None:
+def test_unlistable_checkpoints_refuse_start(served: Command) -> None:
     """A loop of links has the same effect as a stale mount or folders of other users."""
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
@@ -274,7 +270,7 @@ def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> No
 
 
 @pytest.mark.deferred
-def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Command) -> None:
+def test_run_without_resume_keeps_old_metrics(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
     served.train(*overrides)
     before = served.losses("run")
@@ -290,7 +286,7 @@ def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Co
 
 
 @pytest.mark.deferred
-def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
+def test_invalid_bytes_in_metrics_are_kept(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
     metrics = served.folder / "runs/run/metrics.jsonl"
@@ -307,7 +303,7 @@ def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
     assert len(served.losses("run")) == 7
 
 
-def test_another_optimizers_states_are_reported_before_a_rank_starts(served: Command) -> None:
+def test_states_of_other_optimizer_are_refused_before_start(served: Command) -> None:
     served.train("strategy=single", "name=run", "checkpoint.every=6")
     overrides = [word for word in TINY if not word.startswith("optimizer.")]
     overrides += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
@@ -319,7 +315,7 @@ def test_another_optimizers_states_are_reported_before_a_rank_starts(served: Com
     )
 
 
-def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
+def test_sgd_without_momentum_resumes_only_without_momentum(served: Command) -> None:
     overrides = [word for word in TINY if not word.startswith("optimizer.")]
     overrides += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
     served("train", *overrides, "optimizer.momentum=0", "train.steps=3")
@@ -333,9 +329,7 @@ def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
-    served: Command, strategy: str
-) -> None:
+def test_nan_loss_ends_run_and_names_first_parameter(served: Command, strategy: str) -> None:
     overrides = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", f"strategy={strategy}"]
     ran = served.train(*overrides, "scheduler.warmup_steps=0", "launch.nproc=2", status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
@@ -349,7 +343,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     assert len(served.losses("run")) == 1
 
 
-def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> None:
+def test_nan_loss_prevents_saving(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train(*overrides, *ruined, "train.steps=9", "train.log_every=9", status=1)
@@ -357,7 +351,7 @@ def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> N
 
 
 @pytest.mark.deferred
-def test_a_crash_is_not_reported_of_the_next_run_in_its_folder(served: Command) -> None:
+def test_old_crash_is_not_reported_for_next_run(served: Command) -> None:
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train("strategy=single", "name=run", *ruined, status=1)
     assert (served.folder / "runs/run/crash.json").exists()
@@ -365,7 +359,7 @@ def test_a_crash_is_not_reported_of_the_next_run_in_its_folder(served: Command) 
     assert not (served.folder / "runs/run/crash.json").exists()
 
 
-def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> None:
+def test_run_resumes_from_before_nan_loss(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
     served.train(*overrides)
     ruined = [*overrides, "train.steps=9", "optimizer.lr=1e30", "train.grad_clip=null"]
@@ -374,7 +368,7 @@ def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> 
 
 
 @pytest.mark.deferred
-def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:
+def test_failed_sweep_run_does_not_stop_others(served: Command) -> None:
     overrides = [
         "train.grad_clip=null",
         "scheduler.warmup_steps=0",

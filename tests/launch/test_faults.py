@@ -148,9 +148,7 @@ def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
     assert faulted.command.summary("run")["status"] == "done"
 
 
-def test_who_waits_in_what_and_who_never_came_are_in_the_hang_report(
-    served: Command, faulty: list[str]
-) -> None:
+def test_hang_report_names_waiting_and_missing_ranks(served: Command, faulty: list[str]) -> None:
     arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all ranks sleep
     ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
     assert "rank 0 of 2 made no progress for 3 s (hang): it is in forward" in ran.stderr
@@ -158,7 +156,7 @@ def test_who_waits_in_what_and_who_never_came_are_in_the_hang_report(
 
 
 @pytest.mark.deferred
-def test_the_collective_that_a_rank_never_came_to_is_in_the_hang_report(served: Command) -> None:
+def test_hang_report_names_missed_collective(served: Command) -> None:
     (served.folder / "late.py").write_text(
         "import time\n"
         "import torch, torch.distributed as dist\n"
@@ -191,7 +189,7 @@ def test_the_collective_that_a_rank_never_came_to_is_in_the_hang_report(served: 
 
 
 @pytest.mark.slow
-def test_memory_that_ran_out_is_reported_beside_the_estimate_and_what_needs_less(
+def test_out_of_memory_report_has_estimate_and_smaller_settings(
     faulted: Faulty,
 ) -> None:
     overrides = ["plugins=[fault]", "strategy=ddp", "launch.nproc=2", "name=run"]
@@ -214,7 +212,7 @@ def test_memory_that_ran_out_is_reported_beside_the_estimate_and_what_needs_less
         ("ModuleNotFoundError('no tokenizers', name='tokenizers')", "tokenizers is not installed"),
     ],
 )
-def test_what_is_known_to_help_is_said(
+def test_failure_report_has_hint(
     served: Command, faulty: list[str], raised: str, hint: str
 ) -> None:
     plugin = served.folder / "faulty_plugin.py"
@@ -225,7 +223,7 @@ def test_what_is_known_to_help_is_said(
 
 
 @pytest.mark.deferred
-def test_a_run_that_fails_once_is_started_again_and_ends_as_if_it_had_not(
+def test_restarted_run_equals_uninterrupted_run(
     faulted: Faulty,
 ) -> None:
     command = faulted.command
@@ -256,7 +254,7 @@ def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: 
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("name", ["SIGHUP", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_to_handle(
+def test_signals_to_process_group_are_handled_by_parent(
     axonlaunch: Command, faulty: list[str], name: str
 ) -> None:
     overrides = [*faulty, "checkpoint.every=500", "train.steps=1000", "model.arguments={pause:0.2}"]
@@ -274,9 +272,7 @@ def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_t
 
 
 @pytest.mark.slow
-def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
-    served: Command, faulty: list[str]
-) -> None:
+def test_noise_on_rendezvous_port_does_not_harm_run(served: Command, faulty: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -27,7 +27,7 @@ def failure(target: str) -> tuple[Exception, str]:
     return caught.value, "".join(traceback.format_exception(caught.value))
 
 
-def test_an_exception_of_a_forked_call_brings_its_traceback_and_its_cause() -> None:
+def test_forked_call_exception_has_traceback_and_cause() -> None:
     error, printed = failure("raises")
     assert (type(error), str(error)) == (ValueError, "what was wrong")
     assert "in _deep_inside" in printed
@@ -42,13 +42,13 @@ def test_an_exception_that_cannot_be_pickled_is_named_with_its_traceback() -> No
     assert "in raises_what_cannot_be_pickled" in printed
 
 
-def test_a_call_that_ends_its_process_says_where() -> None:
+def test_forked_call_that_exits_reports_place() -> None:
     error, printed = failure("exits")
     assert str(error) == "a module ended the process with status 3"
     assert "raise SystemExit(3)" in printed
 
 
-def test_a_panic_in_a_forked_call_is_an_error_with_its_traceback() -> None:
+def test_forked_call_panic_is_error_with_traceback() -> None:
     error, printed = failure("panics")
     assert (type(error), str(error)) == (RuntimeError, "PanicError: index out of bounds")
     assert "in panics" in printed
@@ -98,7 +98,7 @@ def test_no_command_shows_a_traceback_of_a_forked_process_that_died(
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(method: str) -> None:
+def test_failed_background_estimate_logs_traceback(method: str) -> None:
     context: Any = get_context(method)  # a rank of another launcher spawns an interpreter
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24", "estimate.background=true"])
@@ -111,7 +111,7 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(me
 
 
 @pytest.mark.parametrize("asked", [[], ["estimate.background=false"]], ids=["default", "false"])
-def test_a_cpu_run_has_no_background_estimate_unless_asked(
+def test_cpu_run_has_no_background_estimate_by_default(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forked_call, "ForkedCall", None)
@@ -123,9 +123,7 @@ def test_a_cpu_run_has_no_background_estimate_unless_asked(
     assert prediction.memory.reason == "estimate.background=true predicts it during training"
 
 
-def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
-    served: Command, faulty: list[str]
-) -> None:
+def test_traceback_of_rank_is_shown_only_with_debug(served: Command, faulty: list[str]) -> None:
     overrides = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
     ran = served("--debug", "verify", *overrides, status=1)
     assert "debug: axonlaunch.verification.proofs.runner: rank 1 failed" in ran.stderr
@@ -133,14 +131,14 @@ def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
     assert ran.stdout.endswith("failed\n")
 
 
-def test_debug_shows_where_a_mistake_was_found(served: Command) -> None:
+def test_debug_shows_traceback_of_config_error(served: Command) -> None:
     overrides = ["estimate", "strategy=tensor", "strategy.tensor.degree=3"]
     shown = served("--debug", *overrides, status=2).stderr
     assert "Traceback (most recent call last)" in shown
     assert shown.endswith(served(*overrides, status=2).stderr)
 
 
-def test_debug_shows_where_a_users_builder_failed(served: Command) -> None:
+def test_debug_shows_traceback_of_user_builder(served: Command) -> None:
     (served.folder / "failing_model.py").write_text("def build():\n    return {}['width']\n")
     failing = ["model=custom", "model.target=failing_model:build"]
     message = (

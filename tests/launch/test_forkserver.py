@@ -59,7 +59,7 @@ def _pid() -> int:
     return pid
 
 
-def test_a_server_that_runs_is_used_and_left_running(
+def test_running_fork_server_is_reused_and_kept(
     bare: forkserver.ForkServerContext,
 ) -> None:
     first = _pid()
@@ -77,7 +77,7 @@ def sleeping(bare: forkserver.ForkServerContext) -> Iterator[ForkedProcess]:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_stopped_server_is_not_waited_for(bare: forkserver.ForkServerContext) -> None:
+def test_stopped_fork_server_does_not_block(bare: forkserver.ForkServerContext) -> None:
     assert forked_call.call(bare, "operator:add", 1, 2) == 3
     os.kill(_pid(), signal.SIGSTOP)
     with pytest.raises(forkserver.ForkServerError, match="it was stopped or killed"):
@@ -85,7 +85,7 @@ def test_a_stopped_server_is_not_waited_for(bare: forkserver.ForkServerContext) 
     assert forked_call.call(bare, "operator:add", 1, 2) == 3  # from another server
 
 
-def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: ForkedProcess) -> None:
+def test_end_of_process_is_noticed_with_stopped_server(sleeping: ForkedProcess) -> None:
     os.kill(_pid(), signal.SIGSTOP)
     assert not sleeping.has_ended
     sleeping.signal(signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: Fork
     assert sleeping.has_ended
 
 
-def test_a_process_that_outlives_its_server_has_not_ended(sleeping: ForkedProcess) -> None:
+def test_process_without_fork_server_counts_as_running(sleeping: ForkedProcess) -> None:
     os.kill(_pid(), signal.SIGKILL)
     wait_for(lambda: state(_pid()) in ("", "Z"), seconds=10)
     assert not sleeping.has_ended
@@ -105,7 +105,7 @@ def test_a_process_that_outlives_its_server_has_not_ended(sleeping: ForkedProces
     assert sleeping.has_ended
 
 
-def test_without_pidfd_the_servers_word_is_taken(
+def test_without_pidfd_exit_status_comes_from_fork_server(
     bare: forkserver.ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open")
@@ -129,7 +129,7 @@ def _server_of(command: Command, parent: int) -> int:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
-def test_a_run_ends_as_it_should_while_its_fork_server_is_stopped(
+def test_run_ends_normally_with_stopped_fork_server(
     axonlaunch: Command, faulty: list[str], fault: str
 ) -> None:
     overrides = [*faulty, "name=run", "checkpoint.every=9999", "train.steps=9999"]

@@ -51,7 +51,7 @@ def notes(tmp_path: Path) -> Path:
     ],
     ids=["estimate", "dry run", "plan", "strategy=auto"],
 )
-def test_a_command_that_starts_no_rank_leaves_cuda_alone(
+def test_commands_without_ranks_do_not_initialise_cuda(
     tmp_path: Path,
     server: Server,
     notes: Path,
@@ -72,7 +72,7 @@ def test_a_command_that_starts_no_rank_leaves_cuda_alone(
 
 @pytest.mark.deferred
 @pytest.mark.timeout(360)
-def test_nor_does_an_estimate_beside_a_run(
+def test_background_estimate_does_not_initialise_cuda(
     server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache

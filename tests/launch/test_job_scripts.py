@@ -29,7 +29,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_s_script_is_what_it_was(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_script_equals_stored_file(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     named = ["launch=slurm", "name=big", "run_dir=/shared/my runs/big"]
     script = slurm.render(

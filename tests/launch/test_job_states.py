@@ -47,7 +47,7 @@ def submitted(programs: Path, **scripts: str) -> tuple[int, str, list[str]]:
         *("PREEMPTED", "REVOKED", "TIMEOUT"),
     ],
 )
-def test_a_job_that_did_not_complete_has_ended_and_failed(state: str, programs: Path) -> None:
+def test_incomplete_job_counts_as_failed(state: str, programs: Path) -> None:
     ended = submitted(programs, scontrol=says(state))
     assert ended == (1, state, [f"job 7: {state.lower()}"])
 
@@ -66,7 +66,7 @@ def test_a_job_that_completed_with_an_exit_code_failed(programs: Path) -> None:
     ("written", "status", "state"),
     [("COMPLETED|0:0", 0, "COMPLETED"), ("CANCELLED by 1000|0:15", 1, "CANCELLED")],
 )
-def test_a_job_that_the_controller_has_forgotten_ended_as_its_accounting_says(
+def test_forgotten_job_state_comes_from_accounting(
     written: str, status: int, state: str, programs: Path
 ) -> None:
     ended = submitted(programs, scontrol=FORGOTTEN, sacct=f"echo '{written}'")
@@ -82,7 +82,7 @@ def test_a_job_that_the_controller_has_forgotten_ended_as_its_accounting_says(
         ({"sacct": "echo 'RUNNING|0:0'"}, "sacct reports RUNNING"),
     ],
 )
-def test_where_nobody_knows_how_a_job_ended_that_is_said_and_is_no_success(
+def test_job_with_unknown_end_is_reported_as_no_success(
     accounting: dict[str, str], reason: str, programs: Path
 ) -> None:
     status, state, lines = submitted(programs, scontrol=FORGOTTEN, **accounting)
@@ -94,7 +94,7 @@ def test_where_nobody_knows_how_a_job_ended_that_is_said_and_is_no_success(
     ]
 
 
-def test_a_job_whose_controller_can_not_be_reached_is_followed_on(programs: Path) -> None:
+def test_job_is_followed_while_controller_is_unreachable(programs: Path) -> None:
     once = programs / "once"
     answers = f"if [ ! -e {once} ]; then : > {once}; {UNREACHABLE}; fi; {says('COMPLETED')}"
     status, _, lines = submitted(programs, scontrol=answers)
@@ -106,9 +106,7 @@ def test_a_job_whose_controller_can_not_be_reached_is_followed_on(programs: Path
     ]
 
 
-def test_programs_that_hang_are_not_waited_for(
-    programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_slurm_programs_time_out(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_ANSWER_S", 0.05)
     lasting = f"exec {os.defpath.split(':')[-1]}/sleep 60"
     once = programs / "once"

@@ -41,15 +41,15 @@ def _seen(launcher: str, variables: dict[str, str]) -> str:
     return ran.stdout.strip()
 
 
-def test_the_launcher_is_what_started_the_shells_around_a_rank() -> None:
+def test_launcher_process_is_parent_of_shells() -> None:
     assert _seen("mpirun", {"OMPI_COMM_WORLD_RANK": "0"}) == str(os.getpid())
 
 
-def test_a_shell_in_which_a_person_starts_a_rank_is_no_launcher() -> None:
+def test_interactive_shell_is_not_launcher() -> None:
     assert _seen("the environment", {"RANK": "0"}) == "None"
 
 
-def test_segments_of_a_gpus_allocator_grow_in_a_rank_that_another_launcher_started(
+def test_expandable_segments_are_set_under_other_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = "PYTORCH_ALLOC_CONF"
@@ -67,7 +67,7 @@ def test_segments_of_a_gpus_allocator_grow_in_a_rank_that_another_launcher_start
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_the_end_of_the_launcher_is_seen(monkeypatch: pytest.MonkeyPatch, has_pidfd: bool) -> None:
+def test_end_of_launcher_is_noticed(monkeypatch: pytest.MonkeyPatch, has_pidfd: bool) -> None:
     def refused(pid: int) -> int:
         raise PermissionError(pid)
 
@@ -88,7 +88,7 @@ def test_the_end_of_the_launcher_is_seen(monkeypatch: pytest.MonkeyPatch, has_pi
     assert statuses == [1]
 
 
-def test_a_watch_that_fails_ends_its_process(
+def test_failed_launcher_watch_ends_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
@@ -112,7 +112,7 @@ def test_a_watch_that_fails_ends_its_process(
     assert "RuntimeError: the fault of a test" in capsys.readouterr().err
 
 
-def test_a_rank_whose_mpirun_was_killed_before_it_looked_ends() -> None:
+def test_rank_ends_if_mpirun_was_killed_before_watch() -> None:
     program = (
         "from axonlaunch.launch.external import launcher_process as module;"
         "import time; module.GRACE_S = 0.0; module._ancestor_without = lambda variables: None;"
@@ -126,7 +126,7 @@ def test_a_rank_whose_mpirun_was_killed_before_it_looked_ends() -> None:
     assert ran.returncode == 1
 
 
-def test_a_rank_of_a_torchrun_that_is_gone_says_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_dead_torchrun_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_AGENT_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -139,7 +139,7 @@ def test_a_rank_of_a_torchrun_that_is_gone_says_so_soon(monkeypatch: pytest.Monk
         joining.join_ranks(environment, b"")
 
 
-def test_a_failure_that_followed_from_the_launchers_end_is_not_the_cause(
+def test_failure_after_launcher_end_is_not_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launcher = LauncherProcess("")

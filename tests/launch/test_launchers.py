@@ -45,14 +45,16 @@ def mpirun(folder: Path, nproc: int) -> By:
 
 
 @pytest.mark.slow
-def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
+def test_torchrun_equals_local_launcher(axonlaunch: Command, expected: list[float]) -> None:
     torchrun(axonlaunch.folder, 2)(*RUN, "name=run")
     assert axonlaunch.losses("run") == expected
     logs = sorted(path.name for path in (axonlaunch.folder / "runs/run/logs").iterdir())
     assert logs == ["rank_0.log", "rank_1.log"]
 
 
-def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
+def test_mpirun_equals_local_launcher(
+    axonlaunch: Command, server: Server, expected: list[float]
+) -> None:
     # During a run, an estimate only gets CPU time that ranks leave, possibly too little: it is
     # cached.
     on_cpus = [*RUN[1:], "launch.nproc=2", "hardware=cpu"]
@@ -65,7 +67,7 @@ def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]
     assert axonlaunch.losses("run") == expected
 
 
-def test_under_srun_on_two_nodes(
+def test_srun_on_two_nodes_equals_local_launcher(
     axonlaunch: Command, server: Server, cluster: dict[str, str], expected: list[float]
 ) -> None:
     # A single rank on a node would use all cores, and products of two threads round differently.
@@ -103,7 +105,9 @@ def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
 
 
 @pytest.mark.slow
-def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: list[float]) -> None:
+def test_manually_started_ranks_equal_local_launcher(
+    axonlaunch: Command, expected: list[float]
+) -> None:
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "2"}
     ranks = [
         By(axonlaunch.folder, [], {**world, "RANK": rank, "LOCAL_RANK": rank}).start(
@@ -116,7 +120,7 @@ def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: li
 
 
 @pytest.mark.deferred
-def test_a_rank_that_fails_under_torchrun_is_on_one_card(
+def test_torchrun_failure_is_reported_once(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
     overrides = [word for word in faulty if not word.startswith("launch.")]
@@ -129,7 +133,7 @@ def test_a_rank_that_fails_under_torchrun_is_on_one_card(
 
 
 @pytest.mark.slow  # like a failing one, above
-def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
+def test_torchrun_hang_is_reported_with_place(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
     overrides = [word for word in faulty if not word.startswith("launch.")]
@@ -182,7 +186,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(
 
 
 @pytest.mark.slow
-def test_a_wrong_word_under_torchrun_is_reported_once(axonlaunch: Command) -> None:
+def test_invalid_override_under_torchrun_is_reported_once(axonlaunch: Command) -> None:
     ran = torchrun(axonlaunch.folder, 2)("train", "train.stepz=3", status=1)
     reported = "error: train.stepz=3: there is no such key; did you mean train.steps?"
     assert ran.stderr.count(reported) == 1
@@ -212,7 +216,7 @@ def test_launch_local_starts_ranks_whatever_the_environment_says(served: Command
     assert served.summary("run")["status"] == "done"
 
 
-def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
+def test_job_script_follows_configuration(served: Command) -> None:
     overrides = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.slurm.partition=gpu"]
     overrides += [
         "name=big",
@@ -257,14 +261,12 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
         (["launch.backend=gloo"], []),
     ],
 )
-def test_a_job_asks_for_the_devices_that_its_ranks_compute_on(
-    overrides: list[str], devices: list[str]
-) -> None:
+def test_job_script_requests_devices_of_ranks(overrides: list[str], devices: list[str]) -> None:
     script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *overrides]))
     assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "--gpus" in o] == devices
 
 
-def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(
+def test_job_without_ranks_per_node_is_refused(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_sbatch(served.folder, monkeypatch)
@@ -278,7 +280,7 @@ def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(
 @pytest.mark.parametrize(
     "reported", [["scontrol", "requeue"], ["scancel", "--batch", "--signal=USR1"]]
 )
-def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
+def test_requeued_job_saves_and_continues_in_its_folder(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str], reported: list[str]
 ) -> None:
     """Requeued by hand, by pre-emption, or shortly before the time limit, when SLURM sends USR1."""
@@ -308,7 +310,7 @@ def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
 
 
 @pytest.mark.slow  # the local launcher's are in test_train_command.py
-def test_a_finished_run_is_not_evaluated_again_and_one_killed_after_its_last_save_is_completed(
+def test_finished_run_is_not_repeated_and_killed_run_is_completed(
     axonlaunch: Command, served: Command, server: Server
 ) -> None:
     overrides = [*RUN, "name=run", "checkpoint.every=6"]

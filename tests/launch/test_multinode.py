@@ -19,7 +19,7 @@ def without_launch(overrides: list[str]) -> list[str]:
     return [word for word in overrides if not word.startswith("launch.")]
 
 
-def test_two_nodes_train_as_one_and_leave_one_port_open_on_their_wire(
+def test_two_nodes_train_with_one_open_port(
     two_served: NodeNamespaces, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     two = two_served
@@ -56,7 +56,7 @@ def test_a_pulled_cable_ends_the_run_on_both_nodes(
 
 
 @pytest.mark.slow
-def test_a_cable_that_is_put_back_soon_was_never_missed(
+def test_briefly_pulled_cable_does_not_end_run(
     two: NodeNamespaces, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=20"]
@@ -97,7 +97,7 @@ def test_the_rank_that_failed_first_is_named_on_every_node(
 
 
 @pytest.mark.slow
-def test_a_node_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
+def test_killed_launcher_of_node_leaves_no_rank(
     two: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]
@@ -142,7 +142,7 @@ def test_ctrl_c_on_one_node_saves_and_ends_all(
 
 
 @pytest.mark.slow
-def test_nodes_that_were_started_with_different_overrides_are_refused(
+def test_nodes_with_different_overrides_are_refused(
     two: NodeNamespaces, axonlaunch: Command
 ) -> None:
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
@@ -186,7 +186,7 @@ def test_a_node_with_another_secret_never_joins(
     assert "was not written by a node of this run: give every node the same" in reported[1][2]
 
 
-def test_what_a_node_must_know_of_the_others_is_asked_for(served: Command) -> None:
+def test_missing_multinode_settings_are_refused(served: Command) -> None:
     ran = served.train("launch.nnodes=2", "launch.nproc=1", status=2)
     assert ran.stderr.splitlines() == [
         "error: launch.node_rank=auto: which of the 2 nodes is this? write 0 on the first",
@@ -208,7 +208,7 @@ def elastic(three: NodeNamespaces) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_node_that_comes_late_takes_part_and_no_step_is_lost(
+def test_late_node_joins_elastic_run_without_lost_steps(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=100"]
@@ -234,7 +234,7 @@ def test_a_node_that_comes_late_takes_part_and_no_step_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_node_that_is_lost_is_done_without_and_the_losses_continue(
+def test_elastic_run_continues_without_lost_node(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
@@ -264,7 +264,7 @@ def test_a_node_that_is_lost_is_done_without_and_the_losses_continue(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_node_that_is_killed_and_rejoins_an_elastic_run_takes_part_and_no_loss_differs(
+def test_killed_node_rejoins_elastic_run_with_equal_losses(
     axonlaunch: Command, served: Command, server: Server, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=60", "checkpoint.every=2"]
@@ -292,7 +292,7 @@ def test_a_node_that_is_killed_and_rejoins_an_elastic_run_takes_part_and_no_loss
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_node_that_rejoins_an_elastic_run_and_finds_it_done_ends_at_once(
+def test_node_that_rejoins_finished_elastic_run_ends_at_once(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
     """While it waits for room, just after the end, and when node 0 is gone."""

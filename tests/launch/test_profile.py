@@ -102,7 +102,7 @@ def test_on_a_cpu_an_operation_counts_without_those_inside_it() -> None:
 # Alignment of traces.
 
 
-def test_traces_of_nodes_whose_clocks_differ_are_put_on_one(tmp_path: Path) -> None:
+def test_traces_of_nodes_are_aligned_to_one_clock(tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     for rank, base in ((0, 1_000_000), (1, 5_000_000)):
@@ -121,7 +121,7 @@ def test_traces_of_nodes_whose_clocks_differ_are_put_on_one(tmp_path: Path) -> N
 
 
 @pytest.mark.deferred
-def test_a_run_writes_a_trace_a_rank_and_one_of_all(served: Served) -> None:
+def test_profiled_run_writes_trace_per_rank_and_combined(served: Served) -> None:
     profile = ["train.profile={steps: [2, 3], ranks: [0, 1]}", "hardware=h100_80gb"]
     served("train", *TINY, *profile, "launch.nproc=2", "strategy=fsdp", "name=run")
     folder = served.folder / "runs" / "run"
@@ -143,7 +143,7 @@ def test_a_run_writes_a_trace_a_rank_and_one_of_all(served: Served) -> None:
     assert "predicted" in table
 
 
-def test_a_thread_of_the_mock_world_is_profiled_alone(tmp_path: Path) -> None:
+def test_mock_ranks_are_profiled_separately(tmp_path: Path) -> None:
     def run(world: World) -> None:
         config = ProfileConfig(steps=[1, 1])
         profiler = StepProfiler(config, world=world, run_dir=tmp_path)
@@ -156,7 +156,7 @@ def test_a_thread_of_the_mock_world_is_profiled_alone(tmp_path: Path) -> None:
     assert step.parts["matrix products"] > 0
 
 
-def test_a_run_that_stops_early_writes_what_it_has(tmp_path: Path) -> None:
+def test_profile_is_written_if_run_stops_early(tmp_path: Path) -> None:
     def run(world: World) -> None:
         profiler = StepProfiler(ProfileConfig(steps=[2, 9]), world=world, run_dir=tmp_path)
         for step in (1, 2, 3):
@@ -173,7 +173,7 @@ def test_a_run_that_stops_early_writes_what_it_has(tmp_path: Path) -> None:
     [(5, False, None), (5, True, 1), (2, False, 2), (2, True, 1)],
     ids=["after them", "after them, written", "among them", "among them, written"],
 )
-def test_a_resumed_run_profiles_no_other_step_and_keeps_what_was_written(
+def test_resumed_run_keeps_profile(
     tmp_path: Path, resumed_at: int, was_written: bool, steps: int | None
 ) -> None:
     def run(world: World, first: int, last: int) -> None:
@@ -203,7 +203,7 @@ def test_a_resumed_run_profiles_no_other_step_and_keeps_what_was_written(
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
+def test_out_of_memory_writes_allocator_snapshot(
     error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumped: list[str] = []
@@ -239,10 +239,13 @@ def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
         (["train.profile.memory=true"], "no step is profiled"),
         (["train.profile={steps: [1, 2], ranks: []}"], "expected ranks"),
         (["train.profile={steps: [1, 2], ranks: [2]}"], "the world has ranks 0 to 1"),
-        (["train.profile={steps: [1, 2], ranks: [0, 1]}", "launch.backend=mock"], "one can be"),
+        (
+            ["train.profile={steps: [1, 2], ranks: [0, 1]}", "launch.backend=mock"],
+            "only one of them can be profiled",
+        ),
     ],
 )
-def test_what_can_not_be_profiled_is_refused(overrides: list[str], message: str) -> None:
+def test_invalid_profile_settings_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_config([*overrides, "launch.nproc=2"])
 
@@ -265,7 +268,7 @@ def test_a_run_without_a_trace_is_refused(
 # Timeline of a pipeline's ranks.
 
 
-def test_actions_of_a_pipeline_are_those_of_the_first_step_on_one_clock() -> None:
+def test_pipeline_actions_of_first_profiled_step_share_clock() -> None:
     def named(name: str, start: float, end: float) -> dict[str, Any]:
         return event(f"axonlaunch pipeline {name}", start, end, "user_annotation")
 
@@ -277,7 +280,7 @@ def test_actions_of_a_pipeline_are_those_of_the_first_step_on_one_clock() -> Non
     assert [start for _, start, _, _ in drawn] == pytest.approx([0.0, 30e-6, 40e-6])
 
 
-def test_of_a_gpu_the_actions_are_when_its_kernels_ran() -> None:
+def test_pipeline_actions_on_gpu_use_kernel_times() -> None:
     queued = event("axonlaunch pipeline 0F0", 0, 1, "user_annotation")
     ran = event("axonlaunch pipeline 0F0", 20, 50, "gpu_user_annotation")
     step = event("axonlaunch step 4", 10, 90, "gpu_user_annotation")

@@ -7,7 +7,7 @@ from command import Command
 from hf_families import without_folder
 
 UNSUMMED = """
-from axonlaunch.engines.tensor import layers
+from axonlaunch.engines.tensor.divided_layers import layers
 
 layers.leave = lambda x, group, *, sequence_parallel: x
 """
@@ -20,7 +20,7 @@ OVERRIDES = [
 
 
 @pytest.mark.deferred
-def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) -> None:
+def test_train_proves_layout_and_caches_result(served: Command) -> None:
     done = served("train", *OVERRIDES, "train.prove=always", "name=right")
     assert "proved: tensor 2 gives one process's losses and gradients (" in done.stdout
     summary = served.summary("right")["proof"]
@@ -28,7 +28,7 @@ def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) 
     assert summary["seconds"] > 0
 
 
-def test_a_layout_that_differs_starts_nothing(served: Command) -> None:
+def test_failed_layout_proof_refuses_start(served: Command) -> None:
     (served.folder / "unsummed.py").write_text(UNSUMMED)
     refused = served("train", *OVERRIDES, "plugins=[unsummed]", "name=wrong", status=2)
     assert refused.stderr.startswith("error: strategy: tensor 2 and one process compute different")
@@ -37,6 +37,6 @@ def test_a_layout_that_differs_starts_nothing(served: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_proved(served: Command) -> None:
+def test_dry_run_names_layout_proof(served: Command) -> None:
     dry = served("train", *OVERRIDES, "train.prove=always", "--dry-run").stdout
     assert "before the first step to be proved: tensor 2 gives one process's losses" in dry

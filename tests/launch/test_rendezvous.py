@@ -41,9 +41,7 @@ def rounds(
     )
 
 
-def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rendezvous_numbers_nodes_and_rounds(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
     before = {*threading.enumerate()}
@@ -59,7 +57,7 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
     assert not speaking & {*threading.enumerate()}
 
 
-def test_the_sources_of_who_calls_are_not_read_for_each_event(
+def test_rendezvous_events_do_not_read_caller_source(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With thousands of modules, reading took so long that nodes never found each other."""
@@ -76,7 +74,7 @@ def test_the_sources_of_who_calls_are_not_read_for_each_event(
         node.leave()
 
 
-def test_a_node_whose_network_is_gone_leaves_without_waiting_for_it(
+def test_node_without_network_leaves_without_waiting(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -90,7 +88,7 @@ def test_a_node_whose_network_is_gone_leaves_without_waiting_for_it(
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_while_there_is_room_is_seen(
+def test_waiting_node_is_noticed_while_there_is_room(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -116,7 +114,7 @@ def test_too_few_nodes_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("most", [2, 3], ids=["without room", "with room"])
-def test_a_node_that_waits_to_rejoin_is_told_at_once_that_the_run_has_ended(
+def test_waiting_node_learns_of_run_end_at_once(
     port: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -133,9 +131,7 @@ def test_a_node_that_waits_to_rejoin_is_told_at_once_that_the_run_has_ended(
     assert ended.status == "failed"
 
 
-def test_a_node_that_comes_after_the_end_is_told_while_node_0_reports(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_node_learns_of_run_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     rounds(port, 0, first=True).leave("done")
     with pytest.raises(RunEndedError) as ended:
@@ -143,7 +139,7 @@ def test_a_node_that_comes_after_the_end_is_told_while_node_0_reports(
     assert ended.value.status == "done"
 
 
-def test_a_node_that_waits_learns_at_once_that_node_0_is_gone(
+def test_waiting_node_learns_of_lost_node_0_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)

@@ -48,20 +48,20 @@ def start(variables: dict[str, str], *overrides: str, until: str = "started") ->
 
 
 @pytest.mark.parametrize("begun", [NEVER, OWN])
-def test_a_job_that_is_queued_again_resumes_from_its_own_checkpoints(begun: str) -> None:
+def test_requeued_job_resumes_from_its_checkpoints(begun: str) -> None:
     assert start(JOB, begun).checkpoint.resume == begun.partition("=")[2]
     for count in ("1", "2"):
         again = start({**JOB, "SLURM_RESTART_COUNT": count}, begun, until="launched")
         assert again.checkpoint.resume == "auto"
 
 
-def test_a_job_that_was_ended_before_it_went_back_to_a_checkpoint_goes_back_to_it() -> None:
+def test_requeued_job_repeats_requested_resume() -> None:
     start(JOB, OWN, until="launched")
     again = start({**JOB, "SLURM_RESTART_COUNT": "1"}, OWN)
     assert again.checkpoint.resume == OWN.partition("=")[2]
 
 
-def test_a_job_that_is_queued_again_before_it_saved_begins_from_the_same_place() -> None:
+def test_requeued_job_without_save_starts_from_same_checkpoint() -> None:
     start(JOB, OTHER)
     again = start({**JOB, "SLURM_RESTART_COUNT": "1"}, OTHER)
     assert again.checkpoint.resume == "runs/other"
@@ -72,7 +72,7 @@ def test_a_job_that_is_queued_again_before_it_saved_begins_from_the_same_place()
     [{}, JOB, {**JOB, "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}],
     ids=["by hand", "the same job, not restarted", "another job"],
 )
-def test_what_another_launch_began_is_not_resumed_under_never(variables: dict[str, str]) -> None:
+def test_resume_never_refuses_folder_of_other_launch(variables: dict[str, str]) -> None:
     start(JOB, NEVER)
     with pytest.raises(ConfigError) as raised:
         start(variables, NEVER)
@@ -80,14 +80,14 @@ def test_what_another_launch_began_is_not_resumed_under_never(variables: dict[st
     assert "already contains a run; choose another name" in str(issue)
 
 
-def test_a_folder_that_somebody_used_since_is_not_the_job_s_any_more() -> None:
+def test_requeued_job_refuses_folder_used_since() -> None:
     start(JOB, NEVER)
     start({}, "checkpoint.resume=auto")
     with pytest.raises(ConfigError):
         start({**JOB, "SLURM_RESTART_COUNT": "1"}, NEVER)
 
 
-def test_attempts_of_one_torchrun_have_one_identity_and_the_later_are_restarts(
+def test_torchrun_attempts_share_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
@@ -110,9 +110,7 @@ def test_attempts_of_one_torchrun_have_one_identity_and_the_later_are_restarts(
         ({"TORCHELASTIC_RESTART_COUNT": "1", **JOB}, False),  # a job may have several runs
     ],
 )
-def test_a_run_without_a_name_that_torchrun_starts_again_is_found(
-    variables: dict[str, str], is_the_same: bool
-) -> None:
+def test_torchrun_restart_finds_unnamed_run(variables: dict[str, str], is_the_same: bool) -> None:
     request = ["launch.nproc=1"]
     for by in ("torchrun 1", "torchrun 2"):
         with run_dir.open_run_dir(load(request), announce=lambda line: None, launched_by=by):
@@ -124,7 +122,7 @@ def test_a_run_without_a_name_that_torchrun_starts_again_is_found(
         assert run_dir.with_run_dir(config).name == "gpt-single"
 
 
-def test_a_rank_that_torchrun_starts_again_resumes_from_its_own_checkpoints(
+def test_torchrun_restart_resumes_from_run_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank, "main", lambda environment, resolve, **_: (0, resolve(environment)))
@@ -147,7 +145,7 @@ def test_a_rank_that_torchrun_starts_again_resumes_from_its_own_checkpoints(
     assert resumes == ["never", "auto"]
 
 
-def test_the_command_of_a_job_that_is_queued_again_resumes_from_what_it_saved(
+def test_requeued_job_command_resumes_from_its_save(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["name=own", "strategy=single", "checkpoint.every=1", NEVER]

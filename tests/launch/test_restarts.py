@@ -34,7 +34,7 @@ DONE = Outcome(finished=Finished(6, False, 1.0, None, None, None))
         (2, [FAILED, STOPPED, DONE], STOPPED, [False, True]),
     ],
 )
-def test_a_run_on_one_node_is_started_again_as_often_as_allowed_unless_it_was_stopped(
+def test_single_node_run_restarts_up_to_limit_unless_stopped(
     allowed: int,
     outcomes: list[Outcome],
     ends_with: Outcome,
@@ -84,7 +84,7 @@ def node(*, restarts: int, is_headless: bool = False, will_restart: bool = False
         ({"restarts": 2, "will_restart": True}, DONE, True, 2),  # makes room for a node
     ],
 )
-def test_a_run_on_several_nodes_is_started_again_as_often_unless_it_was_stopped(
+def test_multi_node_run_restarts_up_to_limit_unless_stopped(
     state: dict[str, Any], outcome: Outcome, again: bool, counted: int
 ) -> None:
     member = node(**state)

@@ -30,9 +30,7 @@ CHANGES = {"a FIFO": (fifo, "is not a regular file"), "cut": (cut, "not YAML: ")
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
-    name: str, served: Command
-) -> None:
+def test_run_with_damaged_configuration_resumes_with_note(name: str, served: Command) -> None:
     change, reason = CHANGES[name]
     served.train(*OVERRIDES, "train.steps=2")
     file = served.folder / "runs/run/config.yaml"
@@ -46,9 +44,7 @@ def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
 
 
 @pytest.mark.parametrize("change", every(2, [fifo, link]))
-def test_steps_are_not_logged_through_what_is_no_regular_file(
-    change: object, served: Command
-) -> None:
+def test_metrics_are_not_written_to_special_files(change: object, served: Command) -> None:
     assert callable(change)
     served.train(*OVERRIDES, "train.steps=2")
     change(served.folder / "runs/run/metrics.jsonl")

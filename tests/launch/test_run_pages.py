@@ -42,7 +42,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> None:
+def test_run_events_are_in_order(run: Path) -> None:
     written = events(run)
     assert [event["event"] for event in written] == [
         "launched",
@@ -58,7 +58,7 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
     assert written[-1]["status"] == "done"
 
 
-def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
+def test_run_page_shows_profiled_steps(served: Command) -> None:
     overrides = ["train.steps=3", "train.profile.steps=[2,3]", "estimate.background=true"]
     served.train("strategy=ddp", *MOCK, "name=demo", *overrides)
     steps = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
@@ -68,7 +68,7 @@ def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
     assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
 
 
-def test_it_writes_what_set_each_value_of_its_configuration(run: Path) -> None:
+def test_run_records_origin_of_each_config_value(run: Path) -> None:
     origins = json.loads((run / "origins.json").read_text())
     assert origins["train.steps"] == "override train.steps=4"
     assert origins["strategy.data_parallel"] == "strategy/fsdp.yaml"
@@ -78,7 +78,7 @@ def test_it_writes_what_set_each_value_of_its_configuration(run: Path) -> None:
     assert all(origin for _, _, origin in config)
 
 
-def test_its_estimate_is_kept_with_its_parts(run: Path) -> None:
+def test_run_records_estimate_breakdown(run: Path) -> None:
     estimate = json.loads((run / "estimate.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert estimate["peak_bytes"] == summary["predicted_peak_bytes"]
@@ -98,7 +98,7 @@ def test_a_rank_that_fails_is_in_the_events(served: Command) -> None:
     assert "loss" in str(failed["reason"])
 
 
-def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Command) -> None:
+def test_runs_command_lists_status_and_filters(run: Path, served: Command) -> None:
     [row] = json.loads(served("runs", "--json").stdout)["runs"]
     assert (row["status"], row["layout"], row["step"], row["steps"]) == ("done", "fsdp 2", 4, 4)
     assert "demo" in served("runs", "--where", "strategy.data_parallel=fsdp").stdout
@@ -118,7 +118,7 @@ def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Comman
         ("seed=null", 1),
     ],
 )
-def test_a_condition_holds_for_the_value_as_it_is_written(
+def test_runs_condition_compares_written_value(
     condition: str, number: int, served: Command
 ) -> None:
     extra = "model.is_causal: true\nplugins: []\nseed: null\noptimizer.lr: 0.003\n"
@@ -153,7 +153,7 @@ def test_runs_lists_images_per_second(served: Command) -> None:
     assert "1k tokens/s" in shown
 
 
-def test_report_of_several_runs_goes_where_it_is_asked_for(served: Command) -> None:
+def test_report_of_several_runs_is_written_to_output_option(served: Command) -> None:
     for name in "ab":
         run_folder(served.folder / "runs" / name)
     report = json.loads(served("report", "runs/a", "runs/b", "--output", "c.html", "--json").stdout)
@@ -161,7 +161,7 @@ def test_report_of_several_runs_goes_where_it_is_asked_for(served: Command) -> N
     assert (served.folder / "c.html").stat().st_size == report["bytes"]
 
 
-def test_compare_lists_what_differs(served: Command) -> None:
+def test_compare_lists_differences(served: Command) -> None:
     for name, steps in (("a", 3), ("b", 5)):
         run_folder(served.folder / "runs" / name, steps=steps)
     differences = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)
@@ -174,7 +174,7 @@ def test_compare_lists_what_differs(served: Command) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "compare"])
-def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> None:
+def test_folder_without_run_is_refused_in_one_line(command: str, served: Command) -> None:
     (served.folder / "empty").mkdir()
     run_folder(served.folder / "runs/demo")
     overrides = ["empty", *(["demo"] if command == "compare" else [])]
@@ -197,7 +197,7 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
         (["compare", "a"], "give two or more runs"),
     ],
 )
-def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: Command) -> None:
+def test_user_errors_are_one_line(overrides: list[str], message: str, served: Command) -> None:
     assert message in served(*overrides, status=2).stderr
 
 
@@ -225,9 +225,7 @@ def test_a_condition_that_no_run_can_meet_is_refused(
         ("/proc/a.html", "can't be written"),
     ],
 )
-def test_a_report_that_cant_be_written_is_refused(
-    output: str, message: str, served: Command
-) -> None:
+def test_unwritable_report_is_refused(output: str, message: str, served: Command) -> None:
     run_folder(served.folder / "runs/demo")
     (served.folder / "pages").mkdir()
     (served.folder / "file").touch()
@@ -261,7 +259,7 @@ def test_the_report_of_a_run_replaces_a_link_and_does_not_write_through_it(
     assert other.read_text() == "kept"
 
 
-def test_what_a_run_cost_is_listed(run: Path, served: Command) -> None:
+def test_runs_command_lists_cost(run: Path, served: Command) -> None:
     priced = ["hardware=cpu", "hardware.price_per_hour=3600"]
     served.train("strategy=ddp", *MOCK, "name=priced", "train.steps=1", *priced)
     rows = {row["run"]: row for row in json.loads(served("runs", "--json").stdout)["runs"]}

@@ -25,9 +25,7 @@ NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
     ("overrides", "name"),
     [([], "local"), (["launch=local"], "local"), (NODES, "multinode"), (SLURM, "slurm")],
 )
-def test_a_configuration_has_one_launcher_whose_functions_are_there(
-    overrides: list[str], name: str
-) -> None:
+def test_each_configuration_has_one_launcher(overrides: list[str], name: str) -> None:
     config = load(overrides)
     assert launcher_of(config) == name
     assert callable(check_function(config))
@@ -42,7 +40,7 @@ def test_a_configuration_has_one_launcher_whose_functions_are_there(
         ([[]], True, "launch.name=auto: --render prints the script of a SLURM job; use slurm"),
     ],
 )
-def test_what_a_launcher_can_not_do_is_refused_before_anything_is_checked(
+def test_unsupported_launcher_options_are_refused_first(
     batches: list[list[str]], render: bool, problem: str
 ) -> None:
     context = multiprocessing.get_context("forkserver")

@@ -27,7 +27,7 @@ def run_of(faulty: list[str]) -> list[str]:
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("background", every(2, ["true", "false"]))
-def test_saves_change_nothing_that_is_learned(
+def test_saving_does_not_change_training(
     served: Command, faulty: list[str], background: str
 ) -> None:
     run = [*run_of(faulty), f"checkpoint.async_save={background}"]
@@ -48,7 +48,7 @@ def test_saves_change_nothing_that_is_learned(
         pytest.param("true", 25, marks=pytest.mark.slow),
     ],
 )
-def test_whenever_it_is_killed_it_continues_from_a_whole_checkpoint(
+def test_run_killed_during_save_resumes_from_complete_checkpoint(
     served: Command, faulty: list[str], background: str, kills: int
 ) -> None:
     run = [*run_of(faulty), f"checkpoint.async_save={background}"]
@@ -76,9 +76,7 @@ def test_whenever_it_is_killed_it_continues_from_a_whole_checkpoint(
         assert not list((folder / "checkpoints").glob("*.partial"))
 
 
-def test_what_an_interrupted_save_left_is_named_and_deleted(
-    served: Command, faulty: list[str]
-) -> None:
+def test_partial_save_is_reported_and_deleted(served: Command, faulty: list[str]) -> None:
     run = [*run_of(faulty), "name=run"]
     served("train", *run)
     left = served.folder / "runs/run/checkpoints/step_14.partial"

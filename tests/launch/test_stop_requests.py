@@ -63,7 +63,7 @@ def nodes() -> list[Coordinator]:
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_every_node_knows_with_the_root_cause_that_one_was_asked_to_stop(
+def test_stop_request_reaches_every_node_with_root_cause(
     asked: int, nodes: list[Coordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordination, "_SETTLE_S", 0.0)
@@ -124,7 +124,7 @@ def follow(others: _Others, *, asked: bool) -> Outcome:
     return supervisor.run()
 
 
-def test_a_node_that_is_asked_to_stop_lets_the_others_know() -> None:
+def test_stop_request_is_sent_to_other_nodes() -> None:
     others = _Others()
     assert follow(others, asked=True).was_stopped
     assert others.was_asked

@@ -78,7 +78,7 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
 
 
 @pytest.mark.deferred
-def test_a_rank_that_shares_its_core_with_another_process_is_not_reported(served: Command) -> None:
+def test_rank_on_shared_core_is_not_reported_as_slow(served: Command) -> None:
     (served.folder / "slow.py").write_text(BUSY)
     overrides = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
     ran = served("train", *overrides)
@@ -87,7 +87,7 @@ def test_a_rank_that_shares_its_core_with_another_process_is_not_reported(served
     assert "is slow" not in ran.stdout
 
 
-def test_what_a_rank_is_kept_from_by_its_node_is_no_work_of_its() -> None:
+def test_time_waiting_for_core_is_not_counted_as_work() -> None:
     even = Shares.of([0.0, 0.5, 0.5], queued_s=0.0)
     starved = Shares.of([0.0, 1.0, 0.0], queued_s=0.5)
     assert starved == Shares(data=0.0, compute=0.5, wait=0.0, starved=0.5)
@@ -145,13 +145,13 @@ def test_a_rank_that_stays_slow_is_reported_once_in_words() -> None:
     ],
     ids=["small", "for a while", "now one and now another"],
 )
-def test_what_does_not_stay_or_costs_little_is_not_reported(
+def test_brief_or_cheap_slowness_is_not_reported(
     costs: list[float], ranks: list[int] | None
 ) -> None:
     assert "is slow" not in shown(costs, ranks=ranks)
 
 
-def test_the_system_reports_for_how_long_a_thread_waited_for_a_core() -> None:
+def test_thread_wait_time_for_core_is_read_from_system() -> None:
     native = threading.get_native_id()
     before = queued_s(native)
     assert before is not None
@@ -187,7 +187,7 @@ def test_the_system_reports_for_how_long_a_thread_waited_for_a_core() -> None:
         ([], True, False),
     ],
 )
-def test_a_rank_waits_for_others_where_it_sleeps_in_code_that_communicates(
+def test_rank_sleeping_in_communication_counts_as_waiting(
     files: list[str], is_asleep: bool, expected: bool
 ) -> None:
     assert waits(files, is_asleep=is_asleep) is expected

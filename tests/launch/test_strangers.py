@@ -59,7 +59,7 @@ def rounds(master: Any, order: int) -> ElasticRendezvous:
     )
 
 
-def test_a_pickle_that_a_stranger_puts_into_the_rendezvous_is_replaced_and_never_read(
+def test_forged_rendezvous_pickle_is_never_loaded(
     master: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -76,7 +76,7 @@ def test_a_pickle_that_a_stranger_puts_into_the_rendezvous_is_replaced_and_never
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_earlier_state_of_the_rendezvous_is_refused(master: Any) -> None:
+def test_replayed_rendezvous_state_is_refused(master: Any) -> None:
     credentials = Credentials(key=derive_key(TOKEN), run="run", sender="node")
     backend = AuthenticatedBackend(joined(master), credentials)
     states = []
@@ -99,7 +99,7 @@ def test_an_earlier_state_of_the_rendezvous_is_refused(master: Any) -> None:
     assert written[2]
 
 
-def test_the_state_of_torchs_rendezvous_is_kept_whole_as_plain_values() -> None:
+def test_rendezvous_state_round_trips_without_pickle() -> None:
     """If this fails after an update of torch, ``launch/multinode/rendezvous_state.py`` lacks a
     field.
     """
@@ -153,7 +153,7 @@ def peers(
     )
 
 
-def test_a_configuration_that_a_stranger_wrote_first_is_refused(master: Any) -> None:
+def test_forged_configuration_is_refused(master: Any) -> None:
     lead, other = channels(master)
     second = peers(other, 1, met(other, 1))
     theirs = joined(master)
@@ -167,7 +167,7 @@ def test_a_configuration_that_a_stranger_wrote_first_is_refused(master: Any) -> 
     assert second.wait_for("frozen", timeout_s=5) == {"config": "ours"}
 
 
-def test_a_message_of_an_earlier_start_or_round_or_key_is_refused(master: Any) -> None:
+def test_replayed_message_of_other_start_round_or_key_is_refused(master: Any) -> None:
     lead, other = channels(master)
     earlier = met(other, 1)
     first = peers(lead, 0, met(lead, 0))
@@ -189,7 +189,7 @@ def test_a_message_of_an_earlier_start_or_round_or_key_is_refused(master: Any) -
         other.get("joined/1", sender=member_name(0))
 
 
-def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None:
+def test_replayed_heartbeat_is_ignored(master: Any) -> None:
     lead, other = channels(master)
     nonces = met(other, 1)
     first, second = peers(lead, 0, met(lead, 0)), peers(other, 1, nonces)
@@ -205,7 +205,7 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
 
 @pytest.mark.parametrize("silent", [0, 1])
 @pytest.mark.parametrize("are_nodes", [False, True])
-def test_who_ends_waits_for_no_member_that_is_silent(
+def test_ending_node_does_not_wait_for_silent_member(
     master: Any, silent: int, are_nodes: bool
 ) -> None:
     first, second = channels(master)
@@ -224,7 +224,7 @@ def test_who_ends_waits_for_no_member_that_is_silent(
     assert "no heartbeat from its" in ended.first.reason
 
 
-def test_a_member_whose_listening_thread_dies_ends_what_it_waits_for(master: Any) -> None:
+def test_dead_listener_thread_ends_waiting(master: Any) -> None:
     lead, other = channels(master)
     nonces = met(other, 1)
     first, second = peers(lead, 0, met(lead, 0)), peers(other, 1, nonces)
@@ -239,7 +239,7 @@ def test_a_member_whose_listening_thread_dies_ends_what_it_waits_for(master: Any
         assert isinstance(member.finish([]), Crash)
 
 
-def test_the_first_node_does_not_wait_for_others_where_a_stranger_wrote_over_its_name(
+def test_overwritten_store_key_does_not_block_node_0(
     master: Any,
 ) -> None:
     named = run_identity.publish_identity(joined(master), derive_key(TOKEN))
@@ -253,9 +253,7 @@ def test_the_first_node_does_not_wait_for_others_where_a_stranger_wrote_over_its
         met(lead, 0, confirm=partial(run_identity.keep_identity, store, named))
 
 
-def test_a_message_that_is_deleted_is_not_waited_for(
-    master: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_message_does_not_block(master: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.launch.multinode.handshake._ANSWER_S", 0.2)
     [lead, _] = channels(master)
     theirs = joined(master)
@@ -266,7 +264,7 @@ def test_a_message_that_is_deleted_is_not_waited_for(
         met(lead, 0)
 
 
-def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_reports_of_the_token(
+def test_run_name_is_signed_and_store_does_not_reveal_token(
     master: Any,
 ) -> None:
     run_identity.publish_identity(joined(master), derive_key(TOKEN))
@@ -281,7 +279,7 @@ def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_reports_of_the_tok
         assert secret.hex().encode() not in stored
 
 
-def test_the_fork_servers_socket_is_its_users_alone(server: Server) -> None:
+def test_fork_server_socket_is_private(server: Server) -> None:
     folder = Path(server["_forkserver_address"]).parent
     assert folder.stat().st_mode & 0o077 == 0
     assert folder.stat().st_uid == os.geteuid()
@@ -305,7 +303,7 @@ def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[in
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_run_whose_ports_a_neighbour_takes_trains_rightly_or_says_whom_it_could_not_reach(
+def test_run_under_port_attack_trains_correctly_or_names_unreachable_rank(
     served: Command,
 ) -> None:
     served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
@@ -320,7 +318,7 @@ def test_a_run_whose_ports_a_neighbour_takes_trains_rightly_or_says_whom_it_coul
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_ten_thousand_noise_connections_while_a_run_starts_do_it_no_harm(served: Command) -> None:
+def test_ten_thousand_noise_connections_do_not_harm_start(served: Command) -> None:
     served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
     status, errors = beset(served, "noise", 10_000, "name=run")
     assert status == 0, errors

@@ -31,7 +31,7 @@ def _closed_terminal() -> TextIO:
 
 
 @pytest.mark.parametrize("dead", [_reader_that_left, _closed_terminal])
-def test_a_console_that_is_gone_becomes_dev_null(dead: object) -> None:
+def test_missing_console_becomes_dev_null(dead: object) -> None:
     stream = tolerant(dead())  # type: ignore[operator]
     print("a line", file=stream, flush=True)
     print("another", file=stream, flush=True)
@@ -39,13 +39,13 @@ def test_a_console_that_is_gone_becomes_dev_null(dead: object) -> None:
     stream.close()  # with remaining data in the buffer
 
 
-def test_a_stream_that_was_closed_ends_nothing() -> None:
+def test_closed_stream_does_not_end_run() -> None:
     closed = io.StringIO()
     closed.close()
     print("a line", file=tolerant(closed), flush=True)
 
 
-def test_a_full_disk_takes_the_next_line_when_there_is_space_again() -> None:
+def test_output_continues_after_full_disk_has_space() -> None:
     class Full(io.StringIO):
         full = True
 
@@ -62,14 +62,14 @@ def test_a_full_disk_takes_the_next_line_when_there_is_space_again() -> None:
     assert disk.getvalue() == "written\n"
 
 
-def test_a_character_that_the_console_lacks_is_escaped() -> None:
+def test_unencodable_console_character_is_escaped() -> None:
     raw = io.BytesIO()
     stream = tolerant(io.TextIOWrapper(raw, encoding="ascii"))
     print("naïve", file=stream, flush=True)
     assert raw.getvalue() == b"na\\xefve\n"
 
 
-def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -> None:
+def test_closed_standard_output_is_not_reused_by_next_file() -> None:
     program = (
         "from axonlaunch.system.text import streams; import os, tempfile;"
         "streams.open_missing(); file = tempfile.TemporaryFile();"
@@ -80,7 +80,7 @@ def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
-def test_a_run_outlives_a_console_that_takes_nothing(tmp_path: Path, server: Server) -> None:
+def test_run_survives_blocked_console(tmp_path: Path, server: Server) -> None:
     run = Command(tmp_path)
 
     overrides = ["train", *TINY, "strategy=ddp", "name=run", "checkpoint.every=6"]

@@ -63,7 +63,7 @@ def _supervisor(
     )
 
 
-def test_a_rank_that_was_killed_is_seen_though_what_it_forked_holds_its_pipe(
+def test_killed_rank_is_noticed_although_child_holds_pipe(
     pipe: tuple[Connection, Connection],
 ) -> None:
     outcome = _supervisor(pipe[0], -signal.SIGKILL).run()
@@ -71,7 +71,7 @@ def test_a_rank_that_was_killed_is_seen_though_what_it_forked_holds_its_pipe(
     assert outcome.crash.first.kind == "signal"
 
 
-def test_what_a_rank_sent_before_its_end_counts_though_what_it_forked_holds_its_pipe(
+def test_last_message_of_rank_counts_although_child_holds_pipe(
     pipe: tuple[Connection, Connection],
 ) -> None:
     pipe[1].send(Done(0, END))
@@ -80,7 +80,9 @@ def test_what_a_rank_sent_before_its_end_counts_though_what_it_forked_holds_its_
     assert not outcome.was_stopped
 
 
-def test_a_run_that_fails_while_it_stops_was_stopped(pipe: tuple[Connection, Connection]) -> None:
+def test_run_that_fails_while_stopping_counts_as_stopped(
+    pipe: tuple[Connection, Connection],
+) -> None:
     supervisor = _supervisor(pipe[0], 1)
     rank = supervisor.ranks[0]
 

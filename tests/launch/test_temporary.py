@@ -59,7 +59,7 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(base
     assert not busy.exists()
 
 
-def test_below_a_long_tmpdir_nothing_is_made(
+def test_temporary_folder_avoids_long_tmpdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("long" * 40)

@@ -32,7 +32,7 @@ def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str 
 
 
 @pytest.mark.deferred
-def test_a_resume_on_other_threads_says_that_bits_may_differ(served: Command) -> None:
+def test_resume_with_other_thread_count_warns_of_differences(served: Command) -> None:
     overrides = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
     served.train(*overrides, "train.steps=2", "launch.threads=1")
     same = served.train(*overrides, "train.steps=4", "launch.threads=1").stdout

@@ -43,7 +43,7 @@ def secret_file(path: Path, content: str = SECRET, mode: int = 0o600) -> Path:
         ("x" * 5000, 0o600, "it is 4097 bytes, but a token needs 16 to 4096"),
     ],
 )
-def test_a_file_that_is_no_secret_is_refused(
+def test_invalid_token_file_is_refused(
     tmp_path: Path, content: str, mode: int, message: str
 ) -> None:
     path = secret_file(tmp_path / "token", content, mode)
@@ -90,7 +90,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
         token.of_this_user()
 
 
-def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: Path) -> None:
+def test_job_token_is_readable_only_by_owner(tmp_path: Path) -> None:
     config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
     for _ in range(2):  # kept when the job is requeued or submitted again
         (tmp_path / "config.yaml").touch()
@@ -104,7 +104,7 @@ def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: 
         assert secret not in (tmp_path / "job.sbatch").read_bytes()
 
 
-def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> None:
+def test_run_without_token_warns_or_is_refused() -> None:
     reported = token.missing_token(LaunchConfig(), address="10.77.0.1:29500")
     assert reported.startswith(WARNING)
     assert "\n" not in reported
@@ -128,7 +128,7 @@ def visible(command: Command) -> bytes:
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("by", every(2, ["local", "torchrun"]))
-def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_read(
+def test_signing_key_is_in_no_argument_variable_or_readable_file(
     axonlaunch: Command, faulty: list[str], by: str
 ) -> None:
     # The plugin passes the key to this test in a private file.
@@ -153,7 +153,7 @@ def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_rea
 KEY = """
 import gc, os
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.comm import gloo
+from axonlaunch.comm.connection import gloo
 
 prove = gloo._prove
 def note(group, store, challenge, key, **rest):
@@ -170,7 +170,7 @@ def start(two: NodeNamespaces, node: int, *overrides: str) -> Any:
 
 
 @pytest.mark.slow
-def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neighbours(
+def test_nodes_with_same_token_in_different_files_train_without_warning(
     two: NodeNamespaces, axonlaunch: Command
 ) -> None:
     files = [secret_file(axonlaunch.folder / f"token{node}") for node in range(2)]
@@ -182,14 +182,14 @@ def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neigh
 
 
 @pytest.mark.slow
-def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: NodeNamespaces) -> None:
+def test_nodes_without_token_warn_once(two: NodeNamespaces) -> None:
     reported = ended([start(two, node, "name=run") for node in range(2)])
     assert [status for status, _, _ in reported] == [0, 0], reported
     assert [(output + errors).count(WARNING) for _, output, errors in reported] == [1, 0]
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command, node: int) -> None:
+def test_nodes_without_required_token_are_refused(served: Command, node: int) -> None:
     """Each node is refused without waiting for the other."""
     overrides = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
     overrides += [f"launch.node_rank={node}", "launch.require_token=true"]
@@ -198,9 +198,7 @@ def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command,
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
-    two_served: NodeNamespaces, served: Served
-) -> None:
+def test_node_never_runs_forged_configuration(two_served: NodeNamespaces, served: Served) -> None:
     two, folder = two_served, served.folder
     file = secret_file(folder / "token")
     executed = folder / "executed"
@@ -226,7 +224,7 @@ def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_token_file_that_only_one_rank_has_ends_the_start(
+def test_torchrun_token_file_of_one_rank_is_refused(
     axonlaunch: Command,
 ) -> None:
     file = secret_file(axonlaunch.folder / "token")

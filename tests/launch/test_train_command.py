@@ -21,7 +21,7 @@ LINE = {
 }
 
 
-def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
+def test_run_writes_documented_files(served: Command) -> None:
     ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep_last=1")
     folder = served.folder / "runs" / "run"
     assert set(served.lines("run")[0]) - {"slowest"} == LINE  # only there if a rank is slow
@@ -37,7 +37,7 @@ def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
     assert sorted(path.name for path in served.folder.iterdir()) == ["runs"]
 
 
-def test_real_processes_threads_and_one_process_have_the_same_losses(served: Command) -> None:
+def test_processes_mock_ranks_and_one_process_have_equal_losses(served: Command) -> None:
     served.train("strategy=single", "name=one")
     served.train("strategy=fsdp", "name=gloo")
     served.train("strategy=fsdp", "name=mock", "launch.backend=mock")
@@ -48,7 +48,7 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
         assert served.losses(name) == pytest.approx(alone, rel=1e-5), name
 
 
-def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
+def test_rank_may_use_data_loader_workers(served: Command) -> None:
     (served.folder / "workers.py").write_text(
         "from torch.utils.data import DataLoader\n"
         "from axonlaunch.training import worker\n"
@@ -66,7 +66,7 @@ def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
 
 @pytest.mark.slow  # test_truth has processes of a hybrid mesh, tests/parity its curve
 @pytest.mark.timeout(240)
-def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
+def test_hybrid_mesh_of_eight_processes_equals_one_process(served: Command) -> None:
     """2 x 2 x 2 on the default data, as in the README's table of strategies."""
     common = ["train.steps=6", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
     common += ["data.sequence_length=32", "model.num_hidden_layers=2", "model.hidden_size=64"]
@@ -106,7 +106,7 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
 
 
 @pytest.mark.deferred
-def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
+def test_hsdp_with_one_replica_has_note(served: Command) -> None:
     overrides = ["launch.nproc=2", "train.steps=1"]
     output = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
     assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in output
@@ -114,7 +114,7 @@ def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
     assert "there is one replica" not in two
 
 
-def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) -> None:
+def test_sweep_runs_in_sequence_in_separate_folders(served: Command) -> None:
     ran = served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
     losses = [served.losses(f"sweep/{index}") for index in range(2)]
     assert losses[0] != losses[1]
@@ -125,7 +125,7 @@ def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) 
 
 
 @pytest.mark.deferred
-def test_a_sweep_that_was_interrupted_continues_with_what_is_left_of_it(served: Command) -> None:
+def test_interrupted_sweep_continues_with_remaining_runs(served: Command) -> None:
     overrides = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
     served.train(*overrides)
     (served.folder / "runs/sweep/1/summary.json").unlink()
@@ -136,7 +136,7 @@ def test_a_sweep_that_was_interrupted_continues_with_what_is_left_of_it(served: 
     assert len(served.losses("sweep/1")) == 2
 
 
-def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> None:
+def test_invalid_sweep_run_is_refused_before_first(served: Command) -> None:
     ran = served.train("-m", "model.num_attention_heads=2,3,5", status=2)
     assert "model.num_attention_heads=3" in ran.stderr
     assert "model.num_attention_heads=5" in ran.stderr
@@ -159,7 +159,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_needs_the_model_or_the_data_to_report_is_reported_before_a_rank_starts(
+def test_model_and_data_errors_are_reported_before_start(
     served: Command, overrides: list[str], problem: str
 ) -> None:
     tiny = TINY
@@ -198,7 +198,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
 
 
 @pytest.mark.deferred
-def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served: Command) -> None:
+def test_run_started_from_other_checkpoint_resumes_from_own_checkpoints(served: Command) -> None:
     begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
     served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
     assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout
@@ -215,7 +215,7 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
 
 
 @pytest.mark.deferred
-def test_a_run_folder_that_takes_up_a_checkpoint_path_says_which_settings_are_others(
+def test_reused_checkpoint_path_reports_changed_settings(
     served: Command,
 ) -> None:
     common = ["strategy=single", "checkpoint.path=kept", "checkpoint.every=2"]
@@ -264,7 +264,7 @@ def test_a_taken_port_is_reported_before_a_rank_starts(served: Command) -> None:
     assert f"launch.master_port={port}: can't listen on it (Address already in use)" in ran.stderr
 
 
-def test_a_run_on_one_node_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
+def test_single_node_run_listens_only_on_loopback(served: Command, faulty: list[str]) -> None:
     overrides = [*faulty, "name=run", "train.steps=2"]
     process = served.start("train", *overrides, "model.arguments={pause:1.0}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
@@ -314,7 +314,7 @@ def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
     assert served.summary("compiled")["measured_peak_bytes"] is None
 
 
-def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
+def test_json_output_excludes_prints_of_user_module(served: Command) -> None:
     (served.folder / "chatty.py").write_text(
         "from torch import nn\n"
         "print('imported')\n"
@@ -328,7 +328,7 @@ def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
     assert json.loads(ran.stdout)["status"] == "done"
 
 
-def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
+def test_prints_of_user_module_in_estimate_are_hidden(
     served: Command,
 ) -> None:
     (served.folder / "loud.py").write_text(
@@ -349,7 +349,7 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
 
 
 @pytest.mark.slow
-def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Command) -> None:
+def test_file_named_torch_in_working_folder_is_not_imported(axonlaunch: Command) -> None:
     (axonlaunch.folder / "torch.py").write_text("raise SystemExit('imported in place of torch')")
     installed = Path(sys.executable).with_name("axonlaunch")
     ran = subprocess.run(
@@ -364,7 +364,7 @@ def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Comma
 
 
 @pytest.mark.deferred
-def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
+def test_closed_output_pipe_does_not_end_run(axonlaunch: Command) -> None:
     overrides = ["train", *TINY, "name=run", "checkpoint.every=6"]
     with axonlaunch.start(*overrides) as process:
         assert process.stdout is not None
@@ -380,7 +380,7 @@ def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
 
 @pytest.mark.deferred
 @pytest.mark.timeout(240)
-def test_the_shortest_run_reports_what_it_held_and_what_it_was_to_hold(
+def test_shortest_run_reports_measured_and_estimated_memory(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(served.folder / "cache"))

@@ -109,7 +109,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
 
 
 @pytest.mark.costly
-def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
+def test_call_path_from_main_to_training_loop_equals_architecture_page(
     recorded: tuple[Recorded, Recorded, Recorded],
 ) -> None:
     parent, rank, _ = (part["calls"] for part in recorded)
@@ -127,7 +127,7 @@ def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded, Re
 
 
 @pytest.mark.costly
-def test_torch_is_imported_for_ranks_before_what_parses_the_command_line(
+def test_fork_server_imports_torch_before_command_line_parser(
     recorded: tuple[Recorded, Recorded, Recorded],
 ) -> None:
     assert recorded[2]["imported"] == []
@@ -163,7 +163,7 @@ def test_ranks_get_the_configuration_of_their_attempt(
     assert (place.rank, place.local_rank, place.world_size, place.restarted) == (2, 0, 6, True)
 
 
-def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
+def test_rank_does_not_compose_or_validate_configuration(served: Command) -> None:
     """The plugin is also imported by the command, which does all of this, and by its children."""
     (served.folder / "refusing.py").write_text(
         "import multiprocessing\n"
@@ -180,7 +180,7 @@ def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served:
     assert (served.folder / "runs/run/config.yaml").read_text() == "nothing: here"
 
 
-def test_what_a_users_configuration_class_prints_when_it_is_imported_is_in_the_log(
+def test_prints_of_user_config_import_are_in_log(
     served: Served,
 ) -> None:
     (served.folder / "sized.py").write_text(

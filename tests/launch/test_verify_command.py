@@ -31,7 +31,7 @@ def verify(served: Command, *overrides: str, status: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.deferred
-def test_it_passes_and_says_by_how_much(served: Command) -> None:
+def test_verify_passes_and_prints_differences(served: Command) -> None:
     reported = verify(served, "strategy=tensor", "--steps", "2")
     assert reported["passed"] is True
     assert (reported["layout"], reported["steps"], reported["tolerance"]) == ("tensor 2", 2, 1e-5)
@@ -45,7 +45,7 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
 
 
 @pytest.mark.parametrize("backend", every(2, ["gloo", "mock"]))
-def test_it_fails_and_says_where(served: Command, backend: str) -> None:
+def test_verify_fails_and_names_module(served: Command, backend: str) -> None:
     (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
     overrides = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
     reported = verify(served, *overrides, status=1)
@@ -53,7 +53,7 @@ def test_it_fails_and_says_where(served: Command, backend: str) -> None:
     assert reported["differences"][0].startswith("step 1: gradient norm is ")
 
 
-def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
+def test_failed_rank_is_verify_verdict_without_traceback(
     served: Command, faulty: list[str]
 ) -> None:
     overrides = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]

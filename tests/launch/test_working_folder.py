@@ -72,9 +72,7 @@ def test_ranks_of_mpirun_import_nothing_from_the_working_folder(hostile: Command
     hostile.wait_until_gone(seconds=5)
 
 
-def test_compiled_kernels_are_kept_where_no_other_user_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernel_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "axonlaunch/inductor").mkdir(parents=True, mode=0o777)
@@ -84,7 +82,7 @@ def test_compiled_kernels_are_kept_where_no_other_user_writes(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_user_without_a_cache_keeps_kernels_for_one_run(
+def test_compiled_kernels_without_cache_folder_are_temporary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
@@ -94,7 +92,7 @@ def test_a_user_without_a_cache_keeps_kernels_for_one_run(
 
 
 @pytest.mark.slow
-def test_torch_keeps_kernels_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_compiled_kernel_cache_follows_torch_setting(tmp_path: Path) -> None:
     program = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "here")}
     command = [sys.executable, "-c", program]
@@ -103,7 +101,7 @@ def test_torch_keeps_kernels_where_it_is_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_what_the_compiler_starts_imports_nothing_from_the_working_folder(
+def test_compiler_subprocesses_import_nothing_from_working_folder(
     hostile: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hostile.folder)

@@ -69,7 +69,9 @@ class _Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 8), (torch.bfloat16, 12)])
-def test_turning_heads_launches_few_kernels_and_is_exact(dtype: torch.dtype, launches: int) -> None:
+def test_rotary_embedding_launches_few_kernels_and_is_exact(
+    dtype: torch.dtype, launches: int
+) -> None:
     table = RotaryTable(8, max_positions=5, theta=10.0)
     x = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)

@@ -58,7 +58,7 @@ def flow(through: Callable[..., Any], **settings: Any) -> BlockFlow:
     return block_flow(model, layers="blocks")
 
 
-def test_parameters_belong_to_where_they_are_used() -> None:
+def test_block_flow_assigns_parameters_by_use() -> None:
     traced = flow(usual)
     assert not traced.problem
     assert traced.before == ("table",)
@@ -66,7 +66,7 @@ def test_parameters_belong_to_where_they_are_used() -> None:
     assert traced.returns == (None, None, None)
 
 
-def test_dims_of_what_comes_before_the_blocks_follow_the_samples() -> None:
+def test_block_flow_dims_before_blocks_follow_batch() -> None:
     class Positions(Model):
         def __init__(self) -> None:
             super().__init__(usual)
@@ -88,7 +88,7 @@ def test_dims_of_what_comes_before_the_blocks_follow_the_samples() -> None:
     }
 
 
-def test_what_is_changed_in_place_before_the_blocks_is_known() -> None:
+def test_block_flow_detects_in_place_changes_before_blocks() -> None:
     def scaled(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
         hidden *= 2
         return usual(model, hidden, tokens)
@@ -97,7 +97,7 @@ def test_what_is_changed_in_place_before_the_blocks_is_known() -> None:
     assert not flow(usual).written
 
 
-def test_a_block_may_return_more_if_nobody_takes_it() -> None:
+def test_block_may_return_unused_outputs() -> None:
     def first_alone(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
         for block in model.blocks:
             hidden, _ = block(hidden)
@@ -181,11 +181,13 @@ def backwards(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_pipeline_carries_is_named(through: Callable[..., Any], problem: str) -> None:
+def test_values_that_pipeline_cannot_send_are_named(
+    through: Callable[..., Any], problem: str
+) -> None:
     assert problem in flow(through).problem
 
 
-def test_a_table_that_is_not_trained_is_a_parameter_that_other_stages_lack() -> None:
+def test_buffer_table_counts_as_parameter_missing_on_other_stages() -> None:
     class Fixed(Model):
         def __init__(self) -> None:
             super().__init__(beside(lambda model, hidden, tokens: model.angles.weight[:6] * 2))
@@ -196,6 +198,6 @@ def test_a_table_that_is_not_trained_is_a_parameter_that_other_stages_lack() -> 
     assert "bias, which is made of a parameter" in block_flow(model, layers="blocks").problem
 
 
-def test_what_follows_from_the_shape_of_the_tokens_alone_may_be_passed() -> None:
+def test_values_derived_from_token_shape_may_pass_blocks() -> None:
     through = beside(lambda model, hidden, tokens: torch.ones_like(tokens).cumsum(1))
     assert not flow(through).problem

@@ -14,7 +14,7 @@ from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.tensors.dtensor_regions import local_boxes, local_region, whole
 
 
-def test_regions_are_torchs_own():
+def test_dtensor_regions_equal_torch():
     placements = [
         list(pair) for pair in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)
     ]
@@ -34,7 +34,7 @@ def test_regions_are_torchs_own():
     World.mock(6).run(rank)
 
 
-def test_what_is_no_box_is_refused():
+def test_non_rectangular_region_is_refused():
     def rank(world: World) -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         for placed in ([_StridedShard(0, split_factor=4), Replicate()], [Partial(), Replicate()]):
@@ -47,7 +47,7 @@ def test_what_is_no_box_is_refused():
     World.mock(4).run(rank)
 
 
-def test_a_rank_holds_its_part_of_each_piece_that_is_packed():
+def test_packed_pieces_are_sharded_separately():
     """A weight has three pieces [24, 4]; two tensor ranks have rows of each, divided by data
     ranks.
     """

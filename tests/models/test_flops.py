@@ -37,7 +37,7 @@ def flops_without_windows(model: nn.Module) -> ModelFlops:
     "kind",
     ["qwen3", "gemma2", "gpt2", "phi3", "bloom", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"],
 )
-def test_flops_of_hf_models_are_what_torch_counts(kind: str) -> None:
+def test_hf_flops_equal_torch_counter(kind: str) -> None:
     """Within 3 %: 6 FLOPs are also counted for each element of a norm and a bias."""
     model = theirs(kind).eval()
     model.set_attn_implementation("eager")
@@ -91,7 +91,7 @@ def test_layers_of_linear_attention_have_no_scores() -> None:
     assert ModelFlops.of(model).attention == (AttentionFlops(2 * 4 * 16),)
 
 
-def test_frozen_parameters_need_no_gradient_of_their_own() -> None:
+def test_flops_exclude_gradients_of_frozen_parameters() -> None:
     whole, frozen = (theirs("qwen3").eval() for _ in range(2))
     for model in (whole, frozen):
         model.set_attn_implementation("eager")
@@ -104,7 +104,7 @@ def test_frozen_parameters_need_no_gradient_of_their_own() -> None:
     assert saved == pytest.approx(left_out, rel=0.02)  # norms
 
 
-def test_a_frozen_head_counts_as_frozen_though_it_is_the_embedding() -> None:
+def test_frozen_tied_head_counts_as_frozen() -> None:
     model = theirs("gemma2")
     model.model.embed_tokens.weight.requires_grad_(False)
     assert ModelFlops.of(model).frozen == 256 * 64

@@ -43,7 +43,7 @@ def test_a_tiny_temperature_takes_the_likeliest_token(model, temperature):
     assert tiny == greedy
 
 
-def test_the_model_sees_no_more_than_its_context():
+def test_generation_truncates_to_context():
     seen = []
 
     def model(tokens):
@@ -54,7 +54,7 @@ def test_the_model_sees_no_more_than_its_context():
     assert seen == [[[1]], [[1, 2]], [[1, 2, 3]], [[2, 3, 4]]]
 
 
-def test_a_model_in_training_is_so_again_afterwards(model):
+def test_generation_restores_training_mode(model):
     model.train()
     generate(model, [1], max_new_tokens=1, context_length=4)
     assert model.training

@@ -57,7 +57,7 @@ def whole(shape, initializer=DRAWN[0], *, seed=3, name="w"):
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(3000, 70), (13, 5), (3, 2), (1, 40000)], ids=str)
-def test_a_shard_has_the_bits_of_the_whole(mesh_shape, placements, shape):
+def test_shard_initialization_is_bitwise_equal_to_full(mesh_shape, placements, shape):
     expected = whole(shape)
 
     def rank(world: World) -> list[bool]:
@@ -72,7 +72,7 @@ def test_a_shard_has_the_bits_of_the_whole(mesh_shape, placements, shape):
 
 @pytest.mark.parametrize("initializer", DRAWN, ids=lambda initializer: type(initializer).__name__)
 @pytest.mark.parametrize("shape", [(), (7,), (100_000,), (3, 4, 5, 6)], ids=str)
-def test_shards_of_any_rank_and_kind_have_the_bits_of_the_whole(initializer, shape):
+def test_shard_initialization_is_bitwise_equal_for_all_placements(initializer, shape):
     expected = whole(shape, initializer)
 
     def rank(world: World) -> bool:
@@ -150,7 +150,7 @@ def test_weights_depend_on_seed_and_name():
     assert not torch.equal(a, whole((50, 50), name="v"))
 
 
-def test_weights_leave_the_global_generator_alone_and_do_not_depend_on_it():
+def test_initialization_is_independent_of_global_generator():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     a = whole((40, 40))
@@ -191,7 +191,7 @@ def test_draws_follow_their_distributions():
     assert len(set(normal[:, 0].tolist())) > 900
 
 
-def test_a_pipeline_stage_starts_from_the_weights_of_the_whole_tied_head_included():
+def test_pipeline_stage_initialization_equals_full_model_with_tied_head():
     expected = build_model(GPT, seed=3)
     stage = construct(GPT, seed=3)
     stage.embed_tokens = stage.embed_positions = stage.layers[0] = None
@@ -202,7 +202,7 @@ def test_a_pipeline_stage_starts_from_the_weights_of_the_whole_tied_head_include
         assert torch.equal(parameter, weights[name]), name
 
 
-def test_what_ends_a_residual_branch_starts_smaller():
+def test_residual_output_projection_initialises_smaller():
     model = build_model(LlamaConfig(hidden_size=256, num_attention_heads=8))
     block = model.layers[2]
     std = (0.4 / 256) ** 0.5

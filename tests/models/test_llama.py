@@ -136,7 +136,7 @@ def test_rotary_tables_are_in_no_checkpoint_and_are_exact_far_out():
     assert torch.equal(model.rotary.cos[position], expected.repeat(2))
 
 
-def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
+def test_llama_with_divided_heads_runs_same_code():
     model = build_model(CONFIG)
     attention = model.layers[0].self_attn
     x = torch.randn(1, 5, 48)

@@ -36,17 +36,17 @@ from axonlaunch.config.options.model import CustomConfig, GPTConfig, LlamaConfig
         (CustomConfig(target="build"), "target", "is not of the form package.module:build"),
     ],
 )
-def test_figures_that_do_not_fit_each_other_are_reported(config, field, message):
+def test_inconsistent_model_sizes_are_reported(config, field, message):
     assert config.problems() == [(field, message)]
 
 
-def test_figures_that_fit_have_no_problems():
+def test_consistent_model_sizes_have_no_problems():
     for config in (GPTConfig(), LlamaConfig(), ViTConfig(), CustomConfig(target="a.b:c")):
         assert config.problems() == []
 
 
 @pytest.mark.parametrize("module", [model_config, data_config])
-def test_every_field_says_what_it_means(module):
+def test_every_model_config_field_has_description(module):
     for node in ast.parse(inspect.getsource(module)).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -62,7 +62,7 @@ def test_every_field_says_what_it_means(module):
     [model_config.MODELS.configs(), data_config.DATASETS.configs()],
     ids=["model", "data"],
 )
-def test_each_name_stands_for_a_dataclass_of_that_name(configs):
+def test_model_names_match_dataclasses(configs):
     for name, config in configs.items():
         assert config.__dataclass_params__.frozen
         defaults = {field.name: field.default for field in dataclasses.fields(config)}

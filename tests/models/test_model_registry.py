@@ -51,7 +51,7 @@ def test_a_function_without_a_dataclass_takes_the_arguments():
     assert model.in_features == 7
 
 
-def test_a_model_that_starts_itself_starts_alike_everywhere_and_leaves_the_generator_alone():
+def test_self_initialising_model_is_equal_on_all_ranks():
     register_model("narrow")(lambda: nn.Linear(9, 9))
     config = FreeModelConfig(name="narrow")
     torch.manual_seed(1)
@@ -93,7 +93,7 @@ def offer(folder, name, target, source):
     (folder / f"{target.partition(':')[0]}.py").write_text(textwrap.dedent(source))
 
 
-def test_an_entry_point_is_listed_without_import_and_registers_when_wanted(tmp_path, monkeypatch):
+def test_entry_point_is_listed_without_import(tmp_path, monkeypatch):
     offer(
         tmp_path,
         "offered",
@@ -138,7 +138,7 @@ def test_an_entry_point_does_not_replace_a_model_of_ours(tmp_path, monkeypatch):
     assert MODELS.get("gpt").layers == "layers"
 
 
-def test_custom_builds_what_the_target_names():
+def test_custom_model_is_built_from_target():
     config = CustomConfig(
         target="torch.nn:Linear", arguments={"in_features": 2, "out_features": 3}, layers="blocks"
     )

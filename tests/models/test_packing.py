@@ -45,7 +45,7 @@ def logits(outputs: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [*OWN, *every(3, (f"hf-{kind}" for kind in THEIRS))])
-def test_packed_documents_have_the_outputs_and_gradients_that_each_has_alone(kind: str) -> None:
+def test_packed_documents_equal_separate_documents(kind: str) -> None:
     config = OWN[kind] if kind in OWN else theirs(kind.removeprefix("hf-"))
     assert not spec_for(config).unpackable()
     model = built(config)
@@ -62,7 +62,7 @@ def test_packed_documents_have_the_outputs_and_gradients_that_each_has_alone(kin
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=2e-6)
 
 
-def test_documents_are_kept_apart_under_every_attention_that_a_cpu_has() -> None:
+def test_packed_documents_are_separate_in_every_cpu_attention() -> None:
     tokens = torch.randint(0, 250, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     eager, sdpa = (
         logits(built(theirs("llama", attention=name))(tokens, positions=POSITIONS))
@@ -71,7 +71,7 @@ def test_documents_are_kept_apart_under_every_attention_that_a_cpu_has() -> None
     torch.testing.assert_close(eager, sdpa, rtol=1e-5, atol=2e-6)
 
 
-def test_a_model_that_counts_positions_by_itself_says_why_it_can_not_be_packed() -> None:
+def test_model_with_internal_positions_refuses_packing() -> None:
     pytest.importorskip("transformers")
     config = HuggingFaceConfig(config=dict(hf_families.FAMILIES["bloom"]), init="random")
     assert spec_for(config).unpackable() == (
@@ -79,7 +79,7 @@ def test_a_model_that_counts_positions_by_itself_says_why_it_can_not_be_packed()
     )
 
 
-def test_a_model_that_mixes_tokens_otherwise_says_why_it_can_not_be_packed() -> None:
+def test_model_with_other_token_mixing_refuses_packing() -> None:
     pytest.importorskip("transformers")
     content = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}
     config = HuggingFaceConfig(config=content, init="random")

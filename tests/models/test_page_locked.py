@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_every_tensor_has_pages_of_its_own_until_its_storage_is_freed(driver: Driver) -> None:
+def test_page_locked_tensors_share_no_pages(driver: Driver) -> None:
     small = [page_locked(torch.empty(3, 5, device="meta")) for _ in range(40)]
     assert len(driver.locked) == 40
     kept = small[0].detach()  # as a DTensor holds it
@@ -82,14 +82,14 @@ def test_every_tensor_has_pages_of_its_own_until_its_storage_is_freed(driver: Dr
     assert not driver.locked
 
 
-def test_it_is_locked_until_the_copies_that_were_launched_are_made(driver: Driver) -> None:
+def test_page_locked_memory_stays_until_copies_complete(driver: Driver) -> None:
     made = page_locked(torch.empty(7, device="meta"))
     driver.copies.add(made.data_ptr())
     del made
     assert not driver.locked
 
 
-def test_what_the_driver_refuses_is_said_and_what_stays_locked_is_nobody_elses(
+def test_page_lock_refusal_is_reported_and_memory_not_reused(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never_freed: list[mmap.mmap] = []
@@ -104,7 +104,7 @@ def test_what_the_driver_refuses_is_said_and_what_stays_locked_is_nobody_elses(
     assert [len(pages) for pages in never_freed] == [2**20]
 
 
-def test_it_has_the_strides_and_the_type_that_were_asked_for(driver: Driver) -> None:
+def test_page_locked_tensor_has_requested_strides_and_dtype(driver: Driver) -> None:
     like = torch.empty(50, 100, dtype=torch.bfloat16, device="meta").t()
     made = page_locked(like)
     assert (made.shape, made.stride(), made.dtype) == ((100, 50), (1, 100), torch.bfloat16)
@@ -119,7 +119,7 @@ class OfGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_states_that_pass_through_a_gpu_are_locked_at_their_own_size(driver: Driver) -> None:
+def test_streamed_states_are_page_locked_at_exact_size(driver: Driver) -> None:
     parameter = torch.ones(33, 1024).as_subclass(OfGpu)
     momentum = optimizers.new_state(OptimizerState(name="momentum_buffer"), parameter, device=HOST)
     moved = streaming.moved(parameter, HOST)

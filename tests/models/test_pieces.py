@@ -37,7 +37,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_every_region_holds_what_torch_computes(operation: Any) -> None:
+def test_pieces_equal_torch_slices(operation: Any) -> None:
     expected = operation(SOURCES)
     laid = operation({name: Laid.whole(name, (4, 6)) for name in SOURCES})
     assert laid.shape == expected.shape
@@ -49,7 +49,7 @@ def test_every_region_holds_what_torch_computes(operation: Any) -> None:
         assert torch.equal(into, expected[region])
 
 
-def test_no_number_outside_of_a_region_is_read() -> None:
+def test_pieces_read_only_their_region() -> None:
     asked = []
 
     def counted(name: str, region: tuple[slice, ...]) -> Tensor:

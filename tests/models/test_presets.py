@@ -23,7 +23,7 @@ def options(group):
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-def test_the_promised_models_and_datasets_are_there():
+def test_documented_models_and_datasets_exist():
     assert set(options("model")) == {
         *("mlp", "gpt", "vit", "hf", "custom"),
         *("llama_debug", "llama3_8b", "llama3_70b", "llama3_405b"),
@@ -32,7 +32,7 @@ def test_the_promised_models_and_datasets_are_there():
 
 
 @pytest.mark.parametrize("option", [f"{g}/{o}" for g in ("model", "data") for o in options(g)])
-def test_each_yaml_says_what_it_is_and_composes(option):
+def test_each_preset_yaml_has_description_and_composes(option):
     group, _, name = option.partition("/")
     first = (CONFIGS / f"{option}.yaml").read_text().splitlines()[0]
     assert first.startswith("# ")
@@ -59,7 +59,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, parameters):
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("data_name", ["synthetic_images", "digits"])
 @pytest.mark.parametrize("model_name", ["mlp", "vit"])
-def test_models_of_images_take_the_images_as_both_come(model_name, data_name):
+def test_image_model_and_dataset_defaults_match(model_name, data_name):
     if data_name == "digits":
         pytest.importorskip("sklearn")
     chosen = config.load([f"model={model_name}", f"data={data_name}"])
@@ -71,7 +71,7 @@ LARGE = ["llama3_8b", "llama3_70b", "llama3_405b"]
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_model_brings_what_its_size_makes_sense_with(name):
+def test_large_model_preset_has_suitable_settings(name):
     chosen = config.load([f"model={name}"])
     assert chosen.data.name == "synthetic_tokens"
     assert chosen.data.sequence_length == 8192 <= chosen.model.max_position_embeddings
@@ -119,7 +119,7 @@ def test_a_preset_loses_against_an_experiment_and_a_users_file(tmp_path):
     assert (chosen.train.precision, chosen.data.sequence_length) == ("fp32", 64)
 
 
-def test_a_model_of_ones_own_has_a_preset_too(tmp_path):
+def test_custom_model_has_preset(tmp_path):
     (tmp_path / "model").mkdir()
     mine = tmp_path / "model" / "mine.yaml"
     mine.write_text("name: gpt\npreset:\n  precision: bf16\n")

@@ -14,7 +14,7 @@ def model(*sizes: int) -> nn.Module:
     return made
 
 
-def test_a_model_of_equal_blocks_is_represented_by_few_and_keeps_its_own() -> None:
+def test_equal_blocks_are_represented_by_few() -> None:
     whole = model(*[4] * 9)
     few = representative(whole, "layers")
     assert [*few.state_dict()] == [
@@ -23,7 +23,7 @@ def test_a_model_of_equal_blocks_is_represented_by_few_and_keeps_its_own() -> No
     assert len(whole.layers) == 9  # type: ignore[arg-type]
 
 
-def test_a_model_with_another_block_represents_itself() -> None:
+def test_model_with_unequal_block_is_not_reduced() -> None:
     whole = model(4, 4, 4, 4, 5)
     assert representative(whole, "layers") is whole
 

@@ -64,7 +64,7 @@ def test_models_trace_without_values(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_stages_without_some_parts_give_the_whole_models_outputs(config):
+def test_partial_stages_equal_full_model(config):
     whole = build_model(config)
     inputs, _ = batch(config)
     early, late = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -107,7 +107,7 @@ def test_gpt_shares_one_matrix_between_embedding_and_head():
     assert untied.lm_head.weight is not untied.embed_tokens.weight
 
 
-def test_a_vits_patches_all_see_each_other():
+def test_vit_attention_is_not_causal():
     model = build_model(VIT)
     image = torch.randn(1, 3, 16, 16, requires_grad=True)
     model(image)[0, 0].backward()
@@ -138,7 +138,7 @@ def test_the_loss_of_bf16_outputs_is_computed_in_fp32():
     assert torch.equal(loss, cross_entropy_sum(logits.float(), targets))
 
 
-def test_a_batch_in_which_nothing_counts_loses_nothing():
+def test_loss_of_fully_ignored_batch_is_zero():
     logits = torch.randn(2, 3, 4, requires_grad=True)
     loss = cross_entropy_sum(logits, torch.full((2, 3), IGNORE_INDEX))
     loss.backward()
@@ -155,7 +155,7 @@ def test_figures_that_do_not_fit_are_refused_before_anything_is_built():
     )
 
 
-def test_blocks_at_a_wrong_path_are_reported_with_what_is_there():
+def test_wrong_path_of_blocks_is_reported_with_existing_names():
     from dataclasses import replace
 
     spec = replace(spec_for(GPT), layers="blocks")

@@ -77,7 +77,7 @@ def sent(work: Work) -> float:
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
 )
-def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWork) -> None:
+def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> None:
     chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
     reported = scaled(work, chosen, layout, layers=(4,)).first.micro_layer.work
@@ -106,7 +106,7 @@ def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWo
         ),
     ],
 )
-def test_memory_by_formulas_is_near_what_is_traced(
+def test_analytic_memory_is_close_to_trace(
     overrides: str, work: StepWork, sizes: dict[str, analytic.ActivationBytes]
 ) -> None:
     chosen = estimate_config([*MODEL, *overrides.split()])
@@ -119,7 +119,7 @@ def test_memory_by_formulas_is_near_what_is_traced(
 
 
 @pytest.mark.deferred
-def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
+def test_analytic_work_of_model_with_minimum_batch() -> None:
     overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
     overrides += ["hardware=h100_80gb", "train.global_batch_size=4"]
     chosen = estimate_config([*overrides, "launch.nproc=2", "train.micro_batch_size=2"])
@@ -127,7 +127,7 @@ def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
 
 
 @pytest.mark.deferred
-def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
+def test_analytic_activations_per_layer_equal_depth_difference(
     sizes: dict[str, analytic.ActivationBytes],
 ) -> None:
     def most(layers: int) -> int:

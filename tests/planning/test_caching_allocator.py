@@ -52,7 +52,7 @@ def test_small_storages_share_a_segment_and_large_ones_another() -> None:
     assert reserved(0.5, 9, 9) == 22
 
 
-def test_a_rest_of_at_most_a_mebibyte_of_a_large_block_is_not_used() -> None:
+def test_allocator_keeps_rest_up_to_1_mib_unused() -> None:
     assert reserved(9.5, 9.5, 1.0) == 22
     allocator = Allocator()
     allocator.replay(
@@ -61,7 +61,7 @@ def test_a_rest_of_at_most_a_mebibyte_of_a_large_block_is_not_used() -> None:
     assert allocator.reserved == (14 + 20) * MIB
 
 
-def test_a_freed_block_is_used_again_on_its_own_stream_alone() -> None:
+def test_freed_block_is_reused_only_on_same_stream() -> None:
     for stream, expected in ((0, 30), (1, 60)):
         allocator = Allocator()
         allocator.replay([Change(0, 30 * MIB), Change(0, 0), Change(1, 30 * MIB, stream)])
@@ -135,7 +135,7 @@ def test_a_block_that_is_too_large_to_be_split_is_taken_where_a_segment_would_gr
     assert allocator.reserved == 100 * MIB
 
 
-def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
+def test_resized_storage_frees_old_block() -> None:
     allocator = Allocator()
     allocator.replay([Change(0, 40 * MIB), Change(0, 0), Change(0, 40 * MIB)])
     assert allocator.peak_reserved == 40 * MIB
@@ -151,7 +151,7 @@ def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
     ],
 )
 @pytest.mark.parametrize("capacity", [None, 600 * MIB])
-def test_reserved_is_never_less_than_what_lives(text: str, capacity: int | None) -> None:
+def test_reserved_memory_is_never_below_allocated(text: str, capacity: int | None) -> None:
     choose = random.Random(0)
     settings = AllocatorSettings.of(text)
     allocator, live = Allocator(settings, capacity=capacity), dict[int, int]()
@@ -166,7 +166,7 @@ def test_reserved_is_never_less_than_what_lives(text: str, capacity: int | None)
         assert allocator.reserved >= sum(live.values())
 
 
-def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
+def test_estimate_includes_cuda_context_and_communicators() -> None:
     memory = peak_device_memory(
         DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB),
         peak_bytes=50 * MIB,
@@ -177,14 +177,14 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
     assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING + 4 * MIB
 
 
-def test_nccl_holds_what_was_measured_of_it() -> None:
+def test_nccl_memory_equals_measurements() -> None:
     """On 8 H100 a process held 1.06 GB outside of the allocator, NVIDIA/nccl#1685."""
     assert non_allocator_bytes((8,)) == pytest.approx(1.06e9, rel=0.15)
     # Measured on 4 A100: the first two ranks, then all ranks, NVIDIA/nccl#964.
     assert (communicator_bytes((2,)), communicator_bytes((4,))) == (544 * MIB, 688 * MIB)
 
 
-def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> None:
+def test_measured_context_memory_overrides_defaults() -> None:
     own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
     assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
@@ -203,7 +203,7 @@ def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> No
         (["hardware=a100_80gb", "train.deterministic=true"], 32),
     ],
 )
-def test_each_of_two_threads_has_a_workspace_of_cublas(overrides: list[str], mib: float) -> None:
+def test_cublas_workspace_is_counted_per_thread(overrides: list[str], mib: float) -> None:
     assert cublas_workspaces(estimate_config([*overrides, "launch.nproc=1"])) == [mib * MIB] * 2
 
 
@@ -217,7 +217,7 @@ def test_each_of_two_threads_has_a_workspace_of_cublas(overrides: list[str], mib
         (["strategy=single", "launch.nproc=1"], []),
     ],
 )
-def test_a_rank_is_in_the_worlds_communicator_in_one_for_each_axis_and_in_its_sequences(
+def test_communicators_of_rank_are_world_axes_and_context(
     overrides: list[str], sizes: list[int]
 ) -> None:
     config = estimate_config(["model=llama_debug", "train.global_batch_size=8", *overrides])
@@ -234,7 +234,7 @@ def test_the_block_at_the_end_of_a_growing_segment_is_taken_last() -> None:
     assert allocator.peak_reserved == 80 * MIB
 
 
-def test_a_block_of_the_largest_size_to_split_is_kept_for_its_like() -> None:
+def test_unsplittable_block_is_kept_for_same_size() -> None:
     def after(size: float) -> float:
         allocator = Allocator(AllocatorSettings.of("max_split_size_mb:100"))
         allocator.replay([Change(0, 120 * MIB), Change(0, 0), Change(1, round(size * MIB))])
@@ -256,11 +256,11 @@ def test_a_block_of_the_largest_size_to_split_is_kept_for_its_like() -> None:
         ("large_segment_size_mb:30", 5, 30),
     ],
 )
-def test_sizes_are_rounded_as_the_user_says(settings: str, size: float, segment: float) -> None:
+def test_roundup_setting_rounds_sizes(settings: str, size: float, segment: float) -> None:
     assert reserved(size, settings=settings) == segment
 
 
-def test_lists_of_roundings_are_read_as_torch_reads_them() -> None:
+def test_roundup_lists_are_parsed_like_torch() -> None:
     """Values of PyTorch's test, ``c10/test/core/AllocatorConfig_test.cpp``."""
     text = "roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]"
     of_interval = AllocatorSettings.of(text).divisions
@@ -279,7 +279,7 @@ def test_lists_of_roundings_are_read_as_torch_reads_them() -> None:
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
     ],
 )
-def test_segments_grow_unless_the_user_has_settings_of_his_own(
+def test_expandable_segments_are_default_without_user_settings(
     variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in allocator_settings._VARIABLES:
@@ -306,7 +306,7 @@ def test_segments_grow_unless_the_user_has_settings_of_his_own(
         ("max_split_size_mb:much", ("max_split_size_mb",)),
     ],
 )
-def test_settings_of_the_allocator_that_are_not_replayed_are_named(
+def test_unsupported_allocator_settings_are_named(
     value: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
@@ -326,7 +326,7 @@ def test_settings_of_the_allocator_that_are_not_replayed_are_named(
         ("pinned_max_round_threshold_mb:32,pinned_max_cached_size_mb:8", 8),
     ],
 )
-def test_page_locked_memory_is_of_powers_of_two_up_to_what_is_set(
+def test_page_locked_sizes_are_powers_of_two_up_to_limit(
     settings: str, largest: int | None
 ) -> None:
     locked = AllocatorSettings.of(settings).page_locked
@@ -345,13 +345,13 @@ def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.Monk
     assert estimate_cache._file(config, exact=False) != growing
 
 
-def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
+def test_peak_outside_recording_is_added() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
     whole = peak_device_memory(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
     assert whole.allocator == 55 * MIB
 
 
-def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
+def test_estimate_replays_allocator_in_remaining_device_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:30")
@@ -369,7 +369,7 @@ def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
     assert memory.allocator == (50 + 30) * MIB
 
 
-def test_memory_that_other_ranks_read_is_of_whole_pages_and_of_fused_exchanges_alone() -> None:
+def test_symmetric_memory_has_full_pages_only_for_fused_collectives() -> None:
     run = ["model=llama_debug", "strategy=tensor", "launch.nproc=2", "train.compile=true"]
     sequence = "strategy.tensor.sequence_parallel=true"
     fused = [*run, sequence, "strategy.tensor.async_collectives=true"]
@@ -379,7 +379,7 @@ def test_memory_that_other_ranks_read_is_of_whole_pages_and_of_fused_exchanges_a
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_products_that_exchange_as_they_compute_hold_two_parts_for_other_ranks_to_read() -> None:
+def test_fused_collective_products_hold_two_symmetric_buffers() -> None:
     run = [
         *("model=llama_debug", "model.num_hidden_layers=1", "strategy=tensor", "launch.nproc=2"),
         *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=5"),

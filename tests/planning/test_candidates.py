@@ -41,7 +41,7 @@ class Stacked(nn.Module):
         self.head = nn.Linear(width, 256)
 
 
-def test_each_fills_the_devices_and_breaks_no_rule() -> None:
+def test_candidates_use_all_devices_and_are_valid() -> None:
     choices = listed()
     assert len(choices) > 100
     for candidate in choices:
@@ -51,7 +51,7 @@ def test_each_fills_the_devices_and_breaks_no_rule() -> None:
         assert broken_world_rules(candidate.config, world_size=8) == []
 
 
-def test_what_is_written_for_several_nodes_is_the_layout_that_was_looked_at() -> None:
+def test_candidate_overrides_for_several_nodes_give_same_layout() -> None:
     chosen = config.load(TINY)
     for c in listed():
         overrides = _overrides(chosen, c, (2, 4))
@@ -60,12 +60,12 @@ def test_what_is_written_for_several_nodes_is_the_layout_that_was_looked_at() ->
         assert Layout.of(run, world_size=8) == c.layout
 
 
-def test_no_two_are_the_same() -> None:
+def test_candidates_are_unique() -> None:
     settings = [tuple(c.settings.items()) for c in listed()]
     assert len(settings) == len(set(settings))
 
 
-def test_every_kind_of_sharding_schedule_and_recomputation_is_among_them() -> None:
+def test_candidates_cover_sharding_schedules_and_recomputation() -> None:
     choices = listed()
     kinds = {(c.layout.data_parallel, c.config.strategy.fsdp.sharding) for c in choices}
     assert {"ddp", "zero1", "none"} <= {kind for kind, _ in kinds}
@@ -79,7 +79,7 @@ def test_every_kind_of_sharding_schedule_and_recomputation_is_among_them() -> No
     assert modes == {"none", "selective", "full"}
 
 
-def test_shards_are_offloaded_where_there_is_a_host_to_take_them() -> None:
+def test_candidates_offload_only_with_host_memory() -> None:
     chosen = config.load(TINY)
     choices = [*candidates(chosen, devices=2, in_node=2, fixed={}, offloads=True)]
     offloads = {(c.layout.data_parallel, c.offload) for c in choices}
@@ -90,12 +90,12 @@ def test_shards_are_offloaded_where_there_is_a_host_to_take_them() -> None:
         assert find_rule_violations(c.config) == []
 
 
-def test_tensor_parallelism_stays_in_a_node_and_divides_the_heads() -> None:
+def test_candidates_keep_tensor_parallelism_in_node() -> None:
     assert {c.layout.tensor for c in listed()} == {1, 2, 4}
     assert {c.layout.tensor for c in listed("model.num_attention_heads=2")} == {1, 2}
 
 
-def test_context_is_for_long_sequences_and_few_samples() -> None:
+def test_candidates_use_context_for_long_sequences_and_few_samples() -> None:
     assert {c.layout.context for c in listed()} == {1}
     long = listed("data.sequence_length=65536", "model.max_position_embeddings=65536")
     assert {c.layout.context for c in long} == {1, 2, 4}
@@ -114,7 +114,7 @@ def test_a_model_of_transformers_gets_context_where_its_sequences_can_be_divided
 
 
 @pytest.mark.parametrize("sequences", [False, True])
-def test_a_registered_model_gets_what_it_was_registered_with(sequences: bool) -> None:
+def test_candidates_follow_registration_of_model(sequences: bool) -> None:
     plan = {"layers.*": "column"}
     ax.register_model("stacked", layers="layers", tensor_plan=plan, sequence_parallel=sequences)(
         Stacked
@@ -148,7 +148,7 @@ def test_a_model_without_a_tensor_plan_is_offered_no_tensor_ranks() -> None:
         ("train.activation_checkpointing", "full", {}),
     ],
 )
-def test_what_the_user_has_set_stays(key: str, value: Any, more: dict[str, Any]) -> None:
+def test_candidates_keep_user_settings(key: str, value: Any, more: dict[str, Any]) -> None:
     assert key in SEARCHED
     choices = listed("train.global_batch_size=48", devices=4, **{key: value, **more})
     assert choices
@@ -158,18 +158,18 @@ def test_what_the_user_has_set_stays(key: str, value: Any, more: dict[str, Any])
         assert broken_world_rules(c.config, world_size=4) == []
 
 
-def test_a_strategy_to_start_from_leaves_the_others_among_them() -> None:
+def test_candidates_include_other_strategies() -> None:
     choices = listed("strategy=zero2")
     assert {"ddp", "zero1", "fsdp"} <= {c.layout.data_parallel for c in choices}
     for c in choices:
         assert find_rule_violations(c.config) == []
 
 
-def test_a_batch_that_nothing_divides_leaves_none() -> None:
+def test_indivisible_batch_has_no_candidates() -> None:
     assert listed("train.global_batch_size=1", "model.num_attention_heads=1", devices=7) == []
 
 
-def test_an_optimizer_that_exchanges_parts_is_offered_no_offload() -> None:
+def test_optimizer_with_shard_exchange_gets_no_offload_candidates() -> None:
     chosen = config.load([*TINY, "optimizer=muon"])
     choices = [*candidates(chosen, devices=2, in_node=2, fixed={}, offloads=True)]
     assert {c.offload for c in choices} == {"none"}

@@ -29,11 +29,11 @@ def seconds(kind: ExchangeKind, axes: dict[str, int], axis: str, num_bytes: floa
     return links.seconds(key, Amount(1, num_bytes)) - links.seconds(key, Amount(1, 0))
 
 
-def test_a_ring_gathers_all_but_its_own_part() -> None:
+def test_ring_all_gather_receives_other_shards() -> None:
     assert seconds("all_gather", {"tp": 4}, "tp") == pytest.approx(0.75 / 100)
 
 
-def test_an_all_reduce_moves_twice_what_a_reduce_scatter_does() -> None:
+def test_all_reduce_costs_twice_reduce_scatter() -> None:
     once, two = (seconds(kind, {"tp": 4}, "tp") for kind in ("reduce_scatter", "all_reduce"))
     assert two == pytest.approx(2 * once)
 
@@ -57,7 +57,7 @@ def test_adapters_never_beat_the_links_that_feed_them() -> None:
     assert moving == pytest.approx(15 / 16 / 100)
 
 
-def test_small_sums_go_by_a_tree() -> None:
+def test_small_all_reduce_uses_tree() -> None:
     links = Links(HARDWARE, {"dp_replicate": 512})
     small = links.seconds(CollectiveOp("forward", "all_reduce", ("dp_replicate",)), Amount(1, 0))
     # Up and down 7 hops in a node and 6 halvings of 64 nodes.
@@ -69,14 +69,14 @@ def test_a_group_of_one_costs_nothing() -> None:
     assert Links(HARDWARE, {"tp": 1}).seconds(key, Amount(1, GB)) == 0.0
 
 
-def test_a_message_takes_the_link_or_the_network() -> None:
+def test_message_time_uses_link_or_network() -> None:
     inside = Links(HARDWARE, {"pp": 2, "tp": 4}).message(GB, axis="pp")
     between = Links(HARDWARE, {"pp": 2, "tp": 8}).message(GB, axis="pp")
     assert inside == pytest.approx(0.01, rel=0.01)
     assert between == pytest.approx(0.1, rel=0.01)
 
 
-def test_a_figure_that_is_missing_is_asked_for() -> None:
+def test_missing_network_figure_is_error() -> None:
     links = Links(replace(HARDWARE, network_gb_s=None), {"dp_shard": 16})
     with pytest.raises(ConfigError, match=r"hardware\.network_gb_s=null: .*write hardware\."):
         links.seconds(CollectiveOp("forward", "all_gather", ("dp_shard",)), Amount(1, GB))
@@ -85,7 +85,7 @@ def test_a_figure_that_is_missing_is_asked_for() -> None:
 GLOO = replace(HARDWARE, link="loopback", link_gb_s=1, allgather_bw_gb_s=0.5, link_latency_us=100.0)
 
 
-def test_gloo_scatters_by_an_all_reduce_and_gathers_at_a_rate_of_its_own() -> None:
+def test_gloo_reduce_scatter_time_is_that_of_all_reduce() -> None:
     links = Links(GLOO, {"dp_shard": 2})
 
     def seconds(kind: ExchangeKind) -> float:

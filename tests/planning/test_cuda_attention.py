@@ -54,7 +54,7 @@ def heads(number: int, dtype: torch.dtype) -> torch.Tensor:
         (torch.float32, HEADS, None, [512, 16]),
     ],
 )
-def test_attentions_backward_holds_what_torchs_source_allocates(
+def test_attention_backward_workspace_equals_torch_source(
     dtype: torch.dtype, of_keys: int, multiprocessors: int | None, kib: list[int]
 ) -> None:
     sizes = backward_workspaces(
@@ -63,7 +63,7 @@ def test_attentions_backward_holds_what_torchs_source_allocates(
     assert sizes == [size * KIB for size in kib]
 
 
-def test_no_other_kernel_has_a_workspace_and_none_has_one_on_a_cpu() -> None:
+def test_other_kernels_and_cpu_have_no_attention_workspace() -> None:
     q, k = heads(HEADS, torch.bfloat16), heads(SHARED, torch.bfloat16)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     of_gpu = workspaces(estimate_config([*LONG, "hardware=h100_80gb"]))
@@ -87,7 +87,7 @@ def attention_peak(hardware: str) -> int:
     return max(on_device(point) for event in trace.events for point in event.points)
 
 
-def test_they_are_held_beside_the_gradients_and_freed_with_the_kernel() -> None:
+def test_attention_workspaces_are_held_only_during_kernel() -> None:
     least = sum(backward_workspaces(heads(HEADS, torch.bfloat16), heads(SHARED, torch.bfloat16)))
     gradients = (HEADS + 2 * SHARED) * 1024 * WIDTH * 2
     besides = attention_peak("h100_80gb") - attention_peak("cpu")
@@ -165,7 +165,7 @@ def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
         ],
     ),
 )
-def test_what_autocast_computes_in_which_type_is_equal_on_cuda_and_a_cpu(
+def test_autocast_dtypes_are_equal_on_cuda_and_cpu(
     model: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """The lists of the two differ in norms and softmax, but not for these models."""

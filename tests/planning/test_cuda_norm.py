@@ -47,7 +47,7 @@ def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_its_input_its_weight_and_a_number_for_each_row_are_kept(dtype: torch.dtype) -> None:
+def test_cuda_rms_norm_saves_input_weight_and_row_statistics(dtype: torch.dtype) -> None:
     assert kept(leaf(2, 8, 16, dtype=dtype), leaf(16, dtype=dtype)) == [
         ((2, 8, 16), dtype),
         ((16,), dtype),
@@ -56,7 +56,7 @@ def test_its_input_its_weight_and_a_number_for_each_row_are_kept(dtype: torch.dt
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_a_weight_of_another_type_leaves_it_in_steps(as_on_cuda: None) -> None:
+def test_cuda_rms_norm_with_other_weight_dtype_is_decomposed(as_on_cuda: None) -> None:
     on_cuda = kept(leaf(2, 8, 16, dtype=BF16), leaf(16, dtype=FP32))
     cuda_norm.nn.functional.rms_norm = cuda_norm._unfused_rms_norm
     assert on_cuda == kept(leaf(2, 8, 16, dtype=BF16), leaf(16, dtype=FP32))
@@ -65,7 +65,7 @@ def test_a_weight_of_another_type_leaves_it_in_steps(as_on_cuda: None) -> None:
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(("is_cast", "dtype"), [(True, FP32), (False, BF16)])
-def test_autocast_is_that_of_this_torchs_cuda(
+def test_cuda_autocast_list_equals_torch(
     is_cast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_norm, "_IS_CAST", is_cast)
@@ -75,7 +75,7 @@ def test_autocast_is_that_of_this_torchs_cuda(
 
 
 @pytest.mark.costly
-def test_a_llama_keeps_less_of_its_norms_on_a_gpu_than_on_a_cpu() -> None:
+def test_llama_norms_save_less_memory_on_gpu() -> None:
     run = [
         *("model=llama_debug", "model.num_hidden_layers=2", "strategy=single", "launch.nproc=1"),
         *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=1"),

@@ -37,7 +37,7 @@ def run(case: str, ranks: int) -> RunConfig:
 @pytest.mark.deferred(keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SHARDED)
-def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) -> None:
+def test_estimated_fsdp_stats_equal_engine_stats(case: str) -> None:
     ranks = 4 if "tensor" in case else 2
     [reported] = estimate(run(case, ranks)).ranks
     expected = fsdp_stats(reported)
@@ -54,7 +54,7 @@ def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) 
 @pytest.mark.deferred
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", PIPELINES)
-def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: str) -> None:
+def test_estimated_pipeline_activations_equal_storages(case: str) -> None:
     chosen = run(case, 2)
     reported = estimate(chosen)
     schedule = ReducedRun.of(chosen).schedule
@@ -68,7 +68,7 @@ def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: 
     assert min(left.values()) > 0
 
 
-def test_nothing_is_reported_of_shards_where_there_are_none() -> None:
+def test_no_fsdp_stats_without_shards() -> None:
     [reported] = estimate(run("strategy=ddp", 2)).ranks
     with pytest.raises(ValueError, match="no parameters are sharded"):
         fsdp_stats(reported)

@@ -38,7 +38,7 @@ def run(*overrides: str) -> RunConfig:
     return estimate_config(["strategy=fsdp", *overrides])
 
 
-def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
+def test_cached_estimate_is_returned_complete(kept_here: Path) -> None:
     assert estimate_cache.read_estimate(run()) is None
     estimate_cache.write_estimate(run(), MADE)
     assert estimate_cache.read_estimate(run()) == MADE
@@ -57,7 +57,7 @@ def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
         "launch.backend=nccl",
     ],
 )
-def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None:
+def test_irrelevant_settings_share_cached_estimate(override: str) -> None:
     estimate_cache.write_estimate(run(), MADE)
     assert estimate_cache.read_estimate(run(override)) == MADE
 
@@ -83,7 +83,7 @@ def test_another_run_is_another_estimate(override: str) -> None:
     assert estimate_cache.read_estimate(run(override)) is None
 
 
-def test_tracing_every_layer_is_kept_apart() -> None:
+def test_full_trace_estimate_is_cached_separately() -> None:
     estimate_cache.write_estimate(run(), MADE)
     assert estimate_cache.read_estimate(run(), exact=True) is None
 
@@ -100,7 +100,7 @@ def test_another_source_or_torch_is_another_estimate(
 
 
 @pytest.mark.parametrize("damage", ["", "{", "half", "other", "binary"])
-def test_a_corrupt_entry_is_passed_over_and_written_again(damage: str, kept_here: Path) -> None:
+def test_corrupt_cached_estimate_is_replaced(damage: str, kept_here: Path) -> None:
     estimate_cache.write_estimate(run(), MADE)
     [file] = kept_here.iterdir()
     whole = file.read_bytes()
@@ -115,7 +115,7 @@ def test_a_corrupt_entry_is_passed_over_and_written_again(damage: str, kept_here
     assert estimate_cache.read_estimate(run()) == MADE
 
 
-def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) -> None:
+def test_custom_model_estimate_is_not_cached(kept_here: Path) -> None:
     mine = run("model=custom", "model.target=normed:build", *IMAGES)
     estimate_cache.write_estimate(mine, MADE)
     assert estimate_cache.read_estimate(mine) is None
@@ -125,7 +125,7 @@ def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) ->
     assert not kept_here.exists()
 
 
-def test_of_too_many_the_oldest_are_forgotten(
+def test_oldest_cached_estimates_are_evicted(
     kept_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate_cache, "_MAX_ESTIMATES", 3)
@@ -139,7 +139,7 @@ def test_of_too_many_the_oldest_are_forgotten(
     assert len([*kept_here.iterdir()]) == 3
 
 
-def test_a_folder_that_can_not_be_written_keeps_nothing(
+def test_unwritable_cache_folder_caches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -148,7 +148,7 @@ def test_a_folder_that_can_not_be_written_keeps_nothing(
     assert estimate_cache.read_estimate(run()) is None
 
 
-def test_without_the_variable_it_is_the_users_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_defaults_to_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", "/home/someone")
     assert estimate_cache.estimates_folder() == Path("/home/someone/.cache/axonlaunch/estimates")

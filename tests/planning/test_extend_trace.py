@@ -64,7 +64,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
         for name in ("fsdp", "tensor", "interleaved")
     ],
 )
-def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
+def test_extended_recording_equals_deep_model_recording(layout: str) -> None:
     short, long = forked_map.map_forked(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
@@ -77,7 +77,7 @@ def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
     assert reserved[0] == pytest.approx(reserved[1], rel=0.02)
 
 
-def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
+def test_unsupported_block_order_is_refused() -> None:
     changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
     visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
     with pytest.raises(ValueError, match="does not run where"):

@@ -62,7 +62,7 @@ SLOW = pytest.mark.slow
         pytest.param("strategy=hybrid launch.nproc=8 model.num_hidden_layers=18", marks=SLOW),
     ],
 )
-def test_they_give_what_tracing_every_block_gives(overrides: str) -> None:
+def test_depth_extrapolation_equals_full_trace(overrides: str) -> None:
     chosen = estimate_config([*DEEP, "launch.nproc=2", *overrides.split()])
     assert min(ReducedRun.of(chosen).counts) > extrapolate_depth.SHALLOW + 1
     assert estimate(chosen) == estimate(chosen, exact=True)
@@ -94,7 +94,7 @@ def events(*, blocks: int) -> list[TraceEvent]:
     return recorded
 
 
-def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
+def test_depth_extrapolation_finds_growth_at_maximum() -> None:
     deep = extrapolate_depth.extrapolate(events(blocks=6), events(blocks=7), blocks=94)
     assert extrapolate_depth.peak(deep) == ((5 + 10 * 100 + 3, 0), 0)
     assert len(deep) == 1 + 2 * 2 * extrapolate_depth.NEAR

@@ -72,7 +72,7 @@ SLOW = pytest.mark.slow
         ),
     ],
 )
-def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: str) -> None:
+def test_extrapolated_stage_memory_equals_long_schedule(overrides: str) -> None:
     chosen = estimate_config([*LONG, *overrides.split()])
     reduced = ReducedRun.of(chosen)
     short, _ = reduced.reduce(0)
@@ -92,7 +92,7 @@ def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy:
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
-def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> None:
+def test_extrapolation_counts_activations_of_pending_backwards() -> None:
     step = [TraceEvent(("start",), [(5, 0)])]
     held_bytes = 5
     for action in ("F 0 0", "F 0 1", "F 0 2", "F 0 3", "B 0 0", "B 0 1", "B 0 2", "B 0 3"):

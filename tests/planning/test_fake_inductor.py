@@ -114,7 +114,7 @@ def estimated(dtype: torch.dtype) -> int:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="nothing builds what is compiled")
 @pytest.mark.slow  # half a minute, in which g++ reads torch's headers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
+def test_compiled_blocks_estimate_equals_memory(dtype: torch.dtype) -> None:
     reported, peak = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
     assert reported == peak
 
@@ -138,7 +138,7 @@ def writers(*, for_gpu: bool) -> set[str]:
 
 
 @pytest.mark.deferred
-def test_kernels_are_written_for_the_device_that_a_run_is_for_and_none_is_built(
+def test_fake_inductor_writes_kernels_for_target_device_without_building(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
@@ -147,7 +147,7 @@ def test_kernels_are_written_for_the_device_that_a_run_is_for_and_none_is_built(
 
 
 @pytest.mark.parametrize(("hardware", "for_gpu"), [("h100_80gb", True), ("cpu", False)])
-def test_they_are_those_of_the_device_that_an_estimate_is_for(
+def test_fake_inductor_kernels_follow_device_of_estimate(
     hardware: str, for_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*, for_gpu: bool) -> None:
@@ -173,7 +173,7 @@ def devices_asked() -> list[str]:
     return asked
 
 
-def test_no_gpu_of_this_node_is_asked_whether_triton_knows_it() -> None:
+def test_fake_inductor_does_not_query_gpu_for_triton() -> None:
     assert forked_map.map_forked([devices_asked]) == [[]]
 
 
@@ -197,7 +197,7 @@ LLAMA = [
         pytest.param("strategy=fsdp train.activation_checkpointing=full", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_compiler_computes_again_is_not_kept(layout: str) -> None:
+def test_compiler_recomputation_saves_no_activations(layout: str) -> None:
     def peak(compile_: str) -> int:
         overrides = [*LLAMA, *layout.split(), f"train.compile={compile_}"]
         return estimate(estimate_config(overrides)).peak_bytes

@@ -78,7 +78,7 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
+def test_cached_fake_result_equals_torch(name: str) -> None:
     run = OPERATIONS[name]
     with FakeTensorMode():
         expected = reported(run())
@@ -92,7 +92,7 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
     assert all(recipe is not None for recipe in remembered.values())
 
 
-def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
+def test_cached_fake_view_shares_storage() -> None:
     with fake_tensor_mode():
         for _ in range(2):
             x = base()
@@ -101,7 +101,7 @@ def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
             assert (x * 2).untyped_storage() is not x.untyped_storage()
 
 
-def test_what_was_given_twice_reports_nothing_of_what_is_given_apart() -> None:
+def test_cache_distinguishes_repeated_from_separate_arguments() -> None:
     mode, sum_into = fake_tensor_mode(), torch.ops.aten.add.out
     with mode:
         x, y, z = base(), base(), base()
@@ -110,7 +110,7 @@ def test_what_was_given_twice_reports_nothing_of_what_is_given_apart() -> None:
     assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
 
 
-def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> None:
+def test_cache_distinguishes_shared_from_separate_storages() -> None:
     with fake_tensor_mode():
         for _ in range(2):
             x = base()
@@ -124,7 +124,7 @@ def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> 
         assert len(fake_tensor_cache.recipes) == worked_out + 1
 
 
-def test_another_default_type_is_another_result() -> None:
+def test_cache_distinguishes_default_dtypes() -> None:
     with fake_tensor_mode():
         assert torch.empty(2).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
@@ -134,7 +134,7 @@ def test_another_default_type_is_another_result() -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
+def test_cache_results_of_fork_reach_later_forks() -> None:
     def run() -> int:
         before = len(fake_tensor_cache.recipes)
         with fake_tensor_mode():
@@ -147,7 +147,7 @@ def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
     assert len(fake_tensor_cache.recipes) == first
 
 
-def test_numbers_that_are_equal_but_of_other_types_are_distinguished() -> None:
+def test_cache_distinguishes_equal_numbers_of_other_types() -> None:
     with fake_tensor_mode():
         whole = torch.empty(3, dtype=torch.int64)
         assert (whole + 1).dtype == torch.int64
@@ -155,7 +155,7 @@ def test_numbers_that_are_equal_but_of_other_types_are_distinguished() -> None:
         assert (whole + True).dtype == torch.int64
 
 
-def test_gradients_are_the_shapes_that_torch_makes() -> None:
+def test_cached_gradient_shapes_equal_torch() -> None:
     def gradients() -> Any:
         weight = torch.empty(4, 4, requires_grad=True)
         loss = torch.nn.functional.gelu(base() @ weight).sum()
@@ -175,7 +175,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
     assert first == again == expected
 
 
-def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
+def test_shape_changing_operations_are_not_cached() -> None:
     with fake_tensor_mode():
         for _ in range(2):
             x = base()
@@ -185,7 +185,7 @@ def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
             assert x.stride() == (1, 2)
 
 
-def test_a_mode_remembers_for_the_next() -> None:
+def test_cache_is_shared_between_fake_modes() -> None:
     with fake_tensor_mode():
         base()
     before = dict(fake_tensor_cache.recipes)
@@ -195,7 +195,7 @@ def test_a_mode_remembers_for_the_next() -> None:
     assert before == fake_tensor_cache.recipes
 
 
-def test_the_private_names_are_where_they_were() -> None:
+def test_fake_tensor_private_names_exist() -> None:
     assert callable(torch._C._dispatch_key_set)
     with fake_tensor_mode() as mode:
         x = base()
@@ -208,7 +208,7 @@ def test_the_private_names_are_where_they_were() -> None:
     assert vars(made).keys() == vars(x).keys()
 
 
-def test_operators_that_run_others_have_torch_s_rules() -> None:
+def test_composite_operators_use_torch_rules() -> None:
     from torch._prims.rng_prims import run_and_save_rng_state
 
     def draw() -> Any:

@@ -37,23 +37,23 @@ from axonlaunch.system.processes import forked_map
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 
 
-def test_the_fake_backend_has_its_store() -> None:
+def test_fake_process_group_has_fake_store() -> None:
     assert fake_pg.FakeStore()
 
 
-def test_replicas_lay_their_buckets_out_by_this_name() -> None:
+def test_ddp_bucket_private_name_exists() -> None:
     reducer: Any = dist.Reducer
     assert callable(reducer._rebuild_buckets)
 
 
-def test_schedules_begin_messages_and_agree_on_shapes_by_these_names() -> None:
+def test_pipeline_schedule_private_names_exist() -> None:
     schedules: Any = pipelining.schedules
     assert next(iter(inspect.signature(schedules._batch_p2p).parameters)) == "p2p_ops"
     warm_up = getattr(schedules._PipelineSchedule, "_warmup_p2p", None)
     assert warm_up is None or schedules.InferenceMode.STATIC is not None
 
 
-def test_stages_begin_actions_and_make_buffers_by_these_names() -> None:
+def test_pipeline_stage_private_names_exist() -> None:
     stage: Any = pipelining.PipelineStage
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         assert list(inspect.signature(getattr(stage, name)).parameters)[1].endswith("chunk_id")
@@ -62,7 +62,7 @@ def test_stages_begin_actions_and_make_buffers_by_these_names() -> None:
     assert callable(stage._prepare_backward_infra)
 
 
-def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
+def test_trace_ignores_dtensor_global_shapes() -> None:
     def largest() -> int:
         world = fake_world.join_fake_world(rank=0, world_size=2)
         mesh = init_device_mesh("cpu", (world.world_size,))
@@ -78,7 +78,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     assert forked_map.map_forked([largest]) == [4 << 20]
 
 
-def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> None:
+def test_trace_counts_gloo_reduce_scatter_copy() -> None:
     def highest_and_last() -> tuple[int, int]:
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
@@ -98,7 +98,7 @@ def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> Non
     assert forked_map.map_forked([highest_and_last]) == [((4 + 4 + 2) << 20, 2 << 20)]
 
 
-def test_gloo_gathers_into_a_copy_and_two_at_a_time() -> None:
+def test_trace_counts_gloo_all_gather_copies() -> None:
     def most(*, async_op: bool) -> int:
         fake_world.join_fake_world(rank=0, world_size=2)
         with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.collective_buffers) as trace:
@@ -116,7 +116,7 @@ def test_gloo_gathers_into_a_copy_and_two_at_a_time() -> None:
     assert forked_map.map_forked(runs) == [4 * 8 << 20, 4 * (8 + 4) << 20]
 
 
-def test_gloo_gathers_a_functional_s_result_into_a_copy_too() -> None:
+def test_trace_counts_gloo_functional_all_gather_copy() -> None:
     def points() -> list[int]:
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
@@ -143,7 +143,7 @@ def test_a_backward_is_reported_by_its_graph_task() -> None:
     assert seen[0] != -1 == torch._C._current_graph_task_id()
 
 
-def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
+def test_reading_fake_tensor_value_raises_known_error() -> None:
     with fake_tensor_mode():
         value = torch.ones(2).sum()
         with pytest.raises(UNTRACEABLE):
@@ -198,7 +198,7 @@ def vast() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1 << 34, bias=False))
 
 
-def test_a_model_that_starts_itself_is_reported_without_its_storage() -> None:
+def test_self_initialising_model_is_traced_without_storage() -> None:
     overrides = [
         "model=custom",
         f"model.target={__name__}:vast",
@@ -209,14 +209,14 @@ def test_a_model_that_starts_itself_is_reported_without_its_storage() -> None:
     assert estimate(checked).parameters == 64 << 34
 
 
-def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
+def test_existing_process_group_is_not_reused_as_fake_world() -> None:
     from axonlaunch.comm import World
 
     with World.init(backend="gloo"), pytest.raises(ValueError, match="has a world already"):
         fake_world.join_fake_world(rank=0, world_size=4)
 
 
-def test_an_update_that_looks_for_overflow_is_traced() -> None:
+def test_update_with_overflow_check_is_traced() -> None:
     shallow = ["model.num_hidden_layers=2", "strategy=fsdp", "launch.nproc=2"]
     chosen = estimate_config([*TINY, *shallow, "train.precision=fp16"])
     assert estimate(chosen).peak_bytes > 0
@@ -224,7 +224,7 @@ def test_an_update_that_looks_for_overflow_is_traced() -> None:
 
 @pytest.mark.deferred
 @pytest.mark.costly
-def test_what_forks_its_traces_computes_no_gradient_itself(
+def test_forking_traces_runs_no_backward_in_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A build for GPUs starts threads for backward; forks can't use them."""
@@ -245,7 +245,7 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
 
 @pytest.mark.deferred
 @pytest.mark.costly
-def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> None:
+def test_tensor_plan_of_some_blocks_traces_all_blocks() -> None:
     overrides = [
         "model=llama_debug",
         "strategy=tensor",

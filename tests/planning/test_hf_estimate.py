@@ -63,7 +63,7 @@ EVERY = product(
         pytest.param([*EVERY], id="eight families in four layouts", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_holds_what_was_estimated_whatever_the_family(
+def test_hf_estimate_equals_rank_memory_for_every_family(
     layouts: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     cases = []
@@ -83,7 +83,7 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(3, ["qwen3", "gpt2", "mixtral"]))
-def test_a_few_blocks_stand_for_many_that_are_alike(kind: str, tmp_path: Path) -> None:
+def test_hf_estimate_traces_few_equal_blocks(kind: str, tmp_path: Path) -> None:
     content = {**FAMILIES[kind], "num_hidden_layers": 9}
     (tmp_path / "config.json").write_text(json.dumps(content))
     case = ["model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=fsdp"]
@@ -92,7 +92,7 @@ def test_a_few_blocks_stand_for_many_that_are_alike(kind: str, tmp_path: Path) -
     assert estimate(chosen).peak_bytes == estimate(chosen, exact=True).peak_bytes
 
 
-def test_blocks_of_several_kinds_are_all_traced(tmp_path: Path) -> None:
+def test_hf_estimate_traces_all_kinds_of_blocks(tmp_path: Path) -> None:
     content = {**FAMILIES["gemma2"], "num_hidden_layers": 9}
     (tmp_path / "config.json").write_text(json.dumps(content))
     case = ["model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=fsdp"]
@@ -112,7 +112,7 @@ def test_blocks_of_several_kinds_are_all_traced(tmp_path: Path) -> None:
         pytest.param({"llama": STAGES, "mistral": RING}, id="more", marks=pytest.mark.slow),
     ],
 )
-def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(
+def test_hf_estimate_equals_stage_and_context_memory(
     layouts: dict[str, str], tmp_path: Path
 ) -> None:
     cases = []
@@ -131,7 +131,7 @@ def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_first_rank_of_an_uneven_vocabulary_holds_what_was_estimated(tmp_path: Path) -> None:
+def test_hf_estimate_covers_uneven_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["gpt2"], "vocab_size": 257}))
     case = ("model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=tensor")
     [[first, last]] = _totals(live_storages.held([case], ranks=2))

@@ -57,7 +57,7 @@ def run(*overrides: str) -> RunConfig:
         (["hardware=cpu"], "gloo"),
     ],
 )
-def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: str) -> None:
+def test_estimate_is_for_device_of_run(overrides: list[str], on: str) -> None:
     small = [word for word in TINY if not word.startswith("hardware")]
     chosen = estimate_config([*small, "strategy=single", "launch.nproc=1", *overrides])
     assert estimated_on(chosen) == on
@@ -67,7 +67,7 @@ def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: st
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_one_rank_without_clipping_is_estimated_as_with_it(optimizer: str) -> None:
+def test_estimate_of_one_rank_includes_clipping_memory(optimizer: str) -> None:
     one = ["strategy=single", "launch.nproc=1", f"optimizer={optimizer}"]
     peaks = [estimate(run(*one, f"train.grad_clip={clip}")).peak_bytes for clip in ("null", 1e9)]
     # Clipping computes the norm of each gradient, 4 bytes for each, and their norm.
@@ -75,7 +75,7 @@ def test_one_rank_without_clipping_is_estimated_as_with_it(optimizer: str) -> No
 
 
 @pytest.mark.deferred
-def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_it() -> None:
+def test_estimate_rounds_page_locked_host_memory_like_torch() -> None:
     few = ["model.hidden_size=72", "model.num_hidden_layers=2", "train.global_batch_size=4"]
     config = run("strategy=fsdp", "strategy.fsdp.cpu_offload=params", *few)
     with torch.device("meta"):
@@ -92,13 +92,13 @@ def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_i
     [pytest.param(["strategy=fsdp"], marks=pytest.mark.slow), PIPELINE],
     ids=["fsdp", "pipeline"],
 )
-def test_what_fits_is_reported_as_by_an_estimate(overrides: list[str]) -> None:
+def test_fitting_estimate_equals_full_estimate(overrides: list[str]) -> None:
     reported = estimate(run(*overrides))
     assert estimate_fitting(run(*overrides), memory=reported.process_bytes) == reported
 
 
 @pytest.mark.deferred
-def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
+def test_estimate_stops_early_if_tensors_do_not_fit(recorded: list[int]) -> None:
     chosen = run(*PIPELINE)
     tensors = estimate(chosen).peak_bytes + non_allocator_bytes([4])
     recorded.clear()
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
     every(2, [(["strategy.pipeline.split=[1,5,1,1]"], 1), ([], 0)]),
     ids=["the second", "the first"],
 )
-def test_the_rank_that_holds_most_is_recorded_and_no_other(
+def test_estimate_records_allocator_of_largest_rank_only(
     recorded: list[int], overrides: list[str], highest: int
 ) -> None:
     ranks = estimate(run(*PIPELINE, *overrides)).ranks

@@ -61,7 +61,7 @@ STRATEGIES = st.sampled_from(
     ),
     grown=st.sampled_from(sorted(GROWING)),
 )
-def test_memory_never_falls_when_the_work_grows(
+def test_memory_estimate_never_decreases_with_more_work(
     overrides: tuple[str, ...], size: dict[str, Any], grown: str
 ) -> None:
     more = {**size, grown: 2 * size[grown]}
@@ -72,7 +72,7 @@ def test_memory_never_falls_when_the_work_grows(
     "strategy",
     ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2"))],
 )
-def test_memory_never_rises_when_the_sharding_does(strategy: str) -> None:
+def test_memory_estimate_never_increases_with_more_sharding(strategy: str) -> None:
     overrides = (f"strategy={strategy}",)
     size = {"samples": 1, "length": 16, "depth": 2}
     few, more = (peak(ranks=ranks, overrides=overrides, **size) for ranks in (2, 4))

@@ -62,7 +62,7 @@ def on_meta(**options: object) -> Model:
         return Model(**options)  # type: ignore[arg-type] # each test passes the right type
 
 
-def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]) -> None:
+def test_logits_over_vocabulary_are_accepted(capfd: pytest.CaptureFixture[str]) -> None:
     assert reported(on_meta()) == []
     assert reported(on_meta(tokens=60, classes=70)) == []
     assert capfd.readouterr() == ("", "")
@@ -76,11 +76,11 @@ def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]
         ("dict", "dict, not a tensor; return only the logits"),
     ],
 )
-def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: str) -> None:
+def test_non_tensor_output_is_error_with_advice(returns: str, message: str) -> None:
     assert reported(on_meta(returns=returns)) == [f"its forward returns {message}"]
 
 
-def test_an_embedding_or_outputs_of_fewer_tokens_than_the_data_are_named_with_their_sizes() -> None:
+def test_vocabulary_smaller_than_data_is_error_with_sizes() -> None:
     [message] = reported(on_meta(tokens=49))
     assert message == "its embedding embed has 49, but the data has 50 tokens; use 50 or more"
     [message] = reported(on_meta(classes=30))
@@ -100,16 +100,16 @@ def test_classes_of_images_are_compared_too() -> None:
     ]
 
 
-def test_outputs_that_a_loss_of_others_takes_may_be_of_any_size() -> None:
+def test_custom_loss_allows_outputs_of_any_size() -> None:
     spec = ModelSpec(build=lambda config: nn.Identity(), loss=lambda outputs, targets: outputs)
     assert reported(on_meta(classes=1), spec=spec) == []
 
 
-def test_a_model_that_needs_values_is_left_to_its_ranks() -> None:
+def test_value_dependent_model_is_checked_only_by_ranks() -> None:
     assert reported(on_meta(tokens=3, returns="what values decide")) == []
 
 
-def test_the_model_itself_is_left_as_it_was() -> None:
+def test_checking_outputs_does_not_change_model() -> None:
     model = on_meta()
     reported(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -117,7 +117,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("resolve", [checks.resolve, checks.resolve_anywhere])
-def test_every_command_checks_it_before_anything_starts(resolve: object) -> None:
+def test_every_command_checks_model_outputs_before_start(resolve: object) -> None:
     register_model("returns", inputs="tokens")(Model)
     overrides = ["model=returns", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=1"]
     arguments = ["model.arguments.returns=tuple", "data.sequence_length=8"]

@@ -28,7 +28,7 @@ def without_bytes() -> Iterator[None]:
         yield
 
 
-def test_a_linear_layer_is_one_product_forward_and_two_backward(trace: OperationTrace) -> None:
+def test_linear_layer_counts_one_product_forward_and_two_backward(trace: OperationTrace) -> None:
     x = torch.empty(6, 4, requires_grad=True)
     weight = torch.empty(10, 4, requires_grad=True)
     with trace:
@@ -58,7 +58,7 @@ def test_a_batch_of_products_counts_each(trace: OperationTrace) -> None:
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
-def test_attention_is_two_products_of_the_square_forward_and_five_backward(
+def test_attention_counts_two_products_forward_and_five_backward(
     trace: OperationTrace, causal: bool, share: float
 ) -> None:
     q, k, v = (torch.empty(2, 4, 16, 8, requires_grad=True) for _ in range(3))
@@ -77,7 +77,7 @@ def test_shared_keys_cost_no_fewer_flops(trace: OperationTrace) -> None:
     assert flops == 2 * 2 * 2 * 4 * 16 * 16 * 8
 
 
-def test_a_kernel_moves_what_it_reads_and_writes(trace: OperationTrace) -> None:
+def test_kernel_bytes_are_reads_plus_writes(trace: OperationTrace) -> None:
     a, b = torch.empty(100), torch.empty(100)
     with trace:
         a + b
@@ -103,7 +103,7 @@ def test_views_and_empty_tensors_cost_nothing(trace: OperationTrace) -> None:
     assert trace.work == {}
 
 
-def test_an_embedding_reads_the_rows_that_are_asked_for(trace: OperationTrace) -> None:
+def test_embedding_bytes_count_only_read_rows(trace: OperationTrace) -> None:
     table, tokens = torch.empty(1000, 8), torch.empty(5, dtype=torch.int64)
     with trace:
         F.embedding(tokens, table)
@@ -111,7 +111,7 @@ def test_an_embedding_reads_the_rows_that_are_asked_for(trace: OperationTrace) -
     assert moved == 5 * 8 + 5 * 8 * 4
 
 
-def test_what_a_checkpoint_runs_again_is_recomputation(trace: OperationTrace) -> None:
+def test_activation_checkpointing_counts_as_recomputation(trace: OperationTrace) -> None:
     x = torch.empty(4, 4, requires_grad=True)
     weight = torch.empty(4, 4, requires_grad=True)
     with trace:
@@ -128,7 +128,7 @@ def test_what_a_checkpoint_runs_again_is_recomputation(trace: OperationTrace) ->
     assert counts == {"forward": 2, "recomputation": 1, "backward": 4}
 
 
-def test_the_update_is_reported_from_the_passes(trace: OperationTrace) -> None:
+def test_optimizer_update_is_counted_separately(trace: OperationTrace) -> None:
     weight = torch.nn.Parameter(torch.empty(100))
     weight.grad = torch.empty(100)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -148,6 +148,6 @@ def test_work_is_added_operation_by_operation() -> None:
     assert total == {product: Amount(3, 4, 5), kernel: Amount(4)}
 
 
-def test_what_cancels_out_is_forgotten() -> None:
+def test_cancelled_work_is_dropped() -> None:
     work = {Kernel("forward", "aten::add"): Amount(1, 8)}
     assert add(work, work, factor=-1) == {}

@@ -73,7 +73,7 @@ def test_an_estimate_has_the_bytes_that_a_run_holds(
     ("optimizer", "bytes_each"),
     [(["optimizer=adamw"], 16), (["optimizer=sgd"], 12), (NO_MOMENTUM, 8)],
 )
-def test_what_can_t_fit_is_refused_by_the_bytes_of_this_optimizers_states(
+def test_out_of_memory_refusal_counts_optimizer_states(
     optimizer: list[str], bytes_each: int
 ) -> None:
     run = chosen("model=llama3_8b", "strategy=single", "hardware=a100_40gb", *optimizer)

@@ -38,25 +38,23 @@ def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
         ("strategy.fsdp.sharding=no_shard", "no_shard"),
     ],
 )
-def test_a_setting_waits_for_those_that_it_goes_with(
-    override: str, value: object, monkeypatch: Patch
-) -> None:
+def test_plan_defers_dependent_settings(override: str, value: object, monkeypatch: Patch) -> None:
     assert fixed(monkeypatch, override) == {override.partition("=")[0]: value}
     with pytest.raises(ConfigError):
         config.load([*MODEL, override])
 
 
-def test_what_is_left_open_is_not_fixed(monkeypatch: Patch) -> None:
+def test_plan_does_not_fix_open_settings(monkeypatch: Patch) -> None:
     open_ = ["train.micro_batch_size=auto", "strategy.data_parallel=null"]
     assert fixed(monkeypatch, *open_) == {}
 
 
-def test_other_rules_hold_before_the_search(monkeypatch: Patch) -> None:
+def test_plan_checks_other_rules_before_search(monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match=r"^strategy\.pipeline\.stages_per_rank=2: "):
         fixed(monkeypatch, "strategy.pipeline.stages_per_rank=2")
 
 
-def test_a_layout_that_breaks_a_rule_is_none(monkeypatch: Patch) -> None:
+def test_plan_excludes_invalid_layouts(monkeypatch: Patch) -> None:
     """For example, full recomputation of compiled blocks with divided layers."""
     checks: list[Any] = []
 

@@ -57,7 +57,7 @@ def reported(chosen: RunConfig, memory: int) -> list[list[str]]:
     return [change.overrides for change in changes]
 
 
-def test_the_cheapest_that_fit_are_reported_by_the_least_of_each() -> None:
+def test_cheapest_fitting_changes_are_reported() -> None:
     chosen = run("strategy=fsdp")  # 125 of states, 800 of activations
     assert reported(chosen, 600) == [
         ["train.micro_batch_size=4"],
@@ -69,7 +69,7 @@ def test_the_cheapest_that_fit_are_reported_by_the_least_of_each() -> None:
     ]
 
 
-def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
+def test_ineffective_changes_are_not_traced() -> None:
     """Replicas' states are too large here, so no smaller micro-batch helps or is tried."""
     chosen = run("strategy=ddp")
     tried: list[RunConfig] = []
@@ -88,7 +88,7 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         )
 
 
-def test_where_no_one_change_is_enough_several_are_reported() -> None:
+def test_several_changes_are_reported_if_one_is_not_enough() -> None:
     changes = reported(run("strategy=ddp"), 300)  # 1000 of states, 800 of activations
     assert changes[0] == [
         "train.micro_batch_size=1",
@@ -98,7 +98,7 @@ def test_where_no_one_change_is_enough_several_are_reported() -> None:
     assert len(changes) <= 3
 
 
-def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None:
+def test_sharding_is_tried_before_offload() -> None:
     offloading = candidate_changes(run("strategy=ddp"))[-1]
     assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
         "params",
@@ -109,7 +109,7 @@ def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None
     assert candidate_changes(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
 
 
-def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> None:
+def test_sequence_parallelism_is_reported_for_tensor_ranks() -> None:
     [*_, tensor, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
@@ -118,11 +118,11 @@ def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> No
     }
 
 
-def test_where_nothing_is_enough_nothing_is_reported() -> None:
+def test_no_changes_are_reported_if_none_fits() -> None:
     assert reported(run("strategy=ddp"), 1) == []
 
 
-def test_what_can_not_be_run_is_passed_over() -> None:
+def test_invalid_changes_are_skipped() -> None:
     chosen = run("strategy=fsdp")
 
     def picky(changed: RunConfig) -> Estimate:
@@ -197,7 +197,7 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
     assert len(tried) == 1
 
 
-def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> None:
+def test_changes_fitting_by_formula_are_tried_first() -> None:
     chosen, tried = run("strategy=fsdp"), list[int]()
 
     def too_high(changed: RunConfig) -> float:
@@ -221,7 +221,7 @@ def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
 
 
 @pytest.mark.parametrize(("node_gib", "fits"), [(None, None), (1, False), (64, True)])
-def test_what_is_offloaded_is_reported_per_rank_and_node_and_needs_the_host(
+def test_offload_is_reported_per_rank_and_node_and_needs_host_memory(
     node_gib: int | None, fits: bool | None
 ) -> None:
     overrides = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]
@@ -251,5 +251,5 @@ def test_what_is_offloaded_is_reported_per_rank_and_node_and_needs_the_host(
         assert change.host_memory.fits is fits
 
 
-def test_a_cpu_has_no_other_memory_to_offload_to() -> None:
+def test_no_offload_is_reported_on_cpu() -> None:
     assert candidate_changes(run("strategy=fsdp", "hardware=cpu"))[-1] == []

@@ -33,7 +33,7 @@ def rate(key: Product) -> float:
     return 2.0 * key.m * key.n * key.k / seconds / peak
 
 
-def test_large_products_come_near_the_sustained_rate_and_never_above() -> None:
+def test_large_products_reach_at_most_sustained_rate() -> None:
     sustained = 0.8 * 0.75  # the kernel's efficiency, times the fraction of it in a training step
     assert 0.99 * sustained < rate(product(65536, 16384, 16384)) <= sustained
 
@@ -45,13 +45,13 @@ def test_products_with_few_tiles_or_little_depth_are_slower() -> None:
     assert rate(product(8192, 8192, 64)) < whole
 
 
-def test_thin_products_wait_for_memory() -> None:
+def test_thin_products_are_memory_bound() -> None:
     key = product(8192, 8, 8192)
     moved = 2 * (8192 * 8192 + 2 * 8 * 8192)
     assert Roofline(HARDWARE).seconds(key, Amount(1)) >= moved / 0.9e12
 
 
-def test_each_type_has_its_rate() -> None:
+def test_each_dtype_has_its_rate() -> None:
     single, half = product(8192, 8192, 8192, torch.float32), product(8192, 8192, 8192)
     assert rate(single) == pytest.approx(rate(half), rel=0.01)
 
@@ -82,7 +82,7 @@ def test_a_cpu_has_no_tf32() -> None:
     assert plain.seconds(key, Amount(1)) == high.seconds(key, Amount(1))
 
 
-def test_a_kernel_takes_its_bytes_and_a_launch() -> None:
+def test_kernel_time_is_bytes_plus_launch() -> None:
     roofline, key = Roofline(HARDWARE), Kernel("forward", "aten::add")
     once = roofline.seconds(key, Amount(1, 9e11))
     many = roofline.seconds(key, Amount(1000, 9e11))
@@ -112,13 +112,13 @@ def test_attention_over_512_keys_has_half_the_speed_of_long_sequences() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16_tflops", "matrix_efficiency", "multiprocessors"])
-def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
+def test_missing_roofline_figure_is_error(name: str) -> None:
     roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"hardware\.{name}=null: .*write hardware\.{name}="):
         roofline.seconds(product(8, 8, 8), Amount(1))
 
 
-def test_where_bandwidth_depends_on_the_size_kernels_take_what_was_measured_of_it() -> None:
+def test_kernel_bandwidth_uses_measurements_by_size() -> None:
     measured = replace(
         HARDWARE, kernel_bytes=[1e6, 1e8], kernel_latency_us=[10.0, 10_000.0], kernel_us=5.0
     )

@@ -28,7 +28,7 @@ from axonlaunch.system.processes.forked_map import map_forked
         ),
     ],
 )
-def test_a_run_whose_step_is_not_predicted_says_why(
+def test_unpredicted_step_time_has_reason(
     overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured_hardware, "_read_kept", lambda ranks: None)
@@ -37,7 +37,7 @@ def test_a_run_whose_step_is_not_predicted_says_why(
     assert reason in said
 
 
-def test_figures_are_the_hardwares_or_what_was_measured_of_this_node(
+def test_step_prediction_uses_hardware_or_measured_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

@@ -75,7 +75,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     return find
 
 
-def test_where_the_fastest_do_not_fit_the_next_are_estimated(found: Any) -> None:
+def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None:
     plan = found("hardware.memory_gib=4.5", off=1.5)
     best = plan.candidates[0]
     assert best.fits
@@ -83,7 +83,7 @@ def test_where_the_fastest_do_not_fit_the_next_are_estimated(found: Any) -> None
     assert len(plan.candidates) <= search.TRIED
 
 
-def test_where_none_fits_the_closest_is_named_with_what_it_misses(found: Any) -> None:
+def test_search_names_closest_layout_if_none_fits(found: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         found("hardware.memory_gib=1.25", off=1.5)
     [issue] = raised.value.problems
@@ -92,7 +92,7 @@ def test_where_none_fits_the_closest_is_named_with_what_it_misses(found: Any) ->
     assert issue.message.endswith("; use 16 devices: a layout is expected to fit then")
 
 
-def test_a_setting_without_which_a_layout_fits_is_named(found: Any) -> None:
+def test_search_names_setting_that_prevents_fit(found: Any) -> None:
     key = "strategy.data_parallel"
     assert key in SEARCHED
     with pytest.raises(ConfigError) as raised:
@@ -114,14 +114,14 @@ def test_a_setting_without_which_a_layout_fits_is_named(found: Any) -> None:
         ),
     ],
 )
-def test_a_setting_that_no_layout_has_is_named_with_what_others_have(
+def test_search_names_impossible_setting_with_alternatives(
     found: Any, fixed: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         found(off=1.0, **fixed)
 
 
-def test_a_batch_that_devices_do_not_divide_is_named(found: Any) -> None:
+def test_search_names_indivisible_batch(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.global_batch_size=16: .* use a multiple of 5$"):
         found(off=1.0, devices=5)
     with pytest.raises(ConfigError, match=r"train.global_batch_size=16: .* use 80$"):

@@ -36,7 +36,7 @@ SMALL = [
         ],
     ),
 )
-def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
+def test_states_formula_equals_trace(overrides: str) -> None:
     chosen = estimate_config([*SMALL, *overrides.split()])
     reported, traced = states_only.estimate_states(chosen), memory_estimate.estimate(chosen)
     assert (reported.mesh, reported.parameters) == (traced.mesh, traced.parameters)

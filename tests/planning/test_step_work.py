@@ -65,7 +65,7 @@ def same(first: Work, second: Work) -> bool:
     ],
     ids=["fsdp", "ddp", "tensor"],
 )
-def test_layers_and_micro_batches_follow_lines(strategy: list[str]) -> None:
+def test_step_work_is_linear_in_layers_and_micro_batches(strategy: list[str]) -> None:
     samples = 4 if "strategy=tensor" in strategy else 16  # 4 micro-batches of each data rank
     overrides = [*SMALL, *strategy, f"train.global_batch_size={samples}"]
     overrides += ["train.micro_batch_size=1"]
@@ -78,7 +78,7 @@ def test_layers_and_micro_batches_follow_lines(strategy: list[str]) -> None:
 
 
 @pytest.mark.deferred
-def test_the_ends_of_a_pipeline_follow_lines() -> None:
+def test_step_work_of_pipeline_ends_is_linear() -> None:
     overrides = [
         *SMALL,
         "strategy=pipeline",
@@ -96,7 +96,7 @@ def test_the_ends_of_a_pipeline_follow_lines() -> None:
         assert same(summed(mine, layers=3, micro_batches=4), whole(overrides, stage=stage))
 
 
-def test_parameters_are_those_of_the_whole_depth(alone: StepWork) -> None:
+def test_step_work_counts_parameters_of_full_depth(alone: StepWork) -> None:
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
     assert alone.parameters == 4 * layer + 2 * 256 * 128 + 128
 
@@ -131,5 +131,5 @@ def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
         step_work.step_work(custom, world_size=2)
 
 
-def test_amounts_scale() -> None:
+def test_step_work_scales() -> None:
     assert Amount(1, 2, 3) * 2 == Amount(2, 4, 6)

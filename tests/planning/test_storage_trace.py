@@ -34,7 +34,7 @@ def test_views_of_a_storage_count_once_and_only_while_one_lives() -> None:
     assert peak(trace) == {"activations": 4 * KIB}
 
 
-def test_what_backward_makes_is_temporary_until_it_is_a_gradient() -> None:
+def test_backward_results_are_temporary_until_gradient() -> None:
     layer = nn.Linear(KIB, 1, bias=False)
     with StorageTrace() as trace:
         trace.tag(layer.parameters(), "parameters")
@@ -77,7 +77,7 @@ def test_a_new_storage_with_the_id_of_a_freed_one_is_counted() -> None:
     assert held(trace) == {}
 
 
-def test_a_storage_that_is_resized_counts_as_it_is_now() -> None:
+def test_resized_storage_counts_current_size() -> None:
     with StorageTrace() as trace:
         gathered = torch.zeros(KIB)
         gathered.untyped_storage().resize_(0)
@@ -86,7 +86,7 @@ def test_a_storage_that_is_resized_counts_as_it_is_now() -> None:
         assert held(trace) == {"communication": 8 * KIB}
 
 
-def test_what_a_run_offloads_counts_on_the_host() -> None:
+def test_offloaded_storage_counts_on_host() -> None:
     with StorageTrace(on_host={"optimizer"}) as trace:
         with trace.during("optimizer"):
             state = torch.zeros(KIB)

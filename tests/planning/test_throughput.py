@@ -45,14 +45,14 @@ def fsdp() -> StepWork:
 
 
 @pytest.mark.deferred
-def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
+def test_step_time_parts_sum_to_step_time(fsdp: StepWork) -> None:
     estimate = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_s)
     assert min(estimate.breakdown.values()) >= 0
     assert estimate.tokens_per_s_per_device == pytest.approx(16 * 2048 / estimate.step_s / 8)
 
 
-def test_mfu_counts_what_the_model_needs(fsdp: StepWork) -> None:
+def test_mfu_counts_model_flops(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
     estimate = reported(config, fsdp)
     needed = 6 * (fsdp.parameters - 128_256 * 4096) + 12 * 4 * 4096 * 2048
@@ -75,14 +75,14 @@ def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
     assert reported(config, fsdp).breakdown["communication dp"] < exchanged * 2
 
 
-def test_nothing_hides_where_exchanges_take_the_cores_that_compute(fsdp: StepWork) -> None:
+def test_cpu_communication_is_not_overlapped(fsdp: StepWork) -> None:
     overrides = ["strategy=fsdp", "launch.nproc=8"]
     apart, together = run(*overrides), run(*overrides, "hardware.link=loopback")
     hidden = reported(apart, fsdp).breakdown["communication dp"]
     assert reported(together, fsdp).breakdown["communication dp"] > 2 * hidden
 
 
-def test_compiling_leaves_products_and_saves_kernels(fsdp: StepWork) -> None:
+def test_compiling_saves_kernel_time_but_not_products(fsdp: StepWork) -> None:
     plain = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     fused = reported(run("strategy=fsdp", "launch.nproc=8", "train.compile=true"), fsdp)
     assert fused.breakdown["matrix products"] == plain.breakdown["matrix products"]
@@ -114,13 +114,13 @@ def test_tensor_parallelism_over_nodes_is_slow() -> None:
     assert over.breakdown["communication tp"] > 2 * inside.breakdown["communication tp"]
 
 
-def test_hardware_without_figures_is_refused_by_name(fsdp: StepWork) -> None:
+def test_hardware_without_figures_is_refused(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8", hardware="cpu")
     with pytest.raises(ConfigError, match=r"hardware\.\w+=null: .*write hardware\."):
         reported(config, fsdp)
 
 
-def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
+def test_custom_hardware_is_predicted(tmp_path: Path, fsdp: StepWork) -> None:
     ours = Path(__file__).parents[2] / "configs" / "hardware" / "h100_80gb.yaml"
     folder = tmp_path / "hardware"
     folder.mkdir()
@@ -132,7 +132,7 @@ def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
     assert reported(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
 
 
-def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
+def test_offload_time_uses_host_link(fsdp: StepWork) -> None:
     overrides = ["strategy=fsdp", "launch.nproc=8", "hardware.host_gb_s=1"]
     shard_s = 4 * fsdp.parameters / 8 / (1e9 * 0.79)
 
@@ -166,7 +166,7 @@ def test_replicas_sum_every_gradient_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
+def test_zero1_all_gather_overlaps_next_step() -> None:
     """Compared with replicas, only the rows of the ends and of the first block are waited for.
 
     Both reduce their gradients during the backward, which is long enough with this number of

@@ -107,7 +107,7 @@ def estimated(case: str, ranks: int) -> list[Held]:
         ),
     ],
 )
-def test_every_rank_holds_what_was_estimated_and_no_more_when_it_evaluates(
+def test_estimate_equals_rank_memory_in_training_and_evaluation(
     cases: list[str], ranks: int
 ) -> None:
     measured = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
@@ -133,7 +133,7 @@ def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int])
     return problems
 
 
-def test_the_cases_have_every_strategy_offload_kind_of_schedule_and_axis() -> None:
+def test_truth_cases_cover_strategies_offload_schedules_and_axes() -> None:
     chosen = [
         live_storages.chosen(case.split(), ranks=ranks)
         for ranks, cases in CASES.items()
@@ -164,7 +164,7 @@ def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:
 
 
 @pytest.mark.deferred
-def test_a_run_measures_what_was_estimated() -> None:
+def test_measured_peak_equals_estimate() -> None:
     # A V-shaped schedule places both ends of a tied weight on one rank, with states for each.
     # Gloo's copies of tensor-parallel messages are not visible as operations.
     divided = "strategy=tensor strategy.tensor.sequence_parallel=true"

@@ -33,7 +33,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
 
 
-def test_a_deterministic_run_refuses_what_is_not_and_fills_no_memory() -> None:
+def test_deterministic_run_refuses_nondeterministic_operations() -> None:
     torch.backends.cudnn.benchmark = True
     configure_arithmetic(run_config(["train.deterministic=true"]).train)
     assert torch.are_deterministic_algorithms_enabled()
@@ -43,7 +43,7 @@ def test_a_deterministic_run_refuses_what_is_not_and_fills_no_memory() -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_any_other_run_leaves_torch_as_it_comes() -> None:
+def test_default_run_keeps_torch_settings() -> None:
     configure_arithmetic(run_config(["train.deterministic=true"]).train)
     configure_arithmetic(run_config([]).train)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -58,7 +58,7 @@ def test_matrix_products_in_fp32_are_as_precise_as_the_run_says() -> None:
     assert torch.backends.cuda.matmul.allow_tf32
 
 
-def test_the_steps_of_a_run_are_computed_as_it_says(
+def test_training_steps_use_configured_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
@@ -98,7 +98,7 @@ def test_cudnn_s_attention_comes_first_on_hopper_and_blackwell(
 @pytest.mark.parametrize(
     ("device", "capability"), [("cuda", (8, 0)), ("cuda", (12, 0)), ("cpu", 0)]
 )
-def test_elsewhere_torch_s_order_stands(
+def test_attention_kernel_order_defaults_to_torch(
     device: str, capability: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = _cur_sdpa_kernel_backends(with_priority=True)
@@ -110,7 +110,7 @@ def test_elsewhere_torch_s_order_stands(
 @pytest.mark.parametrize(
     ("kernel", "backend"), [("cudnn", CUDNN), ("flash", FLASH), ("efficient", EFFICIENT)]
 )
-def test_a_kernel_that_is_asked_for_is_the_only_one(kernel: Any, backend: SDPBackend) -> None:
+def test_configured_attention_kernel_is_exclusive(kernel: Any, backend: SDPBackend) -> None:
     config = TrainConfig(attention_kernel=kernel)
     with attention_kernels(config, torch.device("cuda", 0)):
         assert _cur_sdpa_kernel_backends() == [backend]
@@ -140,7 +140,7 @@ def test_a_kernel_that_is_asked_for_is_the_only_one(kernel: Any, backend: SDPBac
         ),
     ],
 )
-def test_a_kernel_that_can_not_attend_is_refused(overrides: list[str], message: str) -> None:
+def test_unusable_attention_kernel_is_refused(overrides: list[str], message: str) -> None:
     if "packing" in overrides[-1]:
         overrides = [*overrides, "train.precision=bf16", f"data.files=[{__file__}]"]
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -121,7 +121,7 @@ def test_a_logger_is_switched_off_after_three_failures_in_a_row(
     assert not custom.closed
 
 
-def test_a_logger_that_fails_now_and_then_gets_all_other_steps(
+def test_occasionally_failing_logger_gets_all_other_steps(
     tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[int] = []
@@ -137,7 +137,7 @@ def test_a_logger_that_fails_now_and_then_gets_all_other_steps(
     assert custom.closed == [False]
 
 
-def test_a_logger_whose_start_fails_is_started_again_and_misses_nothing(
+def test_logger_with_failed_start_is_restarted_without_loss(
     tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[int] = []
@@ -156,7 +156,7 @@ def test_a_logger_whose_start_fails_is_started_again_and_misses_nothing(
     assert logged == [*range(1, 9)]
 
 
-def test_numbers_that_a_slow_loggers_queue_does_not_hold_are_counted(
+def test_values_dropped_by_slow_logger_are_counted(
     tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "_MAX_WAITING", 2)

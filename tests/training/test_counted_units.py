@@ -85,7 +85,7 @@ def test_tensorboard_shows_images_per_second(folder: Path) -> None:
     assert not [tag for tag in tags if "tokens" in tag]
 
 
-def test_names_of_tokens_stay_as_they_are() -> None:
+def test_token_metric_names_are_unchanged() -> None:
     fields = {"tokens": 1, "tokens_per_s": 2.0, "loss": 3.0}
     assert named_by_unit(fields, "tokens") == fields
     assert named_by_unit(fields, "samples") == {"samples": 1, "samples_per_s": 2.0, "loss": 3.0}

@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_step_has_what_the_gpu_reports() -> None:
+def test_step_has_gpu_metrics() -> None:
     use = DeviceUse(CUDA, flops_per_step=1e15, peak=1e15, devices=4)
     assert use.read(step_s=0.5) == {
         "reserved_bytes": 3 * 2**30,
@@ -74,7 +74,7 @@ def test_a_step_has_what_the_gpu_reports() -> None:
     assert use.notes == ()
 
 
-def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> None:
+def test_missing_nvml_has_note(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(device_use.importlib.util, "find_spec", lambda name: None)
     use = DeviceUse(CUDA)
     assert "power_w" not in use.read(step_s=1.0)
@@ -82,7 +82,7 @@ def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> No
     assert note == "not logged: power_w, utilization, temperature_c (pip install nvidia-ml-py)"
 
 
-def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
+def test_refused_gpu_metric_is_queried_once(gpu: pytest.MonkeyPatch) -> None:
     def refuse(device: object) -> float:
         raise RuntimeError("Not Supported")  # a MIG slice reports this for its power
 
@@ -95,7 +95,7 @@ def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
     assert use.notes == ("not logged: power_w (Not Supported)",)
 
 
-def test_a_cpu_reports_nothing_of_the_kind() -> None:
+def test_cpu_has_no_gpu_metrics() -> None:
     use = DeviceUse(torch.device("cpu"), flops_per_step=1.0, peak=1.0)
     assert use.read(step_s=1.0) == {}
 
@@ -104,7 +104,7 @@ def test_a_cpu_reports_nothing_of_the_kind() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_device_is_known_by_its_name() -> None:
+def test_device_peak_is_found_by_name() -> None:
     hardware = hardware_of(CUDA)
     assert hardware is not None
     assert hardware.name == "h100_80gb"
@@ -120,9 +120,7 @@ def test_a_device_is_known_by_its_name() -> None:
         (["train.matmul_precision=high"], 2),
     ],
 )
-def test_mfu_is_a_share_of_the_peak_of_the_runs_arithmetic(
-    overrides: list[str], tflops: float
-) -> None:
+def test_mfu_uses_peak_of_run_precision(overrides: list[str], tflops: float) -> None:
     hardware = HardwareConfig(name="x", fp32_tflops=1, tf32_tflops=2, fp16_tflops=3, bf16_tflops=4)
     train = run_config(overrides).train
     assert peak_flops(hardware, train) == tflops * 1e12
@@ -144,7 +142,7 @@ SYNTHETIC = ["data=synthetic_tokens", "data.sequence_length=32"]
     ],
     ids=["tensor", "experts", "lora", "windows_and_frozen"],
 )
-def test_a_run_and_plan_count_the_flops_of_the_whole_model(overrides: list[str]) -> None:
+def test_run_and_plan_count_equal_flops(overrides: list[str]) -> None:
     chosen = run_config([*overrides, "launch.nproc=2"])
     per_token = ModelFlops.of(on_meta(chosen, seed=0)).per_token(32)
     assert step_work(chosen, world_size=2).flops_per_token == per_token
@@ -159,7 +157,7 @@ def test_a_run_and_plan_count_the_flops_of_the_whole_model(overrides: list[str])
 # Where it is shown.
 
 
-def test_metrics_have_only_what_is_reported(tmp_path: Path) -> None:
+def test_metrics_have_only_reported_gpu_values(tmp_path: Path) -> None:
     write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
     write(StepLogged(**STEP))
     write(StepLogged(**STEP, mfu=0.41, power_w=650.0))
@@ -183,7 +181,7 @@ NVML = {"power_w": 650.0, "utilization": 0.97, "temperature_c": 61.0}
         ),
     ],
 )
-def test_the_line_of_a_step_has_what_was_read_of_a_gpu(read: dict[str, Any], end: str) -> None:
+def test_console_step_has_gpu_metrics(read: dict[str, Any], end: str) -> None:
     stream = io.StringIO()
     show = RunConsole(stream=stream)
     show(StepLogged(**STEP, data_wait_s=0.004, **read))

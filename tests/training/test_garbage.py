@@ -25,7 +25,7 @@ class Cycle:
         self.own = self
 
 
-def test_cycles_are_freed_in_every_nth_step_and_not_between() -> None:
+def test_garbage_is_collected_every_nth_step() -> None:
     with GarbageCollection(3) as collection:
         assert not gc.isenabled()
         left = weakref.ref(Cycle())
@@ -37,7 +37,7 @@ def test_cycles_are_freed_in_every_nth_step_and_not_between() -> None:
     assert gc.isenabled()
 
 
-def test_with_zero_python_decides() -> None:
+def test_garbage_collection_is_automatic_with_zero() -> None:
     with GarbageCollection(0) as collection:
         assert gc.isenabled()
         left = weakref.ref(Cycle())
@@ -45,13 +45,13 @@ def test_with_zero_python_decides() -> None:
         assert left() is not None
 
 
-def test_a_loop_that_fails_gives_the_collector_back() -> None:
+def test_failed_loop_enables_garbage_collector() -> None:
     with pytest.raises(ValueError, match="x"), GarbageCollection(3):
         raise ValueError("x")
     assert gc.isenabled()
 
 
-def test_of_threads_that_share_a_collector_it_is_enabled_at_the_end() -> None:
+def test_garbage_collector_is_enabled_after_last_thread() -> None:
     first, second = GarbageCollection(3), GarbageCollection(3)
     with first, second:
         pass

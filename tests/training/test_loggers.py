@@ -67,7 +67,7 @@ def steps_of(calls: list[tuple[Any, ...]]) -> list[int]:
     return [call[1] for call in calls if call[0] == "log"]
 
 
-def test_the_main_rank_alone_logs_each_number_once(tmp_path: Path, calls: list[Any]) -> None:
+def test_only_main_rank_logs_each_value_once(tmp_path: Path, calls: list[Any]) -> None:
     train(tmp_path, "loggers=[recording]", "train.steps=3", "train.eval_every=0", ranks=4)
     assert calls[0] == ("start", None)
     assert calls[-1] == ("close", False)
@@ -78,7 +78,7 @@ def test_the_main_rank_alone_logs_each_number_once(tmp_path: Path, calls: list[A
     assert calls[-2][2].keys() == {"eval_loss", "eval_tokens", "perplexity"}
 
 
-def test_what_loggers_get_is_what_their_method_names() -> None:
+def test_logger_calls_match_method_names() -> None:
     numbers = {
         field.name
         for event in (StepLogged, Evaluated)
@@ -104,9 +104,7 @@ def test_the_steps_of_a_resumed_run_never_decrease(tmp_path: Path, calls: list[A
     assert set(steps) == set(range(1, 9))
 
 
-def test_nor_where_it_was_killed_again_before_it_had_caught_up(
-    tmp_path: Path, calls: list[Any]
-) -> None:
+def test_logged_steps_never_decrease_after_second_kill(tmp_path: Path, calls: list[Any]) -> None:
     overrides = ["loggers=[recording]", "train.steps=8", "checkpoint.every=4"]
     for killed_at in (7, 5):
         with pytest.raises(Exception, match="KilledError"):
@@ -115,9 +113,7 @@ def test_nor_where_it_was_killed_again_before_it_had_caught_up(
     assert is_sorted(steps_of(calls))
 
 
-def test_a_run_that_resumes_nothing_logs_from_its_first_step(
-    tmp_path: Path, calls: list[Any]
-) -> None:
+def test_run_without_resume_logs_from_first_step(tmp_path: Path, calls: list[Any]) -> None:
     train(tmp_path, "loggers=[recording]", "train.steps=4", "checkpoint.every=0")
     calls.clear()
     train(tmp_path, "loggers=[recording]", "train.steps=4", "checkpoint.every=0")
@@ -166,7 +162,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("close", "when it was closed"),
     ],
 )
-def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
+def test_failing_logger_is_reported_once_without_ending_run(
     where: str, when: str, faulty: Path
 ) -> None:
     logger = f"{{target: faulty_logger:Faulty, arguments: {{where: {where}}}}}"
@@ -217,9 +213,7 @@ def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
         ("csv,csv", "loggers: csv is listed 2 times; list it once"),
     ],
 )
-def test_what_is_wrong_with_a_logger_is_said_before_anything_starts(
-    logger: str, message: str, faulty: Path
-) -> None:
+def test_logger_errors_are_reported_before_start(logger: str, message: str, faulty: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run_config([*TINY, f"loggers=[{logger}]"])
     assert str(error.value).startswith(message)
@@ -234,7 +228,7 @@ def test_what_is_wrong_with_a_logger_is_said_before_anything_starts(
         ("trackio", "Trackio is not installed; pip install 'axonlaunch[trackio]'"),
     ],
 )
-def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(
+def test_missing_logger_package_names_install_command(
     logger: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -243,7 +237,7 @@ def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(
     assert str(error.value) == f"loggers={logger}: {message}"
 
 
-def test_a_folder_that_is_named_like_a_package_is_not_that_package(
+def test_folder_named_wandb_is_not_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights & Biases creates a folder ``wandb`` in the working folder."""
@@ -257,7 +251,7 @@ def test_a_folder_that_is_named_like_a_package_is_not_that_package(
 # Included loggers
 
 
-def test_csv_holds_what_metrics_jsonl_does_also_of_a_resumed_run(tmp_path: Path) -> None:
+def test_csv_logger_equals_metrics_jsonl_after_resume(tmp_path: Path) -> None:
     train_twice(tmp_path, "loggers=[csv]")
     rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
     for row, line in zip(rows, lines(tmp_path), strict=True):

@@ -116,7 +116,7 @@ LAYOUTS = {
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", every(4, LAYOUTS, start=1))
-def test_every_layout_traces_what_one_process_does(layout: str) -> None:
+def test_module_trace_of_every_layout_equals_one_process(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
     result = compared(alone(model), traced(model, *overrides))
     assert [str(d) for d in result.differences] == []
@@ -129,7 +129,7 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
 
 
 @pytest.mark.deferred
-def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
+def test_adapter_gradient_trace_is_equal_in_every_layout() -> None:
     whole = traced("gpt", *SINGLE, "adapter=lora")
     gradients = [tensor.name for tensor in whole[0].tensors if tensor.kind == "gradient"]
     assert gradients
@@ -140,7 +140,7 @@ def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
 
 
 @pytest.mark.deferred
-def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
+def test_modules_empty_on_later_stages_are_not_traced_in_pipelines() -> None:
     """GPT-2 of transformers applies dropout in front of its blocks, which later stages lack."""
     pytest.importorskip("transformers")
     model = [*without_folder("gpt2"), "data.sequence_length=16", *SMALL]
@@ -153,7 +153,7 @@ def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> N
     assert "transformer.drop" in result.only[0]
 
 
-def test_statistics_are_those_of_whole_tensors() -> None:
+def test_module_trace_statistics_are_of_full_tensors() -> None:
     chosen = configured("gpt", *SINGLE)
 
     def run(world: World) -> tuple[dict[str, torch.Tensor], torch.Tensor, Any]:
@@ -183,7 +183,7 @@ def test_statistics_are_those_of_whole_tensors() -> None:
         assert stats.absmax == pytest.approx(float(tensor.abs().max()), rel=1e-5)
 
 
-def test_a_sum_too_many_over_tensor_ranks_is_found_in_its_module(
+def test_module_trace_finds_extra_tensor_parallel_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = layers.RowParallelLinear.forward
@@ -193,7 +193,7 @@ def test_a_sum_too_many_over_tensor_ranks_is_found_in_its_module(
     assert first.ratio == pytest.approx(2.0)
 
 
-def test_samples_in_another_order_are_found_where_all_elements_are_traced(
+def test_full_module_trace_finds_reordered_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = layers.RowParallelLinear.forward
@@ -205,12 +205,12 @@ def test_samples_in_another_order_are_found_where_all_elements_are_traced(
     assert first.ours.rms == pytest.approx(first.theirs.rms)
 
 
-def test_other_samples_and_other_weights_are_found_before_any_module() -> None:
+def test_module_trace_finds_other_samples_and_weights_first() -> None:
     other = compared(alone("mlp"), traced("mlp", *SINGLE, "seed=1")).differences[0]
     assert (other.ours.kind, other.ours.name) == ("batch", "inputs")
 
 
-def test_a_run_without_traced_steps_hooks_nothing(tmp_path: Path) -> None:
+def test_module_trace_without_steps_adds_no_hooks(tmp_path: Path) -> None:
     overrides = ["train.trace={steps: [], tensors: norms}", "train.steps=1"]
     chosen = dataclasses.replace(configured("mlp", *SINGLE, *overrides), run_dir=str(tmp_path))
     hooks: list[int] = []
@@ -231,7 +231,7 @@ def test_a_run_without_traced_steps_hooks_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", ["[2]", "[-1]", "[0,0]"])
-def test_steps_that_no_run_has_are_refused(steps: str) -> None:
+def test_invalid_trace_steps_are_refused(steps: str) -> None:
     with pytest.raises(ConfigError, match=r"expected steps from 0, the first, to 1, each once"):
         configured("mlp", *SINGLE, f"train.trace.steps={steps}")
 
@@ -282,7 +282,7 @@ def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = Fal
     return Traced(folder)
 
 
-def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -> None:
+def test_module_trace_of_loop_is_equal_in_micro_batches_and_wrapper(tmp_path: Path) -> None:
     right = loop(tmp_path / "a")
     result = compared(right, loop(tmp_path / "b", parts=4, wrapped=True))
     assert ([*result.steps], result.differences, result.only) == ([0, 2], [], ([], []))

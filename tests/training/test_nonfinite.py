@@ -82,9 +82,7 @@ def saved(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("overrides", [["strategy=ddp"], ["strategy=fsdp", "train.grad_clip=null"]])
-def test_a_gradient_that_is_no_number_is_not_saved_where_the_loss_is_finite(
-    tmp_path: Path, overrides: list[str]
-) -> None:
+def test_nan_gradient_with_finite_loss_is_not_saved(tmp_path: Path, overrides: list[str]) -> None:
     message = refused(tmp_path, "model.arguments.at=4", "checkpoint.every=4", *overrides)
     assert message == (
         "the norm of the gradient of step 4 is not finite; embed.weight is the first parameter "
@@ -93,7 +91,7 @@ def test_a_gradient_that_is_no_number_is_not_saved_where_the_loss_is_finite(
     assert saved(tmp_path) == []
 
 
-def test_parameters_that_an_unlogged_step_ruined_are_not_saved_by_a_stop(tmp_path: Path) -> None:
+def test_nan_parameters_of_unlogged_step_are_not_saved_on_stop(tmp_path: Path) -> None:
     message = refused(tmp_path, "model.arguments.at=3", "checkpoint.every=100", stop_at=2)
     assert message.startswith("after step 3 parameters are not finite; embed.weight is the first ")
     assert saved(tmp_path) == []
@@ -102,27 +100,27 @@ def test_parameters_that_an_unlogged_step_ruined_are_not_saved_by_a_stop(tmp_pat
 FP16 = ["train.precision=fp16", "checkpoint.every=0"]
 
 
-def test_updates_that_fp16_leaves_out_are_logged_with_the_loss_scale(tmp_path: Path) -> None:
+def test_skipped_fp16_updates_are_logged_with_loss_scale(tmp_path: Path) -> None:
     events = train(tmp_path, *FP16, "model.arguments.at=2", "model.arguments.lasts=3")
     logged = [event for event in events if isinstance(event, StepLogged)]
     assert [(e.step, e.skipped, e.loss_scale) for e in logged] == [(1, 0, 2**16), (8, 3, 2**13)]
 
 
-def test_fp16_does_not_leave_out_updates_for_ever(tmp_path: Path) -> None:
+def test_fp16_run_fails_after_too_many_skipped_updates(tmp_path: Path) -> None:
     always = ["model.arguments.at=1", "model.arguments.lasts=99", "train.steps=31"]
     message = refused(tmp_path, *FP16, *always)
     assert message.startswith("gradients overflow fp16 in step 31 and in steps before it: updates ")
     assert message.endswith("; use train.precision=bf16, which has the range of fp32")
 
 
-def test_nor_does_it_save_where_the_loss_is_no_number(tmp_path: Path) -> None:
+def test_fp16_run_with_nan_loss_is_not_saved(tmp_path: Path) -> None:
     arguments = ["model.arguments.at=4", "+model.arguments.in_forward=true", "checkpoint.every=4"]
     message = refused(tmp_path, *FP16, *arguments)
     assert message.startswith("the loss of step 4 is nan; ")
     assert saved(tmp_path) == []
 
 
-def test_all_ranks_refuse_what_one_of_them_computed() -> None:
+def test_nan_on_one_rank_is_refused_by_all_ranks() -> None:
     """Replicas that average parameters have different gradients."""
 
     def run(world: World) -> str:

@@ -20,7 +20,7 @@ def answers(world: World, asked_in: int, *, steps: int) -> list[bool]:
     return votes
 
 
-def test_on_a_cpu_all_ranks_stop_after_the_step_in_which_one_is_asked() -> None:
+def test_stop_request_on_cpu_ends_same_step() -> None:
     results = World.mock(2).run(lambda world: answers(world, 1, steps=3))
     assert results == [[False, True, True]] * 2
 
@@ -37,7 +37,7 @@ class _Event:
         self.log.append("wait")
 
 
-def test_on_a_gpu_the_host_waits_for_the_step_before_the_one_that_was_launched(
+def test_stop_vote_on_gpu_reads_previous_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []

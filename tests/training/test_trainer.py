@@ -71,7 +71,7 @@ def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> Non
     assert all(line["tokens"] == 64 for line in lines if "loss" in line)
 
 
-def test_a_checkpoint_has_the_loss_of_an_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
+def test_checkpoint_has_only_evaluation_loss_of_its_step(tmp_path: Path) -> None:
     overrides = ["train.steps=7", "train.eval_every=2", "train.eval_batches=1"]
     events = train(tmp_path, *overrides, "checkpoint.every=3", "checkpoint.keep_last=9")
     evaluated = {event.step: event.eval_loss for event in of(Evaluated, events)}
@@ -91,7 +91,7 @@ def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
     assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in single], rel=1e-5)
 
 
-def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_path: Path) -> None:
+def test_evaluation_batches_and_saved_tensors_count_as_progress(tmp_path: Path) -> None:
     chosen = configured(
         tmp_path, "train.steps=1", "train.eval_batches=3", "checkpoint.every=1", ranks=1
     )
@@ -102,11 +102,11 @@ def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_p
     assert phases.count("saving") > 10  # weights and two states of each
 
 
-def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
+def test_no_evaluation_with_zero_eval_batches(tmp_path: Path) -> None:
     assert not of(Evaluated, train(tmp_path, "train.steps=2", "train.eval_batches=0"))
 
 
-def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_every_n_steps_and_at_end(tmp_path: Path) -> None:
     overrides = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep_last=2"]
     saved = of(Saved, train(tmp_path, *overrides))
     assert [event.step for event in saved] == [2, 4, 5]
@@ -114,7 +114,7 @@ def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     assert names == ["step_4", "step_5"]
 
 
-def test_all_ranks_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path) -> None:
+def test_stop_request_stops_all_ranks_after_same_step(tmp_path: Path) -> None:
     overrides = ["train.steps=9", "train.log_every=1", "checkpoint.every=100"]
     events = train(tmp_path, *overrides, stop_at=3)
     finished = of(Finished, events)[0]
@@ -129,7 +129,7 @@ def test_a_run_that_saves_nothing_stops_without_a_checkpoint(tmp_path: Path) -> 
     assert not of(Saved, events)
 
 
-def test_a_resumed_run_continues_where_it_was_and_logs_no_step_twice(tmp_path: Path) -> None:
+def test_resumed_run_logs_each_step_once(tmp_path: Path) -> None:
     overrides = ["train.log_every=1", "checkpoint.every=2", "train.eval_batches=0"]
     train(tmp_path, *overrides, "train.steps=4", "scheduler=constant")
     lines = (tmp_path / "metrics.jsonl").read_text()
@@ -142,7 +142,7 @@ def test_a_resumed_run_continues_where_it_was_and_logs_no_step_twice(tmp_path: P
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_continues_beside_a_checkpoint_that_can_not_be_deleted(
+def test_run_continues_if_checkpoint_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = {tmp_path / "checkpoints/step_1": PermissionError(13, "Permission denied")}
@@ -183,7 +183,7 @@ def test_a_run_with_the_largest_seed_trains(tmp_path: Path) -> None:
     assert of(Finished, events)[0].step == 2
 
 
-def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: Path) -> None:
+def test_custom_model_dropout_is_reproduced_after_resume(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     overrides = ["plugins=[dropout_plugin_of_a_test]", "model=with_dropout", *TINY[3:]]
     (tmp_path / "dropout_plugin_of_a_test.py").write_text(
@@ -213,7 +213,7 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
     assert in_two_runs == whole
 
 
-def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
+def test_unequal_micro_batch_token_counts_weigh_like_one_batch() -> None:
     from axonlaunch.engines.build import build_engine
 
     def loss_and_norm(*overrides: str) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
     assert accumulated == pytest.approx(whole, rel=1e-6)
 
 
-def test_the_rate_is_of_the_targets_that_counted_in_each_step(
+def test_throughput_counts_only_counted_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Loader.batch
@@ -281,7 +281,7 @@ def test_tokens_seen_and_epochs_are_counted_across_a_resume(tmp_path: Path) -> N
     assert of(StepLogged, events)[-1].tokens_seen == 6 * 64
 
 
-def test_an_evaluation_comes_before_the_first_step_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_evaluation_before_first_step_if_configured(tmp_path: Path) -> None:
     events = train(tmp_path, "train.steps=2", "train.eval_at_start=true", "train.eval_batches=1")
     evaluated = of(Evaluated, events)
     assert [event.step for event in evaluated] == [0, 2]
@@ -293,7 +293,7 @@ STILL += ["scheduler=constant", "optimizer.lr=1e-30", "checkpoint.every=1"]
 """A rate at which no weight changes, so that no evaluation finds a lower loss."""
 
 
-def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
+def test_early_stopping_ends_training(tmp_path: Path) -> None:
     events = train(tmp_path, *STILL)
     assert [event.step for event in of(Evaluated, events)] == [2, 4, 6]
     [finished] = of(Finished, events)
@@ -306,14 +306,14 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
     assert of(Finished, again)[0].step == 6
 
 
-def test_an_evaluation_that_is_no_number_is_not_the_best_once_there_is_one() -> None:
+def test_nan_evaluation_is_not_best() -> None:
     history = EvaluationHistory()
     for loss in (math.nan, 3.0, 2.0, math.nan):
         history.add(loss)
     assert (history.best, history.since) == (2.0, 1)
 
 
-def test_a_resumed_run_ends_early_where_it_would_have_ended(tmp_path: Path) -> None:
+def test_early_stopping_continues_after_resume(tmp_path: Path) -> None:
     train(tmp_path, *STILL, "train.log_every=1", stop_at=4)
     events = train(tmp_path, *STILL)
     assert of(Started, events)[0].step < 6

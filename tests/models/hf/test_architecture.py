@@ -26,7 +26,7 @@ def refusal(**settings: Any) -> str:
     return str(caught.value)
 
 
-def test_overrides_go_over_what_the_file_says(tmp_path: Path) -> None:
+def test_model_overrides_replace_file_values(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
     changes = {"num_hidden_layers": 1, "rope_parameters": {"factor": 4.0}}
     described = architecture(HuggingFaceConfig(path=path, config=changes))
@@ -50,7 +50,7 @@ def test_fewer_blocks_take_the_first_entries_of_lists_of_blocks(tmp_path: Path) 
     assert described.layer_types == kinds[:2]
 
 
-def test_an_override_of_the_rotary_base_counts(tmp_path: Path) -> None:
+def test_override_of_rotary_base_applies(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
     described = architecture(HuggingFaceConfig(path=path, config={"rope_theta": 777.0}))
     assert described.rope_parameters["rope_theta"] == 777.0
@@ -95,9 +95,7 @@ def test_an_unknown_model_type_is_reported_with_the_nearest() -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_causal_language_model_is_refused(
-    content: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_non_causal_model_is_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = folder(tmp_path, **content)
     assert refusal(path=path).startswith(f"model.path={path}: {message}")
 
@@ -119,7 +117,7 @@ def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
-def test_a_description_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_config_json_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert "config.json can't be read" in refusal(path=str(tmp_path))
 
@@ -137,7 +135,7 @@ def test_a_model_id_that_is_not_in_the_cache_is_refused_at_once(
     assert "hf download someone/some-model where there is a network" in message
 
 
-def test_code_that_comes_with_a_model_is_not_run_unless_that_is_allowed(tmp_path: Path) -> None:
+def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     code = "modeling_own.OwnForCausalLM"
     path = folder(tmp_path, model_type="own", auto_map={"AutoModelForCausalLM": code})
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')")
@@ -155,9 +153,7 @@ def test_code_that_comes_with_a_model_is_not_run_unless_that_is_allowed(tmp_path
         {"experts_implementation": "someone/kernels"},
     ],
 )
-def test_kernels_that_a_file_names_are_not_fetched_and_run(
-    named: dict[str, Any], tmp_path: Path
-) -> None:
+def test_hub_kernels_are_not_fetched_and_run(named: dict[str, Any], tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"], **named)
     assert "whose code would be fetched and run; remove the key, and" in refusal(path=path)
 
@@ -169,19 +165,19 @@ def test_more_blocks_than_any_model_has_are_refused_at_once(key: str, tmp_path: 
 
 
 @pytest.mark.parametrize("prepared", ["link", "fifo"])
-def test_a_description_that_is_no_regular_file_is_refused(prepared: str, tmp_path: Path) -> None:
+def test_config_json_that_is_special_file_is_refused(prepared: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
     assert f"{file} can't be read: is not a regular file" in refusal(path=str(tmp_path))
 
 
-def test_a_family_that_transformers_has_uses_its_code(tmp_path: Path) -> None:
+def test_known_family_uses_transformers_code(tmp_path: Path) -> None:
     brought = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     path = folder(tmp_path, **FAMILIES["llama"], auto_map=brought)
     assert type(architecture(HuggingFaceConfig(path=path))).__name__ == "LlamaConfig"
 
 
-def test_a_type_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
+def test_model_type_override_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
     message = refusal(path=path, config={"model_type": "qwen3"})
     assert message == "model.config.model_type=qwen3: model.path is llama; remove this setting"

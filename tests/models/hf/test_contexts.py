@@ -26,9 +26,7 @@ OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(6, OFFERED, start=3))
-def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
-    kind: str, tmp_path: Path
-) -> None:
+def test_hf_family_with_context_parallelism_equals_plain_loop(kind: str, tmp_path: Path) -> None:
     # Mistral and Gemma have a window of 16 in a sequence of 32.
     save(kind, tmp_path)
     expected = by_transformers(tmp_path)
@@ -46,7 +44,7 @@ def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> Non
     assert losses != pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
+def test_granite_attention_scale_holds_with_context_parallelism(tmp_path: Path) -> None:
     save("llama", tmp_path)
     changes = {"model_type": "granite", "attention_multiplier": 0.5, "rope_parameters": None}
     save("llama", tmp_path, **changes)
@@ -65,7 +63,7 @@ def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
     ],
     ids=["pipeline", "fsdp"],
 )
-def test_other_axes_divide_what_a_context_axis_leaves(layout: list[str], tmp_path: Path) -> None:
+def test_context_parallelism_combines_with_other_axes(layout: list[str], tmp_path: Path) -> None:
     save("gemma3_text", tmp_path)
     losses = by_axonlaunch(tmp_path, [*layout, "strategy.context.degree=2", "launch.nproc=4"])
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
@@ -85,9 +83,7 @@ PACKED = {
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(4, PACKED))
-def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
-    kind: str, tmp_path: Path
-) -> None:
+def test_context_parallel_packing_equals_plain_loop(kind: str, tmp_path: Path) -> None:
     # Documents of 20 tokens begin in one shard and end in another, and are longer than a window.
     save(kind, tmp_path)
     packed = "data.document_length=20"
@@ -98,7 +94,7 @@ def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, SPECIAL, start=1))
-def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_path: Path) -> None:
+def test_context_parallelism_supports_head_sizes_and_sinks(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, CONTEXT) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
@@ -111,7 +107,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_would_be_wrong_is_refused_before_anything_starts(kind: str) -> None:
+def test_unsupported_context_parallel_model_is_refused_before_start(kind: str) -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(without_folder(kind, *CONTEXT))
     (issue,) = raised.value.problems
@@ -120,7 +116,7 @@ def test_a_model_that_would_be_wrong_is_refused_before_anything_starts(kind: str
     assert re.search(REFUSED[kind], issue.message)
 
 
-def test_one_block_of_a_kind_that_is_not_divided_is_enough_to_refuse() -> None:
+def test_one_unsupported_block_refuses_context_parallelism() -> None:
     types = ["full_attention", "conv"]
     with pytest.raises(ConfigError, match=r"layers\.1 mixes tokens by convolution"):
         run_config(without_folder("lfm2", *CONTEXT, layer_types=types))
@@ -132,7 +128,7 @@ def test_rotary_angles_that_follow_the_longest_position_are_refused() -> None:
         run_config(without_folder("llama", *CONTEXT, rope_parameters=rope))
 
 
-def test_a_loss_of_all_tokens_routers_is_refused_on_parts() -> None:
+def test_router_loss_of_all_tokens_is_refused_with_context_parallelism() -> None:
     with pytest.raises(ConfigError, match=r"use model\.config\.output_router_logits=false"):
         run_config(without_folder("mixtral", *CONTEXT, output_router_logits=True))
 
@@ -192,9 +188,9 @@ class _Model(nn.Module):
     ],
     ids=["sum", "mean", "shift", "product", "softmax", "roll", "loop", "attention", "count"],
 )
-def test_what_lets_tokens_see_others_is_named(beside: object, operation: str) -> None:
+def test_token_mixing_modules_are_named(beside: object, operation: str) -> None:
     assert operation in why_undivided(_Model(beside), layers="layers")
 
 
-def test_what_is_done_to_each_token_is_no_mixing() -> None:
+def test_per_token_modules_are_not_token_mixing() -> None:
     assert why_undivided(_Model(lambda x: x.softmax(-1) + x.mean(-1, True)), layers="layers") == ""

@@ -31,7 +31,7 @@ def described(config: dict[str, Any], blocks: int = 4) -> HuggingFaceConfig:
 
 
 @pytest.mark.parametrize("kind", FOUR_BLOCKS)
-def test_blocks_repeat_after_one_of_each_kind_and_after_none_where_kinds_do_not(kind: str) -> None:
+def test_block_repetition_is_detected_for_mixed_kinds(kind: str) -> None:
     config, figures = FOUR_BLOCKS[kind]
     assert model_figures(described(config)) == figures
 
@@ -41,7 +41,7 @@ def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:
     return configs.with_values(plain, {"model": config, **changes})
 
 
-def test_fewer_blocks_are_the_first_ones() -> None:
+def test_reduced_depth_keeps_first_blocks() -> None:
     config = described(FAMILIES["gemma2"])
     fewer: Any = run(config)
     fewer = configs.with_values(fewer, of_blocks(config, 2))
@@ -56,7 +56,7 @@ def test_layouts_divide_heads_and_blocks() -> None:
 
 
 @pytest.mark.costly
-def test_the_work_of_a_model_of_two_kinds_of_blocks_is_of_all_its_parameters() -> None:
+def test_flops_of_mixed_blocks_count_all_parameters() -> None:
     config = run(described(FAMILIES["gemma2"]))
     work = step_work(config, world_size=1)
     assert work.layers == (4,)

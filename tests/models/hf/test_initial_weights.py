@@ -19,7 +19,7 @@ def config(kind: str, **changes: Any) -> HuggingFaceConfig:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_weights_are_of_the_distribution_that_transformers_draws(kind: str) -> None:
+def test_initial_weights_follow_transformers_distribution(kind: str) -> None:
     ours, expected = build_model(config(kind)), dict(theirs(kind).named_parameters())
     assert dict(ours.named_parameters()).keys() == expected.keys()
     for name, parameter in ours.named_parameters():
@@ -53,7 +53,7 @@ def test_parameters_have_no_storage_until_they_are_divided() -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_weights_depend_on_the_seed_and_the_name_alone() -> None:
+def test_initial_weights_depend_only_on_seed_and_name() -> None:
     deep = build_model(config("qwen3", num_hidden_layers=4), seed=3)
     torch.manual_seed(11)
     torch.rand(5)
@@ -70,7 +70,7 @@ def test_an_embedding_of_padding_starts_at_zero() -> None:
     assert (table[1:] != 0).any(1).all()
 
 
-def test_weights_that_can_only_be_drawn_as_a_whole_are() -> None:
+def test_full_tensor_initializers_are_supported() -> None:
     chosen = HuggingFaceConfig(
         config={
             "model_type": "mamba2",
@@ -94,7 +94,7 @@ def test_weights_that_can_only_be_drawn_as_a_whole_are() -> None:
     assert not torch.equal(steps, first.get_parameter("backbone.layers.1.mixer.dt_bias"))
 
 
-def test_building_leaves_the_generator_alone() -> None:
+def test_building_model_does_not_use_global_generator() -> None:
     state = torch.get_rng_state()
     structure(config("gpt2", num_hidden_layers=1))
     build_model(config("gpt2", num_hidden_layers=1))

@@ -22,7 +22,7 @@ def model(kind: str) -> Any:
     return structure(HuggingFaceConfig(config=FAMILIES[kind], init="random")).model
 
 
-def test_positions_that_count_up_need_no_mask_with_values_or_without() -> None:
+def test_consecutive_positions_need_no_mask() -> None:
     library.transformers()
     from transformers import masking_utils
 
@@ -35,7 +35,7 @@ def test_positions_that_count_up_need_no_mask_with_values_or_without() -> None:
 
 
 @pytest.mark.parametrize("longest", [2, 64])
-def test_tables_that_depend_on_the_longest_position_are_made_without_values(longest: int) -> None:
+def test_rotary_tables_by_longest_position_build_on_fake_tensors(longest: int) -> None:
     library.transformers()
     from transformers import modeling_rope_utils
 
@@ -48,7 +48,7 @@ def test_tables_that_depend_on_the_longest_position_are_made_without_values(long
     assert structure(config).flow.problem == ""
 
 
-def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
+def test_replaced_mask_function_builds_mask() -> None:
     library.transformers()
     from transformers import masking_utils
 
@@ -56,7 +56,7 @@ def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
     assert "packed_sequence_mask = find_packed_sequence_indices(position_ids)" in code
 
 
-def test_experts_of_a_checkpoint_are_found_by_transformers_own_conversion() -> None:
+def test_experts_in_checkpoint_are_found_by_transformers_conversion() -> None:
     names = [f"model.layers.0.mlp.experts.{n}.gate_proj.weight" for n in range(4)]
     mapped = list(library.targets(model("qwen3_moe"), names))
     assert [source for source, *_ in mapped] == names
@@ -73,12 +73,12 @@ def test_packed_experts_are_written_one_by_one() -> None:
     }
 
 
-def test_keys_that_code_alone_reads_are_known() -> None:
+def test_config_keys_read_only_by_code_are_known() -> None:
     assert "head_dim" in library.keys_read_by_code(library.config_types()["qwen3_moe"])
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "gemma3_text"])
-def test_types_are_known_by_their_names(kind: str) -> None:
+def test_dtypes_are_parsed_by_name(kind: str) -> None:
     assert kind in library.causal_types()
     assert kind in library.config_types()
 
@@ -87,7 +87,7 @@ def test_types_are_known_by_their_names(kind: str) -> None:
     ("device", "dtype", "shares"),
     [("cuda", torch.float32, False), ("cuda", torch.bfloat16, True), ("cpu", torch.float32, True)],
 )
-def test_heads_are_shared_where_a_fused_kernel_takes_them(
+def test_grouped_heads_use_fused_kernel_if_supported(
     device: str, dtype: torch.dtype, shares: bool
 ) -> None:
     """Otherwise torch silently uses the kernel that holds all scores."""

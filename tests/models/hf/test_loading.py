@@ -21,7 +21,7 @@ SLACK = 12 << 20
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-def test_a_rank_that_loads_holds_its_part_and_at_most_a_tensor_beside_it(
+def test_loading_rank_holds_shard_and_at_most_one_tensor(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHES))

@@ -58,7 +58,7 @@ WITH_MAGNITUDES = [
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("kind", "layout", "targets"), every(4, CASES))
-def test_losses_and_gradients_are_those_of_peft(
+def test_lora_losses_and_gradients_equal_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
 ) -> None:
     named = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
@@ -67,9 +67,7 @@ def test_losses_and_gradients_are_those_of_peft(
 
 @pytest.mark.deferred
 @pytest.mark.parametrize(("kind", "layout"), WITH_MAGNITUDES)
-def test_losses_and_gradients_of_dora_are_those_of_peft(
-    kind: str, layout: str, tmp_path: Path
-) -> None:
+def test_dora_losses_and_gradients_equal_peft(kind: str, layout: str, tmp_path: Path) -> None:
     options = {"target_modules": "all-linear", "use_dora": True}
     compared(kind, layout, tmp_path, "adapter.dora=true", **options)
 
@@ -89,9 +87,7 @@ PACKED = [
 
 @pytest.mark.deferred
 @pytest.mark.parametrize(("kind", "layout"), PACKED)
-def test_losses_and_gradients_of_packed_experts_are_those_of_peft(
-    kind: str, layout: str, tmp_path: Path
-) -> None:
+def test_lora_of_packed_experts_equals_peft(kind: str, layout: str, tmp_path: Path) -> None:
     targets = "adapter.targets=[q_proj,experts.*_proj]"
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     options = {"target_modules": ["q_proj"], "target_parameters": parameters}
@@ -99,7 +95,7 @@ def test_losses_and_gradients_of_packed_experts_are_those_of_peft(
 
 
 @pytest.mark.parametrize(("key", "value"), [("adapter.dora", "true"), ("adapter.dropout", "0.1")])
-def test_what_packed_experts_can_not_have_is_refused(key: str, value: str) -> None:
+def test_unsupported_lora_of_packed_experts_is_refused(key: str, value: str) -> None:
     model = without_folder("qwen3_moe", "adapter=lora", "adapter.targets=[experts.down_proj]")
     with pytest.raises(ConfigError, match="as in PEFT; use") as refused:
         run_config([*model, "strategy=single", f"{key}={value}"])

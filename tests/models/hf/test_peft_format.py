@@ -86,7 +86,7 @@ def logits(model: Any) -> Tensor:
         ],
     ),
 )
-def test_peft_loads_what_is_exported_with_the_same_logits(
+def test_peft_loads_exported_adapter_with_equal_logits(
     kind: str, layout: list[str], tmp_path: Path
 ) -> None:
     base, run_dir = tmp_path / "base", tmp_path / "run"
@@ -112,7 +112,7 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
 @pytest.mark.parametrize(
     ("strategy", "options"), [("pipeline", {}), ("fsdp", {"use_dora": True}), ("tensor", {})]
 )
-def test_what_peft_saved_is_what_a_run_starts_from(
+def test_run_starts_from_peft_adapter(
     strategy: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     base, folder, layout = tmp_path / "base", tmp_path / "peft", [f"strategy={strategy}"]
@@ -128,7 +128,7 @@ def test_what_peft_saved_is_what_a_run_starts_from(
 
 
 @pytest.mark.parametrize("parameters", [["down_proj"], ["down_proj", "gate_up_proj"]])
-def test_what_peft_saved_of_packed_experts_is_what_a_run_starts_from(
+def test_run_starts_from_peft_adapter_of_packed_experts(
     parameters: list[str], tmp_path: Path
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "peft"
@@ -168,7 +168,7 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
         (["model.config.hidden_size=128"], {}, "the model's is [3, 128]"),
     ],
 )
-def test_a_folder_that_is_another_kind_or_another_models_is_refused(
+def test_adapter_folder_of_other_kind_or_model_is_refused(
     overrides: list[str], change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "peft"
@@ -226,9 +226,7 @@ LORA_TENSORS = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("swap", ["link", "fifo", "device", "folder"])
-def test_an_adapter_file_that_is_no_regular_file_is_refused(
-    swap: str, name: str, tmp_path: Path
-) -> None:
+def test_adapter_file_that_is_special_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}
@@ -259,7 +257,7 @@ def test_adapter_tensors_that_are_not_of_floating_point_are_refused(tmp_path: Pa
         read_peft(tmp_path)
 
 
-def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> None:
+def test_adapter_without_peft_format_is_refused_but_can_be_merged(tmp_path: Path) -> None:
     save("qwen3", tmp_path / "base")
     overrides = [f"model.path={tmp_path}/base", "strategy=single", "train.unfreeze=['*norm*']"]
     chosen, expected = trained([*LORA, *overrides], tmp_path / "run")

@@ -48,9 +48,7 @@ def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) ->
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["opt", "qwen3_moe"]))
-def test_backward_in_two_parts_takes_what_blocks_of_any_kind_return(
-    kind: str, tmp_path: Path
-) -> None:
+def test_split_backward_accepts_all_block_outputs(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)  # OPT's block returns a view
     layout = [*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]
     losses = by_axonlaunch(tmp_path, layout, *EIGHT)
@@ -69,12 +67,12 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, SPECIAL))
-def test_blocks_of_several_kinds_are_cut_as_those_of_one(kind: str, tmp_path: Path) -> None:
+def test_pipeline_splits_blocks_of_several_kinds(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
+def test_router_loss_of_all_blocks_is_refused_in_pipeline() -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
     (issue,) = raised.value.problems
@@ -118,7 +116,7 @@ def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: P
     assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(expected, rel=2e-5)
 
 
-def test_stages_are_balanced_in_a_process_that_has_not_looked_at_the_model_yet() -> None:
+def test_pipeline_split_works_in_fresh_process() -> None:
     # As in a rank: the launcher inspected the model in another process.
     config = run_config(without_folder("qwen3", num_hidden_layers=6)).model
     structure._derive.cache_clear()
@@ -128,7 +126,7 @@ def test_stages_are_balanced_in_a_process_that_has_not_looked_at_the_model_yet()
     assert sum(stage_counts(spec, model, num_stages=2, sample=sample, in_flight=2)) == 6
 
 
-def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
+def test_placeholder_block_has_attributes_of_block() -> None:
     config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
     stage = _cut(config, 2, BLOCKS)
     first = stage.get_submodule("model.layers.0")
@@ -162,7 +160,7 @@ def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.Monk
     assert "lm_head.weight" in last
 
 
-def test_evaluation_passes_the_same_stages(tmp_path: Path) -> None:
+def test_evaluation_runs_through_pipeline_stages(tmp_path: Path) -> None:
 
     from rank_engine import rank_engine
 

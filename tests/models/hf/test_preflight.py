@@ -48,11 +48,11 @@ def refusal(*overrides: str) -> str:
         (["model.attention=fast"], "model.attention=fast: use auto, sdpa, flex or eager"),
     ],
 )
-def test_what_can_not_be_done_is_refused(overrides: list[str], reported: str) -> None:
+def test_unsupported_hf_settings_are_refused(overrides: list[str], reported: str) -> None:
     assert refusal(*overrides_of("llama"), *overrides).startswith(reported)
 
 
-def test_figures_that_only_a_forward_refuses_are_refused() -> None:
+def test_sizes_that_fail_in_forward_are_refused() -> None:
     error = refusal(*overrides_of("qwen3", num_key_value_heads=3))
     assert error.startswith("model.config: its forward fails with RuntimeError: ")
 
@@ -81,7 +81,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(
     assert reported in refusal("model=hf", *settings)
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Needs, "is_missing", property(lambda needs: needs.module == "transformers"))
     expected = "model.name=hf: transformers is not installed; pip install 'axonlaunch[hf]'"
     assert expected in refusal(*overrides_of("llama"))
@@ -148,7 +148,7 @@ def test_weights_that_are_not_in_the_cache_are_fetched_once(
 
 
 @pytest.mark.parametrize("error", [OfflineModeIsEnabled, LocalEntryNotFoundError])
-def test_offline_it_says_so_at_once(
+def test_offline_without_cache_is_error_at_once(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached(tmp_path, monkeypatch)
@@ -175,7 +175,7 @@ def test_a_folder_is_found_from_any_working_folder(
     ("rank", "local_rank", "fetches"),
     [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)],  # rank 0 has it in its cache
 )
-def test_one_rank_of_each_node_fetches_what_another_launcher_starts(
+def test_one_rank_per_node_downloads_model_under_other_launchers(
     rank: int,
     local_rank: int,
     fetches: bool,

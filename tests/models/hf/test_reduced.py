@@ -59,7 +59,7 @@ def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
         (24, 1, ModelDivision(), (24, 1)),
     ],
 )
-def test_heads_keep_their_ratio_and_how_they_are_divided(
+def test_reduced_model_keeps_head_ratio_and_division(
     heads: int, keys: int, division: ModelDivision, few: tuple[int, int]
 ) -> None:
     large = described(
@@ -69,7 +69,7 @@ def test_heads_keep_their_ratio_and_how_they_are_divided(
     assert (typed.num_attention_heads, typed.num_key_value_heads) == few
 
 
-def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -> None:
+def test_reduced_model_is_equal_for_other_width_and_depth() -> None:
     def small(**figures: Any) -> dict[str, Any]:
         large = described("qwen3", vocab_size=32000, head_dim=64, **figures)
         content: dict[str, Any] = structure(reduce_model(large, HYBRID)).typed.to_dict()
@@ -91,7 +91,7 @@ def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -
         ("blt", "is large: with few of those it has "),
     ],
 )
-def test_what_is_another_architecture_once_it_is_small_says_so(kind: str, reason: str) -> None:
+def test_model_that_cannot_be_reduced_has_reason(kind: str, reason: str) -> None:
     large = described(kind)
     with pytest.raises(NotReducibleError, match=reason):
         refuse_unlike(large, reduce_model(large, HYBRID))

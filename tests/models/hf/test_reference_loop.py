@@ -51,7 +51,7 @@ def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["qwen2", "gemma2", "qwen3_moe"]))
-def test_ranks_share_key_value_heads_that_are_fewer_than_they(kind: str, tmp_path: Path) -> None:
+def test_fewer_key_value_heads_than_ranks_are_shared(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     expected = by_transformers(tmp_path)
     assert by_axonlaunch(tmp_path, tensor(4)) == pytest.approx(expected, rel=2e-5)
@@ -98,9 +98,7 @@ def test_every_layout_learns_as_a_plain_loop(kind: str, layout: str, tmp_path: P
 
 @pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["mixtral", "qwen3_moe"]))
-def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_router_auxiliary_loss_equals_transformers(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
     expected = by_transformers(tmp_path)
     assert by_axonlaunch(tmp_path, LAYOUTS["single"]) == pytest.approx(expected, rel=2e-5)
@@ -121,7 +119,7 @@ def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     ],
     ids=["granite", "cohere"],
 )
-def test_logits_that_are_scaled_after_the_head_are_so_on_each_part_of_the_vocabulary(
+def test_logit_scaling_applies_to_vocabulary_shards(
     kind: str, scales: dict[str, float], tmp_path: Path
 ) -> None:
     import transformers

@@ -33,7 +33,7 @@ def saved_with_tokenizer(kind: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_the_likeliest_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_greedy_sampling_equals_transformers(kind: str, tmp_path: Path) -> None:
     import transformers
 
     tokenizer = saved_with_tokenizer(kind, tmp_path)

@@ -56,7 +56,7 @@ def test_blocks_of_several_kinds_are_distinguished() -> None:
     assert model.kinds == tuple(f"Gemma2DecoderLayer({kind})" for kind in kinds)
 
 
-def test_blocks_that_no_plan_names_are_the_decoders_only_list() -> None:
+def test_blocks_without_plan_are_only_module_list() -> None:
     small = {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "vocab_size": 99}
     model = of("bart", is_encoder_decoder=False, is_decoder=True, **small)
     assert model.layers == "model.decoder.layers"
@@ -70,7 +70,7 @@ def test_a_model_without_one_list_of_blocks_says_so() -> None:
     assert model.flow.problem == model.no_layers
 
 
-def test_a_large_model_takes_no_memory_and_each_copy_is_ones_own() -> None:
+def test_structure_of_large_model_takes_no_memory() -> None:
     large = of("mixtral", num_local_experts=2048, hidden_size=4096, intermediate_size=16384)
     assert sum(p.numel() for p in large.model.parameters()) > 10**11
     assert all(parameter.is_meta for parameter in large.model.parameters())
@@ -103,7 +103,7 @@ def test_inspection_says_which_layouts_are_legal_and_why_others_are_not() -> Non
     assert all(answer.reason for answer in inspected.layouts if not answer.legal)
 
 
-def test_a_model_of_ours_is_inspected_too() -> None:
+def test_builtin_model_can_be_inspected() -> None:
     inspected = inspect(
         run_config(
             [

@@ -44,9 +44,7 @@ def test_the_page_has_the_settings_of_every_proved_layout() -> None:
 
 
 @pytest.mark.usefixtures("benches")
-def test_the_table_is_unchanged_when_its_own_rows_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewriting_rows_keeps_hf_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_table: Any = importlib.import_module("hf_table")
     table, rows, data = (
         proved_table(),
@@ -99,7 +97,7 @@ def of_its_version() -> None:
 @pytest.mark.usefixtures("benches", "of_its_version")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "layout"), every(4, AGAIN, start=1))
-def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
+def test_rerun_row_equals_hf_table(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
     reason = proved_table().named[kind].refused.get(layout)
@@ -109,7 +107,7 @@ def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: st
 
 
 @pytest.mark.usefixtures("of_its_version")
-def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
+def test_ls_hf_shows_proved_layouts(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     shown = axonlaunch("ls", "hf", "--like", "bloom").stdout
     assert "bloom, context 2: refused: " in shown

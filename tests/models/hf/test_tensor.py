@@ -91,7 +91,7 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
     assert resumed == pytest.approx(losses, rel=1e-5)
 
 
-def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
+def test_transformers_loads_export_of_tensor_parallel_run(tmp_path: Path) -> None:
     import transformers
 
     overrides = [family("mixtral"), *TENSOR]
@@ -137,7 +137,7 @@ def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
         ),
     ],
 )
-def test_a_degree_that_sizes_do_not_allow_is_refused_with_those_that_do(
+def test_invalid_tensor_degree_is_refused_with_valid_ones(
     kind: str, changes: dict[str, Any], degree: int, expected: str
 ) -> None:
     layout = [
@@ -150,13 +150,13 @@ def test_a_degree_that_sizes_do_not_allow_is_refused_with_those_that_do(
     assert expected in messages
 
 
-def test_no_plan_of_transformers_keeps_a_part_of_the_sequence() -> None:
+def test_transformers_plans_have_no_sequence_parallelism() -> None:
     messages = problems("llama", *TENSOR, "strategy.tensor.sequence_parallel=true")
     assert "model=hf has no sequence-parallel form; use false" in messages
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
+def test_fixed_head_counts_are_refused_before_start(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     analyzed = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
@@ -169,7 +169,7 @@ def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_slopes_that_learn_from_a_part_of_the_features_are_seen_before_the_start(
+def test_learned_slopes_on_feature_shards_are_refused_before_start(
     corrected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers' plan of Apertus omits them, so each rank would learn different slopes."""
@@ -188,7 +188,7 @@ def test_slopes_that_learn_from_a_part_of_the_features_are_seen_before_the_start
         assert wrong.startswith("model.layers.0.mlp.act_fn has parameters that the plan does not")
 
 
-def test_subclasses_count_as_what_they_compute() -> None:
+def test_linear_subclasses_count_as_linear() -> None:
     from transformers.models.falcon.modeling_falcon import FalconLinear
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
     from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
@@ -227,7 +227,7 @@ def test_a_plan_cuts_experts_and_shares_key_value_heads() -> None:
     }
 
 
-def test_weights_that_were_saved_are_read_into_parts_of_experts(tmp_path: Path) -> None:
+def test_saved_weights_load_into_expert_shards(tmp_path: Path) -> None:
     theirs = dict(save("mixtral", tmp_path).named_parameters())
 
     def start(engine: Any, loader: Any, world: World) -> Any:
