@@ -23,7 +23,6 @@ from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import (
     LaunchOptions,
     check_function,
-    launch_function,
     launcher,
     launcher_of,
 )
@@ -116,7 +115,10 @@ def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
 
 @dataclass
 class Runs:
-    """The runs of a command, one after another. ``launch`` launches all of them.
+    """The runs of a command, one after another.
+
+    The caller iterates, launches each run that is yielded, and calls ``record_end`` before the next
+    iteration.
 
     Attributes:
         loaded: Overrides and configuration of each run.
@@ -149,15 +151,6 @@ class Runs:
             return run_dir.resumes_if_restarted(loaded, options.identity)
 
         return cls(load_all(request, load=load), options, composed)
-
-    def launch(self) -> None:
-        """Launch each run that iteration yields, and record how it ended.
-
-        Raises:
-            ConfigError: A run can't be launched; none was launched.
-        """
-        for config, options in self:
-            self.record_end(*launch_function(config)(config, options))
 
     @property
     def status(self) -> int:

@@ -71,7 +71,7 @@ def interrupt():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 
-threading.Thread(target=interrupt).start()
+threading.Thread(target=interrupt, daemon=True).start()
 handler = signal.getsignal(signal.SIGINT)
 try:
     ax.train(ax.load([*TINY, "name=stopped", "train.steps=100000"]))

@@ -95,7 +95,7 @@ def command(
         # Import these now, while the server imports torch on another core.
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.external.launcher_process import LauncherProcess
-        from axonlaunch.launch.launcher import LaunchOptions
+        from axonlaunch.launch.launcher import LaunchOptions, launch_function
         from axonlaunch.launch.runs import Request, Runs, accelerators_of
 
         request = Request(
@@ -131,7 +131,9 @@ def command(
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             runs = Runs.load(request, environment.of_node(), options)
-            runs.launch()
+            for config, chosen in runs:
+                launch = launch_function(config)
+                runs.record_end(*launch(config, chosen))
             status, summaries = runs.status, runs.summaries
     if as_json:
         if multirun:

@@ -24,7 +24,7 @@ from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.launcher import LaunchOptions, launch_function
 from axonlaunch.launch.runs import INTERRUPTED, Runs, accelerators_of
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared, with_changes
@@ -121,7 +121,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         identity = LauncherProcess(environment.launcher).identity
         options = LaunchOptions(context=server(), started=started, identity=identity)
         runs = Runs([([], run_dir.resumes_if_restarted(config, identity))], options)
-        runs.launch()
+        for checked, chosen in runs:
+            runs.record_end(*launch_function(checked)(checked, chosen))
     [summary] = runs.summaries or [{}]
     if runs.status == INTERRUPTED:
         raise KeyboardInterrupt
