@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from configured import estimate_config
 
-from axonlaunch import config as configs
 from axonlaunch.config import ConfigError
+from axonlaunch.config.options.model import FreeModelConfig
 from axonlaunch.planning.throughput import step_work
 from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
@@ -126,7 +126,7 @@ def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
     config = estimate_config(
         [*SMALL, "strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
     )
-    custom = dataclasses.replace(config, model=configs.model.FreeModelConfig(name="llama"))
+    custom = dataclasses.replace(config, model=FreeModelConfig(name="llama"))
     with pytest.raises(ConfigError, match="do not repeat, so it can't be extrapolated"):
         step_work.step_work(custom, world_size=2)
 

@@ -140,13 +140,9 @@ class CustomDataConfig:
     num_classes: int | None = field(default=None, metadata={"min": 1})
     """number of classes, or size of the vocabulary; null: read from the dataset"""
     eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
-    """fraction of a map-style dataset, at its end, that is held out for evaluation; unused if the
-    dataset has held_out
-    """
+    """fraction at the end of a map-style dataset to hold out; unused if the dataset has held_out"""
     collate: str | None = None
-    """import path of a function that batches a list of samples, package.module:function; null:
-    pairs are stacked, other samples are collated by torch
-    """
+    """function that batches samples, package.module:function; null: stacks pairs, else torch's"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid value."""

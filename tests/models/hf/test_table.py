@@ -112,7 +112,7 @@ def test_ls_hf_shows_proved_layouts(tmp_path: Path, server: Server) -> None:
     shown = axonlaunch("ls", "hf", "--like", "bloom").stdout
     assert "bloom, context 2: refused: " in shown
     refused = axonlaunch("ls", "hf", "--like", "xlnet").stdout
-    assert refused.count("xlnet, every layout: refused: ") == 1
+    assert refused.count("xlnet, all layouts: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
     named = proved_table().named
     counted = axonlaunch("ls", "hf").stdout.partition(f"yes, of {len(named)}")[2].split()
