@@ -115,7 +115,7 @@ def test_ls_hf_shows_proved_layouts(tmp_path: Path, server: Server) -> None:
     assert refused.count("xlnet, all layouts: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
     named = proved_table().named
-    counted = axonlaunch("ls", "hf").stdout.partition(f"yes, of {len(named)}")[2].split()
+    counted = axonlaunch("ls", "hf").stdout.partition(f"yes (of {len(named)})")[2].split()
     assert int(counted[0]) == sum("fsdp 2" not in family.refused for family in named.values())
     assert listed["versions"] == proved_table().versions
     assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
