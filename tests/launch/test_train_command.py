@@ -153,7 +153,7 @@ def test_invalid_sweep_run_is_refused_before_first(served: Command) -> None:
         (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),
         (["launch.backend=mock", "train.compile=true"], "launch.backend=mock: ranks are threads"),
         (["model=llama3_70b"], "model=llama: 70.6B parameters with gradients and optimizer"),
-        (["data=text", "data.files=[nothing.txt]"], "data.files=nothing.txt: no file is there"),
+        (["data=text", "data.files=[nothing.txt]"], "data.files=nothing.txt: no file matches"),
         (["model=custom", "model.target=nothing:build"], "model.target=nothing:build: "),
         (["data.num_samples=4"], "train.global_batch_size=8: the data has 4 samples"),
     ],
