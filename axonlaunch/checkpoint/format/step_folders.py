@@ -28,6 +28,7 @@ from axonlaunch.system.storage.files import (
     TooLargeError,
     create_file,
     open_regular,
+    sync_folder,
 )
 from axonlaunch.system.text.formatting import MIB
 
@@ -315,7 +316,7 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
-    _sync_folder(partial)
+    sync_folder(partial)
     folder = checkpoint.path
     if folder.is_symlink() or folder.exists():  # the same step, saved again after a resume
         replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL}")
@@ -325,7 +326,7 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
             delete(replaced)
     else:
         partial.rename(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _is_interrupted(folder: Path) -> bool:
@@ -393,11 +394,3 @@ def _can_lock(manifest: BinaryIO, kind: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.storage.files import create_file, open_regular, read_text
+from axonlaunch.system.storage.files import create_file, open_regular, read_text, sync_folder
 
 SUMS = "sums.json"
 _LARGEST = 1 << 20
@@ -80,9 +80,9 @@ def publish(partial: Path, complete: Path, *, sums: Mapping[str, int] | None = N
         created.write(json.dumps(about).encode())
         created.flush()
         os.fsync(created.fileno())
-    _flush_folder(partial)
+    sync_folder(partial)
     partial.rename(complete)
-    _flush_folder(complete.parent)
+    sync_folder(complete.parent)
 
 
 def find_change(folder: Path, *, names: Collection[str] | None = None) -> str | None:
@@ -165,14 +165,6 @@ def _crc32(descriptor: int, size: int) -> int:
     for start in range(0, size, _BLOCK):
         total = zlib.crc32(os.pread(descriptor, min(_BLOCK, size - start), start), total)
     return total
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_same(descriptor: int, path: Path) -> bool:

@@ -245,6 +245,15 @@ def write_copy(path: os.PathLike[str], copy: FileCopy) -> None:
     replace(path, copy.content, mode=copy.mode)
 
 
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to disk, so that a rename in it survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def modified_at(path: Path) -> float:
     """Return the modification time of a file in seconds since 1970; 0 if unknown."""
     try:
