@@ -193,8 +193,8 @@ def test_a_timeline_fits_the_terminal_or_says_how_much_is_cut(
             row = [slot.action for slot in times.slots if slot.rank == rank]
             assert cells == {f"{action.kind}{action.microbatch}" for action in row}
         return
-    shown, whole, columns = re.findall(r"[\d.]+", reported[0])
-    assert 0 < float(shown) < float(whole) == pytest.approx(times.span, rel=1e-3)
+    shown, full, columns = re.findall(r"[\d.]+", reported[0])
+    assert 0 < float(shown) < float(full) == pytest.approx(times.span, rel=1e-3)
     assert "cut" not in text_timeline(times, width=int(columns)).plain
     assert "cut" in text_timeline(times, width=int(columns) - 1).plain
 

@@ -38,12 +38,12 @@ def loader(dataset, *, num_shards=1, shard=0, size=12, **options):
 @pytest.mark.parametrize("step", [0, 7, 8, 1000])
 def test_shards_put_together_are_the_batch_of_one(num_shards, step):
     dataset = Numbers()
-    whole = loader(dataset).batch(step).inputs
+    full = loader(dataset).batch(step).inputs
     shards = [
         loader(dataset, num_shards=num_shards, shard=shard).batch(step).inputs
         for shard in range(num_shards)
     ]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(torch.cat(shards), full)
 
 
 def test_an_epoch_over_steps_and_shards_has_every_sample_once():

@@ -68,10 +68,10 @@ def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: P
 
 def test_an_estimate_reads_none_of_the_files_of_one_that_says_its_shape() -> None:
     register_dataset("counts", config=CountsConfig, sample=shape_of, files=("file",))(Counts)
-    from axonlaunch.planning.tracing.shape_only_data import naming_files
+    from axonlaunch.planning.tracing.shape_only_data import with_file_placeholders
 
     composed = config.compose([*SMALL, "data=counts", "data.sequence_length=4"])
-    assert naming_files(composed.tree)["data"]["file"] == "-"
+    assert with_file_placeholders(composed.tree)["data"]["file"] == "-"
     chosen = estimate_config([*SMALL, "data=counts", "data.file=-", "data.sequence_length=4"])
     assert build_dataset(chosen.data).sample_shape == (4,)
 

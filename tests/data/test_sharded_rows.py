@@ -106,9 +106,9 @@ def test_rows_are_counted_for_each_packing_and_length(
 
 def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
     """By one or several shards, from the first or a later step, in this process or another."""
-    whole = made(files)
+    full = made(files)
     expected = {
-        step: Loader(whole, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
+        step: Loader(full, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
     }
     for first_step in (0, 7, 29):
         again = made(files)
@@ -122,10 +122,10 @@ def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> Non
 def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made(files)
-    order_of(whole, np.array([10_000]), seed=5)  # all shards are tokenised
-    last = whole._first_rows[-1] - 1
-    expected = Loader(whole, seed=5, global_batch_size=1).batch(last).inputs
+    full = made(files)
+    order_of(full, np.array([10_000]), seed=5)  # all shards are tokenised
+    last = full._first_rows[-1] - 1
+    expected = Loader(full, seed=5, global_batch_size=1).batch(last).inputs
     read: list[Path] = []
     lengths = Shard.lengths
     monkeypatch.setattr(Shard, "lengths", lambda shard: read.append(shard.folder) or lengths(shard))
@@ -155,8 +155,8 @@ def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list
 
 
 def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list[Path]) -> None:
-    sharded, whole = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
-    summary, other = sharded.summaries()[""], whole.summaries()[""]
+    sharded, full = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
+    summary, other = sharded.summaries()[""], full.summaries()[""]
     assert (summary.documents, summary.tokens) == (other.documents, other.tokens)
     assert summary.counted_tokens == other.counted_tokens
 

@@ -250,8 +250,8 @@ def test_a_stream_continues_where_its_state_says_also_in_a_later_pass() -> None:
     def loader(rank: int) -> Any:
         return rank_loader(config, data.build_dataset(config.data), layout=layout, rank=rank)
 
-    whole = loader(0)
-    expected = [whole.batch(step).items for step in range(9)]
+    full = loader(0)
+    expected = [full.batch(step).items for step in range(9)]
     for resumed_at in (1, 3, 5, 8):
         for rank in (0, 1):
             first = loader(rank)
@@ -278,10 +278,10 @@ def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -
         )
         return [event.loss for event in events if isinstance(event, StepLogged)]
 
-    whole = losses("run_dir=runs/whole", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
+    full = losses("run_dir=runs/whole", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
     first = losses("run_dir=runs/halves", "train.steps=4", "strategy=ddp", "launch.nproc=4")
     rest = losses("run_dir=runs/halves", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
-    assert [*first, *rest] == pytest.approx(whole, abs=1e-5)
+    assert [*first, *rest] == pytest.approx(full, abs=1e-5)
     manifest = Path("runs/halves/checkpoints/step_4/manifest.json").read_text()
     assert '"samples": 32' in manifest
     assert '"dataset": "{\\"at\\": 8}"' in manifest
@@ -290,13 +290,13 @@ def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -
 def test_the_ranks_of_a_stream_share_each_global_batch() -> None:
     single = run_config([*CHOSEN, STREAM, "strategy=single", "launch.nproc=1"])
     two = run_config([*CHOSEN, STREAM, "strategy=ddp", "launch.nproc=2"])
-    whole = whole_batch(single)
+    full = whole_batch(single)
     layout = Layout.of(two, world_size=2)
     shards = [
         rank_loader(two, data.build_dataset(two.data), layout=layout, rank=rank).batch(0).items
         for rank in range(2)
     ]
-    assert str([*shards[0], *shards[1]]) == str(whole)
+    assert str([*shards[0], *shards[1]]) == str(full)
 
 
 def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:

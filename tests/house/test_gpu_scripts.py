@@ -56,8 +56,8 @@ def test_no_contestant_does_in_several_forwards_what_others_do_in_one(
         for ranks, overrides in cases.values():
             config = configuration.load([*overrides, f"launch.nproc={ranks}"])
             layout = Layout.of(config, world_size=ranks)
-            whole = layout.micro_batch_size * layout.gradient_ranks
-            assert whole == config.train.global_batch_size, overrides
+            full = layout.micro_batch_size * layout.gradient_ranks
+            assert full == config.train.global_batch_size, overrides
 
 
 def test_a_case_is_measured_and_estimated_with_the_same_allocator(

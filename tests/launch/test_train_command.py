@@ -245,9 +245,9 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
         assert [line.get("eval_loss") for line in served.lines("killed")] == [
             line.get("eval_loss") for line in served.lines("whole")
         ]
-        summary, whole = served.summary("killed"), served.summary("whole")
+        summary, full = served.summary("killed"), served.summary("whole")
         for key in ("status", "steps", "loss", "eval_loss"):
-            assert summary[key] == whole[key], key
+            assert summary[key] == full[key], key
         (folder / "summary.json").unlink()  # once more: no duplicate line
     served.train(*overrides, "name=killed", "train.steps=8")
     assert served.summary("killed")["steps"] == 8

@@ -24,7 +24,7 @@ from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import Batch
-from axonlaunch.data.datasets.loader import Loader, order_of, whole_loader
+from axonlaunch.data.datasets.loader import Loader, full_loader, order_of
 from axonlaunch.data.datasets.shuffle import Indices
 from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
 from axonlaunch.data.shards import shard_maker
@@ -103,11 +103,11 @@ def test_an_order_that_ends_with_the_last_full_batch_is_none(
 
 
 def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
-    whole, own = loader(), loader(shards=2, shard=1)
-    assert data_checks.other_ranks_samples(own, whole, shard=1) == 0
+    full, own = loader(), loader(shards=2, shard=1)
+    assert data_checks.other_ranks_samples(own, full, shard=1) == 0
     right, steps = own.indices, own.dataset.num_samples // 8
     own.indices = lambda step: right(step) - 1 * (step >= steps)  # type: ignore[method-assign]
-    assert data_checks.other_ranks_samples(own, whole, shard=1) == 5 * 4
+    assert data_checks.other_ranks_samples(own, full, shard=1) == 5 * 4
 
 
 def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
@@ -118,7 +118,7 @@ def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
     files = f"data.mix={{a: {{files: [{first}]}}, b: {{files: [{other}]}}}}"
     chosen = ["data=documents", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
     config = run_config([*chosen, files, "train.global_batch_size=4", *overrides])
-    return config, whole_loader(config, data.build_dataset(config.data, config.tokenizer))
+    return config, full_loader(config, data.build_dataset(config.data, config.tokenizer))
 
 
 def padding_counts(batch: Batch) -> Batch:
