@@ -81,7 +81,7 @@ def test_damage_found_by_one_rank_makes_all_ranks_fall_back(rank: int, where: Pa
     assert resume(where) == (1, {1.0}, [])
 
 
-def test_checkpoints_set_aside_are_neither_listed_nor_deleted(where: Path) -> None:
+def test_corrupt_checkpoints_set_aside_stay_unlisted_and_undeleted(where: Path) -> None:
     save(where, 1, 2)
     for number in (1, 2):  # the same step is corrupt again
         flip(where / "checkpoints/step_2/index.json")

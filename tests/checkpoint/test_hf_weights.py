@@ -191,7 +191,7 @@ def saved(config: RunConfig, run_dir: Path) -> Any:
 @pytest.mark.deferred(keep=3)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
-def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_export(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save(kind, tmp_path / "model")

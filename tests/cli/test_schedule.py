@@ -228,7 +228,7 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
 @pytest.mark.parametrize(
     "name", every(2, ["1f1b", "interleaved_zero_bubble", "dualpipev"], start=1)
 )
-def test_plots_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path) -> None:
+def test_plots_have_titles_and_axis_labels(name: str, schedule: Schedule, tmp_path: Path) -> None:
     overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
     assert in_json(schedule, *overrides, "--plot", "a.png")["plot"] == "a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")

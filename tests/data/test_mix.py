@@ -193,7 +193,7 @@ def evaluations(chosen: RunConfig) -> list[Evaluated]:
         ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),
     ],
 )
-def test_what_is_wrong_is_reported_by_source(
+def test_mix_errors_are_reported_by_source(
     a: str, b: str, more: list[str], message: str, folder: Path
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -222,7 +222,7 @@ def kinds(folder: Path, chat: str = "", documents: str = "") -> Any:
     return build_dataset(chosen.data, chosen.tokenizer), chosen
 
 
-def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: Path) -> None:
+def test_mixed_chats_and_documents_are_masked_by_kind(folder: Path) -> None:
     pytest.importorskip("transformers")
     dataset, chosen = kinds(folder)
     sources = chosen.data.sources()
@@ -242,7 +242,7 @@ def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: P
     assert summaries["talk"].counted_tokens < summaries["talk"].tokens / 2
 
 
-def test_a_source_has_the_keys_of_its_own_kind_and_no_others(folder: Path) -> None:
+def test_mix_source_accepts_only_keys_of_its_kind(folder: Path) -> None:
     pytest.importorskip("transformers")
     _, chosen = kinds(folder, chat=", train_on: all", documents=", text_field: text")
     assert chosen.data.sources()["talk"].train_on == "all"

@@ -54,7 +54,7 @@ def shards_in(folder: Path) -> int:
     return len([entry for entry in (folder / "cache").iterdir() if entry.suffix != ".partial"])
 
 
-def test_the_first_batch_needs_the_first_file_alone_and_the_others_come_in_turn(
+def test_first_batch_tokenises_only_first_file(
     files: list[Path],
 ) -> None:
     dataset = made(files)
@@ -104,7 +104,7 @@ def test_rows_are_counted_for_each_packing_and_length(
     assert all(counted == filled for counted, filled in [*before, *after])
 
 
-def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
+def test_shuffled_order_is_independent_of_access_pattern(files: list[Path]) -> None:
     """By one or several shards, from the first or a later step, in this process or another."""
     full = made(files)
     expected = {
@@ -119,7 +119,7 @@ def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> Non
         assert torch.equal(torch.cat([part.inputs for part in shards]), expected[first_step])
 
 
-def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
+def test_resume_reads_only_current_shard(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = made(files)
@@ -142,7 +142,7 @@ def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
     )
 
 
-def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list[Path]) -> None:
+def test_held_out_rows_of_first_file_are_not_trained_on(files: list[Path]) -> None:
     dataset = made(files, packing="none")
     held_out = dataset.samples(range(dataset.num_eval_samples), split="eval").inputs
     order_of(dataset, np.array([10_000]), seed=0)
@@ -190,7 +190,7 @@ def test_a_bad_row_of_a_later_file_is_reported_when_its_turn_comes(files: list[P
         [loader.batch(step) for step in range(100)]
 
 
-def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
+def test_options_that_need_all_rows_are_refused_for_streams(files: list[Path]) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
     overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
     overrides += ["data.sequence_length=24", "data.held_out=2"]
@@ -202,7 +202,7 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
         run_config([*[word for word in overrides if "files" not in word], mix])
 
 
-def test_a_batch_that_is_larger_than_all_rows_is_refused_with_what_makes_more(
+def test_batch_larger_than_dataset_is_refused_with_remedy(
     files: list[Path],
 ) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "model=gpt", "data.held_out=2"]

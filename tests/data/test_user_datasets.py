@@ -208,7 +208,7 @@ def test_nested_batches_train_as_in_a_plain_loop_under_every_data_layout(target:
         assert trained(config) == pytest.approx(of_one, abs=1e-5), strategy
 
 
-def test_a_sum_is_divided_by_what_the_loss_counts() -> None:
+def test_loss_sum_is_divided_by_counted_targets() -> None:
     chosen = [*CHOSEN, INDEXED, "train.loss=by_weight_of_a_test", "train.steps=1"]
     config = run_config([*chosen, "strategy=fsdp", "launch.nproc=2"])
     own: Any = sys.modules["own_of_a_test"]
@@ -345,7 +345,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         (["data.target=builtins:set"], "the dataset is empty"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
+def test_mismatched_user_dataset_is_refused_with_reason(overrides: list[str], message: str) -> None:
     alone = ["strategy=single", "launch.nproc=1"]
     more = [] if any("nproc" in word for word in overrides) else alone
     with pytest.raises(ConfigError, match=message):
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], mess
 # A custom loss on tokens
 
 
-def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:
+def test_custom_loss_gets_token_inputs_and_targets() -> None:
     import axonlaunch as ax
 
     @dataclass(frozen=True, kw_only=True)

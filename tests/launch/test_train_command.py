@@ -198,7 +198,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
 
 
 @pytest.mark.deferred
-def test_run_started_from_other_checkpoint_resumes_from_own_checkpoints(served: Command) -> None:
+def test_run_started_from_other_checkpoint_resumes_from_its_newest(served: Command) -> None:
     begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
     served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
     assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout

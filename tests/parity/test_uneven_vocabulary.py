@@ -74,7 +74,7 @@ def engines(model: str, layout: str, work: Any) -> Any:
 
 @pytest.mark.deferred
 @pytest.mark.filterwarnings("default")
-def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: Path) -> None:
+def test_checkpoint_has_no_vocabulary_padding_and_loads_in_other_layouts(tmp_path: Path) -> None:
     import transformers
 
     model = "gpt2 of transformers, tied"
@@ -105,7 +105,7 @@ def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: P
         assert torch.equal(parameter, saved[name]), name
 
 
-def test_predictions_are_for_the_whole_vocabulary() -> None:
+def test_predictions_cover_full_vocabulary() -> None:
     def predict(engine: Any, loader: Any, world: World) -> torch.Tensor:
         outputs: torch.Tensor = engine.predict(loader.batch(0).inputs)
         return outputs

@@ -62,7 +62,7 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
     assert problem == "the data: an epoch reads a sample twice"
 
 
-def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
+def test_user_dataset_pairs_skip_token_checks() -> None:
     """Also a registered one without a dataclass, because the order of its tokens is unknown."""
     reading, own = loader(), run_config(["data=synthetic_tokens"]).data
     batch = reading.batch(0)
@@ -244,7 +244,7 @@ def test_a_row_count_cached_for_another_packing_is_noticed(
     assert problem.endswith("rows, but 3 were counted")
 
 
-def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:
+def test_evaluation_of_mix_source_reads_only_its_samples(tmp_path: Path) -> None:
     _, reading = text(tmp_path, "data.packing=none")
     parts = reading.dataset.info.eval_parts
     first, second = ([*reading.eval_batches(part=part)] for part in parts.values())
@@ -308,7 +308,7 @@ def test_a_dataset_that_augments_at_random_is_named_as_random(
     assert not by or problem.startswith("Reading the same sample twice gave different values")
 
 
-def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() -> None:
+def test_held_out_samples_are_compared_in_small_batches() -> None:
     class Counted(Pairs):
         def __len__(self) -> int:
             return 2048
@@ -340,7 +340,7 @@ def test_tied_weights_that_come_apart_are_seen(monkeypatch: Patch) -> None:
         PlainRun(config, ComparisonPlan(steps=1)).refuse_problems()
 
 
-def test_the_rates_of_the_whole_run_are_its_schedules(monkeypatch: Patch) -> None:
+def test_learning_rates_follow_schedule_over_run(monkeypatch: Patch) -> None:
     config = run_config(["train.steps=1000", "scheduler.warmup_ratio=0.1", "launch.nproc=2"])
     assert not [*schedule_problems(config)]
     monkeypatch.setattr(ConstantConfig, "warmup", lambda self, steps: steps // 5)
