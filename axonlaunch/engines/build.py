@@ -38,7 +38,7 @@ from axonlaunch.engines.forward_backward import (
     LocalForwardBackward,
     PipelineForwardBackward,
 )
-from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
+from axonlaunch.engines.mesh_engine import EngineParts, MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.pipeline.split import (
@@ -193,29 +193,32 @@ def build_engine(
     if {*crossing, *crossing.values()} & update.tensors.keys():
         stages = mesh.group("pp")
         tied = TiedGradients(update.tensors, ties=crossing, owners=plan.owners, group=stages)
+    rule = StepRule(
+        seed=config.seed,
+        grad_clip=config.train.grad_clip,
+        rate=partial(learning_rate, config.scheduler, steps=config.train.num_steps),
+        peak_rate=config.optimizer.lr,
+    )
     return MeshEngine(
-        passes,
-        update=update,
-        replicas=replicas,
-        sharded=plan.sharded,
-        tied=tied,
-        aliases={n: crossing[n] for n in parameters if n in crossing},
-        losses=losses,
-        context=plan.context,
-        input_multiple=length_multiple(config.strategy),
-        num_parameters=num_parameters,
-        flops=flops,
-        world=world,
-        mesh=mesh,
-        layout=layout,
-        loss_scale=LossScale(world.device) if needs_scale else None,
-        saves_frozen=config.saves_frozen,
-        rule=StepRule(
-            seed=config.seed,
-            grad_clip=config.train.grad_clip,
-            rate=partial(learning_rate, config.scheduler, steps=config.train.num_steps),
-            peak_rate=config.optimizer.lr,
-        ),
+        EngineParts(
+            passes=passes,
+            update=update,
+            losses=losses,
+            rule=rule,
+            world=world,
+            mesh=mesh,
+            layout=layout,
+            num_parameters=num_parameters,
+            flops=flops,
+            replicas=replicas,
+            sharded=plan.sharded,
+            tied=tied,
+            aliases={n: crossing[n] for n in parameters if n in crossing},
+            context=plan.context,
+            input_multiple=length_multiple(config.strategy),
+            loss_scale=LossScale(world.device) if needs_scale else None,
+            saves_frozen=config.saves_frozen,
+        )
     )
 
 

@@ -6,7 +6,7 @@ It combines the other modules of this package, which implement the layouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,11 +50,9 @@ class StepRule:
     peak_rate: float
 
 
-class MeshEngine:
-    """Trains a model on every data rank's share of the global batch.
-
-    One class serves all layouts. The layout determines its parts; parts that a layout does not need
-    are None or empty:
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """Parts of an engine; the layout determines those with a default.
 
         layout                        passes     replicas   sharded           tied
         single                        local      None       ()                None
@@ -65,86 +63,79 @@ class MeshEngine:
         the same, tied embeddings     pipeline   None       a rank's stages   on the two end ranks
 
     ``context`` is set if sequences are sharded, ``loss_scale`` with fp16, in any layout.
+
+    Attributes:
+        passes: Forward and backward of an initialized model that is on its device and parallelized.
+        update: Update of the parameters.
+        losses: Loss function and output gathering.
+        rule: Parameters of a step that do not depend on the layout.
+        world: The ranks of the run.
+        mesh: Mesh of the ranks, with this rank's position.
+        layout: Layout of the run, with each rank's share of the batch.
+        num_parameters: Number of parameters of the full model.
+        flops: Sizes of the full model that determine the FLOPs of a token.
+        replicas: Keeps full copies of the parameters equal; None without replicas.
+        sharded: Parts of the model that are sharded by fully_shard.
+        tied: Sums gradients of weights shared by two stages; None without such weights.
+        aliases: ``{local name: name in the full model}`` of this rank's copies of weights that
+            belong to another stage.
+        context: The ranks that share sequences; None if sequences are not sharded.
+        input_multiple: Number that must divide the length of a sequence.
+        loss_scale: Loss scale of fp16; None with other precisions.
+        saves_frozen: Whether ``state_dict`` includes frozen parameters.
     """
 
-    def __init__(
-        self,
-        passes: ForwardBackward,
-        *,
-        update: Update,
-        replicas: Replicas | None,
-        sharded: Sequence[FSDP],
-        tied: TiedGradients | None,
-        aliases: Mapping[str, str],
-        losses: Losses,
-        context: ContextAxis | None,
-        input_multiple: int,
-        num_parameters: int,
-        flops: ModelFlops,
-        world: World,
-        mesh: Mesh,
-        layout: Layout,
-        loss_scale: LossScale | None,
-        rule: StepRule,
-        saves_frozen: bool = True,
-    ) -> None:
-        """Create an engine from an initialized model that is on its device and parallelized.
+    passes: ForwardBackward
+    update: Update
+    losses: Losses
+    rule: StepRule
+    world: World
+    mesh: Mesh
+    layout: Layout
+    num_parameters: int
+    flops: ModelFlops
+    replicas: Replicas | None = None
+    sharded: Sequence[FSDP] = ()
+    tied: TiedGradients | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    context: ContextAxis | None = None
+    input_multiple: int = 1
+    loss_scale: LossScale | None = None
+    saves_frozen: bool = True
+
+
+class MeshEngine:
+    """Trains a model on every data rank's share of the global batch, in any layout."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Create an engine at step 0.
 
         Args:
-            passes: Forward and backward of the model.
-            update: Update of the parameters.
-            replicas: Keeps full copies of the parameters equal; None without replicas.
-            sharded: Parts of the model that are sharded by fully_shard.
-            tied: Sums gradients of weights shared by two stages; None without such weights.
-            aliases: ``{local name: name in the full model}`` of this rank's copies of weights that
-                belong to another stage.
-            losses: Loss function and output gathering.
-            context: The ranks that share sequences; None if sequences are not sharded.
-            input_multiple: Number that must divide the length of a sequence.
-            num_parameters: Number of parameters of the full model.
-            flops: Sizes of the full model that determine the FLOPs of a token.
-            world: The ranks of the run.
-            mesh: Mesh of the ranks, with this rank's position.
-            layout: Layout of the run, with each rank's share of the batch.
-            loss_scale: Loss scale of fp16; None with other precisions.
-            rule: Parameters of a step that do not depend on the layout.
-            saves_frozen: Whether ``state_dict`` includes frozen parameters.
+            parts: Parts of the engine.
         """
         self.step = 0
-        self.num_parameters = num_parameters
-        self.flops = flops
-        self.modules = passes.modules
-        self._passes = passes
-        self._update = update
-        self._replicas = replicas
-        self._sharded = sharded
-        self._tied = tied
-        self._aliases = dict(aliases)
-        self._losses = losses
-        self._context = context
-        self._multiple = input_multiple
-        self._world = world
-        self._mesh = mesh
-        self._layout = layout
-        self._scale = loss_scale
-        self._rule = rule
-        self._saves_frozen = saves_frozen
-        self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
+        self.num_parameters = parts.num_parameters
+        self.flops = parts.flops
+        self.modules = parts.passes.modules
+        self._parts = parts
+        pipelined = parts.layout.pipeline > 1
+        self._pipeline: ProcessGroup | None = parts.mesh.group("pp") if pipelined else None
         self._buffers = [(m, name) for m in self.modules for name in persistent_buffers(m)]
         for module in self.modules:
             if not module.training:  # pretrained models start in eval mode; frozen parts keep it
                 module.train()
         # All ranks of a tensor axis compute the same loss; only one reports it.
-        self._reports_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
+        self._reports_loss = parts.passes.gives_outputs and parts.mesh.coordinate("tp") == 0
 
     @property
     def loss_scale(self) -> float:
         """Factor of losses, and of gradients until ``update``; 1 except with fp16."""
-        return 1.0 if self._scale is None else float(self._scale.value)
+        scale = self._parts.loss_scale
+        return 1.0 if scale is None else float(scale.value)
 
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return this rank's memory of sharded parameters; None without sharded parameters."""
-        stats = [module.memory_stats() for module in self._sharded]
+        stats = [module.memory_stats() for module in self._parts.sharded]
         return FSDPMemoryStats.combine(stats) if stats else None
 
     def train_step(self, batch: AnyBatch) -> StepResult:
@@ -165,10 +156,11 @@ class MeshEngine:
         Raises:
             ConfigError: A parameter got no gradient, and buckets of gradients wait for it.
         """
+        parts, scale = self._parts, self._parts.loss_scale
         self._seed_draws()
         batch = self._local_part(batch)
         # Sum on the device; with a GPU, the host would otherwise wait for the other hosts.
-        tokens = push_to(self._count(batch) * int(self._reports_loss), self._world.device)
+        tokens = push_to(self._count(batch) * int(self._reports_loss), parts.world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
@@ -177,17 +169,17 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = self._layout.gradient_ranks / tokens.clamp(min=1)
-            loss = self._losses.sum(outputs, micro_batch) * factor
-            return loss if self._scale is None else loss * self._scale.value
+                factor = parts.layout.gradient_ranks / tokens.clamp(min=1)
+            loss = parts.losses.sum(outputs, micro_batch) * factor
+            return loss if scale is None else loss * scale.value
 
-        losses = self._passes.train(batch, loss=scaled)
-        total = torch.zeros((), device=self._world.device)
+        losses = parts.passes.train(batch, loss=scaled)
+        total = torch.zeros((), device=parts.world.device)
         if self._reports_loss:
             total += torch.stack(losses).sum()
-            total /= self._layout.gradient_ranks
-            if self._scale is not None:
-                total /= self._scale.value
+            total /= parts.layout.gradient_ranks
+            if scale is not None:
+                total /= scale.value
         summing = self._sum_async(total)
         self._synchronise()
         _wait(counting)
@@ -199,22 +191,22 @@ class MeshEngine:
 
         Both copies of a weight shared by two pipeline stages have the same name.
         """
-        self._update.finish()
+        self._parts.update.finish()
         for module in self.modules:
             for name, parameter in module.named_parameters():
-                yield self._aliases.get(name, name), parameter
+                yield self._parts.aliases.get(name, name), parameter
 
     def named_updated(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the update changes, by the same names: parameters or their rows.
 
         Rows are DTensors. The tensors have gradients from ``backward`` to ``update``.
         """
-        for name, tensor in self._update.tensors.items():
-            yield self._aliases.get(name, name), tensor
+        for name, tensor in self._parts.update.tensors.items():
+            yield self._parts.aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states, allocating missing ones; of both copies of tied weights."""
-        yield from self._update.state_dict().values()
+        yield from self._parts.update.state_dict().values()
 
     @torch.no_grad()
     def evaluate(self, batch: AnyBatch) -> Tensor:
@@ -226,133 +218,141 @@ class MeshEngine:
         self._agree_on_buffers()
         batch = self._local_part(batch)
         with evaluating(self.modules):
-            losses = self._passes.losses(batch, loss=self._losses.sum)
+            losses = self._parts.passes.losses(batch, loss=self._parts.losses.sum)
         if not self._reports_loss:
-            return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+            return torch.zeros(2, dtype=torch.float64, device=self._parts.world.device)
         total = torch.stack([loss.double() for loss in losses]).sum()
         return torch.stack([total, push_to(self._count(batch).double(), total.device)])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs. Every rank of the world must call it with the same inputs."""
-        length = inputs.shape[1] if self._multiple > 1 else 0
-        if padding := -length % self._multiple:
+        parts, context = self._parts, self._parts.context
+        length = inputs.shape[1] if parts.input_multiple > 1 else 0
+        if padding := -length % parts.input_multiple:
             # Causal models do not look ahead, so padding at the end changes no earlier output.
             inputs = torch.nn.functional.pad(inputs, (0, padding))
-        if self._context is not None:
-            inputs = inputs[:, self._context.positions(inputs.shape[1])]
-        with evaluating(self.modules), self._losses.whole_logits():
-            outputs = self._losses.gather_outputs(self._passes.predict(inputs))
-        if self._context is not None:
-            outputs = self._context.join(outputs)
+        if context is not None:
+            inputs = inputs[:, context.positions(inputs.shape[1])]
+        with evaluating(self.modules), parts.losses.whole_logits():
+            outputs = parts.losses.gather_outputs(parts.passes.predict(inputs))
+        if context is not None:
+            outputs = context.join(outputs)
         return outputs[:, :length] if padding else outputs
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next step; parameter groups may have other rates."""
-        return self._rule.rate(self.step, peak=self._rule.peak_rate)
+        rule = self._parts.rule
+        return rule.rate(self.step, peak=rule.peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
         self._agree_on_buffers()
-        counters = {"step": torch.tensor(self.step), **scale_counters(self._scale)}
+        parts = self._parts
+        counters = {"step": torch.tensor(self.step), **scale_counters(parts.loss_scale)}
         model = self._model_state()
-        for name, parameter in () if self._saves_frozen else self.named_parameters():
+        for name, parameter in () if parts.saves_frozen else self.named_parameters():
             if not parameter.requires_grad:
                 model.pop(name, None)
         optimizer: dict[str, Tensor] = {}
-        for key, value in self._update.state_dict().items():
+        for key, value in parts.update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
-        if self._replicas is not None:
-            self._replicas.agree([*model.values(), *optimizer.values()])
+        if parts.replicas is not None:
+            parts.replicas.agree([*model.values(), *optimizer.values()])
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return only parameters and buffers, without allocating optimizer states."""
         self._agree_on_buffers()
         model = self._model_state()
-        if self._replicas is not None:
-            self._replicas.agree(model.values())
+        if self._parts.replicas is not None:
+            self._parts.replicas.agree(model.values())
         return model
 
     def _model_state(self) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {}
         for name, tensor in self._named_tensors().items():
-            model.setdefault(self._aliases.get(name, name), tensor)
+            model.setdefault(self._parts.aliases.get(name, name), tensor)
         return model
 
     @torch.no_grad()
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load parameters and buffers saved by ``model_state_dict``."""
         for name, tensor in self._named_tensors().items():
-            saved = state[self._aliases.get(name, name)]
+            saved = state[self._parts.aliases.get(name, name)]
             if tensor is not saved:
                 tensor.copy_(saved)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state saved by ``state_dict``, in any layout."""
+        parts = self._parts
         # Frozen parameters that are not saved already have their values.
-        current = {} if self._saves_frozen else self._model_state()
+        current = {} if parts.saves_frozen else self._model_state()
         self.load_model_state_dict({**current, **state["model"]})
         saved_states = state["optimizer"]
         counters = state["counters"]
         self.step = int(counters["step"])
-        self._update.load_state_dict(
-            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()}
+        parts.update.load_state_dict(
+            {key: saved_states[self._state_name(key)] for key in parts.update.state_dict()}
         )
-        if self._scale is not None:
-            self._scale.load(counters)
+        if parts.loss_scale is not None:
+            parts.loss_scale.load(counters)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
-        counted = [t for n, t in self._update.tensors.items() if n not in self._aliases]
+        tensors, aliases = self._parts.update.tensors, self._parts.aliases
+        counted = [t for n, t in tensors.items() if n not in aliases]
         return gradient_norm(counted, across=self._pipeline)
 
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 skipped the update."""
+        parts, rule, scale = self._parts, self._parts.rule, self._parts.loss_scale
         self.step += 1
         norm = None
-        if self._rule.grad_clip is not None or self._scale is not None:
-            norm = self._update.clip_gradients(
-                self._rule.grad_clip,
+        if rule.grad_clip is not None or scale is not None:
+            norm = parts.update.clip_gradients(
+                rule.grad_clip,
                 norm=self.gradient_norm() if known_norm is None else known_norm,
-                loss_scale=None if self._scale is None else self._scale.value,
+                loss_scale=None if scale is None else scale.value,
             )
         overflowed = None
-        if self._scale is not None and norm is not None:
-            overflowed = self._scale.update(push_to(~torch.isfinite(norm), self._world.device))
-        self._update.apply(
-            rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), skip=overflowed
-        )
-        if self._replicas is not None:
-            self._replicas.after_update(step=self.step)
+        if scale is not None and norm is not None:
+            overflowed = scale.update(push_to(~torch.isfinite(norm), parts.world.device))
+        parts.update.apply(rate=lambda peak: rule.rate(self.step - 1, peak=peak), skip=overflowed)
+        if parts.replicas is not None:
+            parts.replicas.after_update(step=self.step)
         return norm, overflowed
 
     def _synchronise(self) -> None:
         """Finish gradient synchronization: average replicas, collect rows, sum tied weights."""
-        if self._replicas is not None:
-            self._replicas.after_backward()
-        self._update.collect_gradients()
-        if self._tied is not None:
-            self._tied.sync()
+        parts = self._parts
+        if parts.replicas is not None:
+            parts.replicas.after_backward()
+        parts.update.collect_gradients()
+        if parts.tied is not None:
+            parts.tied.sync()
 
     def _local_part(self, batch: AnyBatch) -> AnyBatch:
-        if self._context is None:
+        context = self._parts.context
+        if context is None:
             return batch
         assert isinstance(batch, Batch)
-        return self._context.split(batch)
+        return context.split(batch)
 
     def _count(self, batch: AnyBatch) -> Tensor:
-        return self._losses.count(batch, micro_batch_size=self._layout.micro_batch_size)
+        parts = self._parts
+        return parts.losses.count(batch, micro_batch_size=parts.layout.micro_batch_size)
 
     def _agree_on_buffers(self) -> None:
         """Broadcast the first data rank's buffers; each rank updated them with other samples."""
-        if self._layout.gradient_ranks == 1:
+        layout, mesh = self._parts.layout, self._parts.mesh
+        if layout.gradient_ranks == 1:
             return
-        names = self._layout.mesh_axes(self._layout.division().sum_axes)
-        axes = [axis for axis in reversed(names) if self._mesh.size(axis) > 1]
+        names = layout.mesh_axes(layout.division().sum_axes)
+        axes = [axis for axis in reversed(names) if mesh.size(axis) > 1]
         for axis in axes:
-            group = self._mesh.group(axis)
+            group = mesh.group(axis)
             first, members = group.ranks[0], group.torch_group
             buffers = [module.get_buffer(name) for module, name in self._buffers]
             broadcast_tensors(buffers, source=first, group=members)
@@ -363,21 +363,22 @@ class MeshEngine:
         Ranks of a tensor axis use the same seed, because they all compute the layers that are not
         sharded.
         """
-        stream = self._layout.random_stream(self._world.rank)
+        parts = self._parts
+        stream = parts.layout.random_stream(parts.world.rank)
         # torch accepts 64 bits, and a configured seed may use 63.
-        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + stream) % 2**63)
+        torch.manual_seed(((parts.rule.seed * 1_000_003 + self.step) * 65_537 + stream) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
-        self._update.finish()
+        self._parts.update.finish()
         return {k: v for module in self.modules for k, v in model_state(module).items()}
 
     def _state_name(self, key: str) -> str:
         name, _, state = key.rpartition(".")
-        return f"{self._aliases.get(name, name)}.{state}"
+        return f"{self._parts.aliases.get(name, name)}.{state}"
 
     def _sum_async(self, tensor: Tensor) -> dist.Work | None:
-        if self._world.world_size == 1:
+        if self._parts.world.world_size == 1:
             return None
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         return work

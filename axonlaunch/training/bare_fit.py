@@ -16,12 +16,12 @@ from axonlaunch.training.ending.nonfinite import NotFiniteError
 from axonlaunch.training.measuring.device_use import DeviceUse
 from axonlaunch.training.measuring.peak_memory import DevicePeak
 from axonlaunch.training.measuring.profiling import StepProfiler
-from axonlaunch.training.trainer import fit
+from axonlaunch.training.trainer import LoopParts, fit
 
 
 def bare_fit(
     engine: Engine,
-    data: Loader,
+    loader: Loader,
     config: TrainConfig,
     *,
     world: World,
@@ -32,7 +32,7 @@ def bare_fit(
 
     Args:
         engine: Engine that trains; it may have done steps already.
-        data: Loader of this rank's part of each global batch.
+        loader: Loader of this rank's part of each global batch.
         config: Configuration of the training loop.
         world: The ranks that train.
         run_dir: Run folder; nothing is written to it.
@@ -44,15 +44,17 @@ def bare_fit(
     events: list[Event] = []
     with suppress(NotFiniteError):
         fit(
-            engine,
-            data,
-            config,
-            world=world,
-            monitor=Monitor(report=events.append),
-            watch=DevicePeak(world.device),
-            profiler=StepProfiler(ProfileConfig(), world=world, run_dir=run_dir),
-            use=DeviceUse(world.device),
-            resumed=resumed,
+            LoopParts(
+                engine=engine,
+                loader=loader,
+                config=config,
+                world=world,
+                monitor=Monitor(report=events.append),
+                peak_memory=DevicePeak(world.device),
+                profiler=StepProfiler(ProfileConfig(), world=world, run_dir=run_dir),
+                device_use=DeviceUse(world.device),
+                resumed=resumed,
+            )
         )
     logged = [event for event in events if isinstance(event, StepLogged)]
     return logged, [event for event in events if isinstance(event, Evaluated)]

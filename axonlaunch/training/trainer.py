@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -87,68 +87,62 @@ class _Progress:
         return seconds, waited, rate
 
 
-def fit(
-    engine: Engine,
-    data: Loader,
-    config: TrainConfig,
-    *,
-    world: World,
-    monitor: Monitor,
-    watch: PeakWatch,
-    profiler: StepProfiler,
-    use: DeviceUse,
-    tracer: RunTracer | None = None,
-    saver: Saver | None = None,
-    resumed: Checkpoint | None = None,
-    blocks: Sequence[nn.Module] = (),
-) -> Finished:
-    """Train until the last step, until a rank requests a stop, or until early stopping.
+@dataclass(frozen=True, kw_only=True)
+class LoopParts:
+    """Parts of one rank's training loop.
 
-    Every rank calls this.
-
-    Args:
+    Attributes:
         engine: Engine that trains; it may have done steps already.
-        data: Loader of this rank's part of each global batch.
+        loader: Loader of this rank's part of each global batch.
         config: Configuration of the training loop.
         world: The ranks that train.
         monitor: Monitor of this rank. If one of them requests a stop, all ranks stop after the same
             step.
-        watch: Measures this rank's peak memory.
+        peak_memory: Measures this rank's peak memory.
         profiler: Profiles the configured steps.
-        use: Reads device counters at logged steps.
+        device_use: Reads device counters at logged steps.
         tracer: Traces the modules in selected steps; None traces no step.
         saver: Saves checkpoints at its interval; None saves none.
         resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
         blocks: Blocks of the model on this rank, whose times are compared across ranks with GPUs.
     """
-    num_steps = config.num_steps
+
+    engine: Engine
+    loader: Loader
+    config: TrainConfig
+    world: World
+    monitor: Monitor
+    peak_memory: PeakWatch
+    profiler: StepProfiler
+    device_use: DeviceUse
+    tracer: RunTracer | None = None
+    saver: Saver | None = None
+    resumed: Checkpoint | None = None
+    blocks: Sequence[nn.Module] = ()
+
+
+def fit(parts: LoopParts) -> Finished:
+    """Train until the last step, until a rank requests a stop, or until early stopping.
+
+    Every rank calls this.
+
+    Args:
+        parts: Parts of this rank's loop.
+    """
+    engine, loader, config, resumed = parts.engine, parts.loader, parts.config, parts.resumed
     if resumed is not None and resumed.data is not None:
-        data.resume(resumed.data)
+        loader.resume(resumed.data)
     with (
-        closing(data.iterate(engine.step)) as batches,
-        closing(Stragglers(world, blocks=blocks)) as stragglers,
+        closing(loader.iterate(engine.step)) as batches,
+        closing(Stragglers(parts.world, blocks=parts.blocks)) as stragglers,
         GarbageCollection(config.gc_every) as collection,
     ):
-        loop = _Loop(
-            engine=engine,
-            backward=engine.backward if tracer is None else tracer.backward,
-            data=data,
-            config=config,
-            world=world,
-            monitor=monitor,
-            watch=watch,
-            profiler=profiler,
-            use=use,
-            batches=batches,
-            stragglers=stragglers,
-            vote=StopVote(world),
-            progress=_progress(resumed),
-        )
-        is_over = loop.is_exhausted or engine.step >= num_steps
+        loop = _Loop(parts, batches, stragglers, StopVote(parts.world), _progress(resumed))
+        is_over = loop.is_exhausted or engine.step >= config.num_steps
         if config.eval_at_start and config.eval_batches and not engine.step:
             loop.evaluate()
-        interrupted = not is_over and _do_steps(loop, saver, collection)
-        profiler.finish()
+        interrupted = not is_over and _do_steps(loop, collection)
+        parts.profiler.finish()
         if is_over and config.eval_batches:  # the earlier run was stopped before this evaluation
             loop.evaluate()
     progress = loop.progress
@@ -158,20 +152,21 @@ def fit(
         loss=progress.loss,
         eval_loss=progress.eval_loss,
         tokens_per_s=progress.tokens / progress.seconds if progress.seconds else None,
-        peak_memory_bytes=watch.peak_bytes(),
+        peak_memory_bytes=parts.peak_memory.peak_bytes(),
     )
-    monitor.report(done)
-    monitor.report_phase("done", step=engine.step)
+    parts.monitor.report(done)
+    parts.monitor.report_phase("done", step=engine.step)
     return done
 
 
-def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -> bool:
+def _do_steps(loop: _Loop, collection: GarbageCollection) -> bool:
     """Train the remaining steps, and evaluate and save when due.
 
     Returns:
         Whether a requested stop ended training before the last step, and not early stopping.
     """
-    config, engine, num_steps = loop.config, loop.engine, loop.config.num_steps
+    engine, config, saver = loop.parts.engine, loop.parts.config, loop.parts.saver
+    num_steps = config.num_steps
     interrupted = stopped = False
     while engine.step < num_steps and not interrupted and not stopped:
         step = engine.step + 1
@@ -183,7 +178,7 @@ def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -
             loop.evaluate()
             if loop.is_exhausted and not last:
                 stopped = True
-                loop.monitor.report(_early_stop_note(loop.progress.evaluations, config))
+                loop.parts.monitor.report(_early_stop_note(loop.progress.evaluations, config))
         if saver is not None:
             ends_early = interrupted or stopped
             loop.save(saver, ends_early=ends_early, is_due=is_saved, ends=ends_early or last)
@@ -191,24 +186,19 @@ def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -
     return interrupted and not stopped and engine.step < num_steps
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True)
 class _Loop:
-    """Parts of the training loop, with a method for each action: step, evaluate, save.
+    """A running loop, with a method for each action: step, evaluate, save.
 
     Attributes:
-        backward: ``backward`` of the engine or of the tracer.
+        parts: Parts of the loop.
+        batches: This rank's part of each global batch, from the next step on.
+        stragglers: Compares the times of the ranks.
+        vote: Agreement of the ranks on whether to stop.
         progress: Accumulated values of the run.
     """
 
-    engine: Engine
-    backward: Callable[[AnyBatch], tuple[torch.Tensor, torch.Tensor]]
-    data: Loader
-    config: TrainConfig
-    world: World
-    monitor: Monitor
-    watch: PeakWatch
-    profiler: StepProfiler
-    use: DeviceUse
+    parts: LoopParts
     batches: Iterator[AnyBatch]
     stragglers: Stragglers
     vote: StopVote
@@ -217,16 +207,16 @@ class _Loop:
     @property
     def is_exhausted(self) -> bool:
         """Whether the evaluation loss has not improved for ``train.early_stop`` evaluations."""
-        return self.progress.evaluations.is_exhausted(self.config.early_stop)
+        return self.progress.evaluations.is_exhausted(self.parts.config.early_stop)
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
         """Train one step; return whether a rank requested a stop."""
-        progress = self.progress
+        parts, progress = self.parts, self.progress
         began = time.perf_counter()
-        with self.profiler.step(step):
+        with parts.profiler.step(step):
             progress.exclude_since(began)
-            self.vote.cast(stop=self.monitor.stop())
-            rate = self.engine.learning_rate()
+            self.vote.cast(stop=parts.monitor.stop())
+            rate = parts.engine.learning_rate()
             result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
             progress.steps_since += 1
             progress.tokens_since = progress.tokens_since + result.tokens
@@ -238,7 +228,7 @@ class _Loop:
             if is_logged:
                 self._log(result, step=step, rate=rate)
             else:
-                self.monitor.report(StepDone(step))
+                parts.monitor.report(StepDone(step))
             interrupted = self.vote.anyone()
             ended = time.perf_counter()
         progress.exclude_since(ended)
@@ -247,30 +237,31 @@ class _Loop:
     def evaluate(self) -> None:
         """Report the loss on the held-out data, in total and for each of its parts."""
         started = time.perf_counter()
-        dataset = self.data.dataset
-        parts, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
-        sums = torch.zeros(max(1, len(parts)), 2, dtype=torch.float64, device=self.world.device)
-        for number, part in enumerate([*parts.values()] or [None]):
-            for batch in self.data.eval_batches(self.config.eval_batches, part=part):
+        loader, engine, world = self.parts.loader, self.parts.engine, self.parts.world
+        dataset = loader.dataset
+        held_out, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
+        sums = torch.zeros(max(1, len(held_out)), 2, dtype=torch.float64, device=world.device)
+        for number, part in enumerate([*held_out.values()] or [None]):
+            for batch in loader.eval_batches(self.parts.config.eval_batches, part=part):
                 self._begin("evaluating")
-                sums[number] += self.engine.evaluate(batch)
-        if self.world.world_size > 1:
+                sums[number] += engine.evaluate(batch)
+        if world.world_size > 1:
             dist.all_reduce(sums)
         sums = sums.cpu()
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
         total, count = sums.sum(0)
         loss = float(total / count.clamp(min=1))
-        self.progress.eval_loss, self.progress.evaluated_at = loss, self.engine.step
+        self.progress.eval_loss, self.progress.evaluated_at = loss, engine.step
         self.progress.evaluations.add(loss)
         self.progress.exclude_since(started)
-        self.monitor.report(
+        self.parts.monitor.report(
             Evaluated(
-                self.engine.step,
+                engine.step,
                 loss,
                 int(count),
                 None if entropy is None else entropy(),
                 perplexity_of(loss) if dataset.kind == "tokens" else None,
-                dict(zip(parts, means, strict=False)),
+                dict(zip(held_out, means, strict=False)),
             )
         )
 
@@ -283,31 +274,32 @@ class _Loop:
             is_due: Whether a checkpoint is due at this step.
             ends: Whether training ends.
         """
+        parts, engine = self.parts, self.parts.engine
         started = time.perf_counter()
         self._begin("saving")
         if ends_early and not is_due:  # this step's loss and gradients were not checked
-            raise_if_nonfinite_parameters(self.engine, world=self.world)
+            raise_if_nonfinite_parameters(engine, world=parts.world)
         saved = []
         if ends or is_due:
             progress = self.progress
-            is_evaluated = progress.evaluated_at == self.engine.step
+            is_evaluated = progress.evaluated_at == engine.step
             saved = saver.save(
-                self.engine.state_dict(),
-                step=self.engine.step,
-                samples=self.engine.step * self.config.global_batch_size,
+                engine.state_dict(),
+                step=engine.step,
+                samples=engine.step * parts.config.global_batch_size,
                 loss=progress.loss,
                 eval_loss=progress.eval_loss if is_evaluated else None,
                 tokens=None if progress.tokens_seen is None else int(progress.tokens_seen),
                 best_eval_loss=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,
-                data=self.data.state(self.engine.step),
+                data=parts.loader.state(engine.step),
             )
         for save in [*saved, *(saver.close() if ends else saver.take_completed())]:
-            self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
+            parts.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
         self.progress.exclude_since(started)
 
     def _begin(self, phase: str) -> None:
-        self.monitor.report_phase(phase, step=self.engine.step)
+        self.parts.monitor.report_phase(phase, step=self.parts.engine.step)
         self.stragglers.note(phase)
 
     def _read(self) -> AnyBatch:
@@ -318,36 +310,38 @@ class _Loop:
         return batch
 
     def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
+        parts, engine = self.parts, self.parts.engine
         self._begin("stepping")
-        with self.watch.step(self.engine):
-            loss, tokens = self.backward(batch)
+        with parts.peak_memory.step(engine):
+            loss, tokens = (parts.tracer or engine).backward(batch)
             # fp16 skips updates with gradients that are not finite, and halves its scale.
-            is_scaled = PRECISIONS[self.config.precision].needs_loss_scale
+            is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
             norm = None
             if is_saved or (is_logged and not is_scaled):
                 norm = raise_if_nonfinite(
-                    self.engine, loss, world=self.world, checks_gradients=not is_scaled
+                    engine, loss, world=parts.world, checks_gradients=not is_scaled
                 )
-            result = StepResult(loss, tokens, *self.engine.update(known_norm=norm))
+            result = StepResult(loss, tokens, *engine.update(known_norm=norm))
             if is_scaled and (is_logged or is_saved):
-                raise_if_scale_is_exhausted(self.engine)
+                raise_if_scale_is_exhausted(engine)
             return result
 
     def _epoch(self, step: int) -> float | None:
         """Return the number of passes over the data; None for streams of unknown length."""
-        samples = self.data.dataset.num_samples
-        samples_read = step * self.config.global_batch_size - self.data.first_row_at
+        loader = self.parts.loader
+        samples = loader.dataset.num_samples
+        samples_read = step * self.parts.config.global_batch_size - loader.first_row_at
         return samples_read / samples if samples else None
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the values of a step. This waits for the device; steps without a log never do."""
-        progress = self.progress
+        parts, progress = self.parts, self.progress
         times, slowest = self.stragglers.compare(step=step) or (None, None)
         loss, tokens = float(result.loss), int(result.tokens)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         skipped = None if progress.skipped is None else int(progress.skipped)
         seconds, waited, tokens_per_s = progress.begin_interval(loss=loss)
-        self.monitor.report(
+        parts.monitor.report(
             StepLogged(
                 step=step,
                 loss=loss,
@@ -356,18 +350,18 @@ class _Loop:
                 tokens=tokens,
                 tokens_per_s=tokens_per_s,
                 step_s=seconds,
-                peak_memory_bytes=peak_memory_bytes(self.world.device),
+                peak_memory_bytes=peak_memory_bytes(parts.world.device),
                 epoch=self._epoch(step),
                 tokens_seen=None if progress.tokens_seen is None else int(progress.tokens_seen),
                 data_wait_s=waited,
                 slowest=slowest,
                 skipped=skipped,
-                loss_scale=None if skipped is None else self.engine.loss_scale,
-                **self.use.read(step_s=seconds),
+                loss_scale=None if skipped is None else parts.engine.loss_scale,
+                **parts.device_use.read(step_s=seconds),
             )
         )
         if times is not None:
-            self.monitor.report(times)
+            parts.monitor.report(times)
 
 
 def _progress(resumed: Checkpoint | None) -> _Progress:

@@ -51,7 +51,7 @@ from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.resumed_rows import place_rows
-from axonlaunch.training.trainer import fit
+from axonlaunch.training.trainer import LoopParts, fit
 
 
 def run(
@@ -80,8 +80,8 @@ def run(
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
-    watch = _watch(config, world, cpu_peak)
-    source = Source(storing=watch.storing)
+    peak_memory = _peak_memory(config, world, cpu_peak)
+    source = Source(storing=peak_memory.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
     resumed = load_run_state(config, engine, world)
@@ -92,7 +92,7 @@ def run(
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
         _keep_tokenizer(config, dataset)
-    use = _device_use(config, engine, dataset, world)
+    device_use = _device_use(config, engine, dataset, world)
     notes = (
         *dataset.info.notes,
         *notes,
@@ -101,32 +101,30 @@ def run(
         *_notes(config, world),
         *data_notes(config, dataset),
         *row_notes,
-        *use.notes,
+        *device_use.notes,
     )
     monitor.report(_started_event(config, engine, dataset, world, resumed=resumed, notes=notes))
     tracer = None
     if config.train.trace.steps:
         tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
-    profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
-    saver = _saver(config, engine, loader, world, resumed=resumed, monitor=monitor)
+    blocks_of = spec_for(config).blocks
+    parts = LoopParts(
+        engine=engine,
+        loader=loader,
+        config=config.train,
+        world=world,
+        monitor=monitor,
+        peak_memory=peak_memory,
+        profiler=StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir)),
+        device_use=device_use,
+        tracer=tracer,
+        saver=_saver(config, engine, loader, world, resumed=resumed, monitor=monitor),
+        resumed=resumed.checkpoint,
+        blocks=[block for module in engine.modules for block in blocks_of(module).values()],
+    )
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
-        return fit(
-            engine,
-            loader,
-            config.train,
-            world=world,
-            monitor=monitor,
-            watch=watch,
-            profiler=profiler,
-            use=use,
-            tracer=tracer,
-            saver=saver,
-            resumed=resumed.checkpoint,
-            blocks=[
-                b for module in engine.modules for b in spec_for(config).blocks(module).values()
-            ],
-        )
+        return fit(parts)
 
 
 def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
@@ -258,7 +256,7 @@ def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> floa
     return float(config.train.global_batch_size * positions * engine.flops.per_token(positions))
 
 
-def _watch(
+def _peak_memory(
     config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], PeakWatch] | None
 ) -> PeakWatch:
     """Return the measurement of this rank's peak memory.

@@ -76,7 +76,7 @@ def test_zero1_reading_parameters_waits_for_all_rows(reads: str) -> None:
     def run(world: World) -> None:
         engine, loader = engine_of(world, "llama")
         engine.train_step(loader.batch(0))
-        update = engine._update
+        update = engine._parts.update
         assert isinstance(update, zero1.ShardedUpdate)
         assert update._in_flight
         before = {id(message): message for message in update._in_flight.values()}

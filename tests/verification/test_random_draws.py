@@ -52,15 +52,15 @@ def every_rank_draws_the_same(patch: Patch) -> None:
 
 
 def every_step_draws_the_same(patch: Patch) -> None:
-    seeds(patch, lambda engine: engine._world.rank)
+    seeds(patch, lambda engine: engine._parts.world.rank)
 
 
 def a_rank_draws_what_another_drew_before(patch: Patch) -> None:
-    seeds(patch, lambda engine: engine.step + engine._world.rank)
+    seeds(patch, lambda engine: engine.step + engine._parts.world.rank)
 
 
 def tensor_ranks_draw_different_numbers(patch: Patch) -> None:
-    seeds(patch, lambda engine: 7 * engine.step + engine._world.rank)
+    seeds(patch, lambda engine: 7 * engine.step + engine._parts.world.rank)
 
 
 def recomputation_draws_again(patch: Patch) -> None:
