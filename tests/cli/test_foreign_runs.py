@@ -55,7 +55,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         "data.target=evil:build: would import and call it",
     ),
     "a logger": (
-        {"loggers": [{"name": "csv"}, {"name": "custom", "target": "evil:build"}]},
+        {"loggers": [{"name": "tensorboard"}, {"name": "custom", "target": "evil:build"}]},
         "loggers[1].target=evil:build: would import and call it",
     ),
     "remote code": (

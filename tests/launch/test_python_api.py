@@ -102,7 +102,7 @@ def test_interrupt_stops_train_in_main_thread_and_train_works_in_another_thread(
     [
         [],
         ["strategy=hybrid", "model=llama_debug", "train.epochs=2"],
-        ["hardware=h100_80gb", "loggers=[csv]", "optimizer=muon"],
+        ["hardware=h100_80gb", "loggers=[tensorboard]", "optimizer=muon"],
     ],
 )
 def test_checking_a_loaded_config_again_returns_equal_config(overrides: list[str]) -> None:

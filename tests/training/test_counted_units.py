@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run on images."""
     register_logger("units_test")(Units)
     folder = tmp_path_factory.mktemp("run")
-    chosen = run_config([*IMAGES, "loggers=[csv,tensorboard,units_test]"])
+    chosen = run_config([*IMAGES, "loggers=[tensorboard,units_test]"])
     chosen = dataclasses.replace(chosen, run_dir=str(folder))
     World.mock(1).run(lambda world: worker.run(chosen, world))
     return folder
@@ -62,10 +61,6 @@ def test_loggers_of_images_get_no_number_of_tokens(folder: Path) -> None:
     assert Units.counted == ["images"]
     assert {"images", "images_per_s", "images_seen", "eval_images"} <= Units.names
     assert not [name for name in Units.names if "tokens" in name]
-    [header, *rows] = csv.reader((folder / "metrics.csv").read_text().splitlines())
-    assert {"images", "images_per_s", "eval_images"} <= set(header)
-    assert not [name for name in header if "tokens" in name]
-    assert rows[0][header.index("images")] == "8"
 
 
 def test_events_of_images_are_named_images(folder: Path) -> None:

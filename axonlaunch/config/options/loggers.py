@@ -30,14 +30,6 @@ class TensorBoardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CSVConfig:
-    """A table, ``metrics.csv`` in the run folder."""
-
-    name: str = "csv"
-    """name of the logger"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases."""
 
@@ -69,18 +61,6 @@ class MLflowConfig:
     """
     experiment: str = "axonlaunch"
     """experiment of the run; created if it does not exist"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackioConfig:
-    """Trackio, the local tracker of Hugging Face."""
-
-    name: str = "trackio"
-    """name of the logger"""
-    project: str = "axonlaunch"
-    """project of the run"""
-    space_id: str | None = None
-    """Hugging Face Space that displays the run; null: only this machine"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +105,6 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
             TensorBoardConfig,
             needs=Needs("tensorboard", "TensorBoard", "axonlaunch[tensorboard]"),
         ),
-        "csv": Entry(f"{_HERE}.csv:CSVLogger", "metrics.csv in the run folder", CSVConfig),
         "wandb": Entry(
             f"{_HERE}.wandb:WandbLogger",
             "Weights & Biases, online or offline",
@@ -137,12 +116,6 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
             "MLflow, a server or a local store",
             MLflowConfig,
             needs=Needs("mlflow", "MLflow", "axonlaunch[mlflow]"),
-        ),
-        "trackio": Entry(
-            f"{_HERE}.trackio:TrackioLogger",
-            "Trackio, local or in a Hugging Face Space",
-            TrackioConfig,
-            needs=Needs("trackio", "Trackio", "axonlaunch[trackio]"),
         ),
         "custom": Entry(
             f"{_HERE}.custom:make_custom",
