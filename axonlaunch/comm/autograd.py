@@ -10,6 +10,7 @@ Recomputation", 2022 (their forms under sequence parallelism).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _all_reduce = torch.ops._c10d_functional.all_reduce.default
 _all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_all_to_all = torch.ops._c10d_functional.all_to_all_single.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -119,6 +121,27 @@ def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return result
 
 
+def exchange_rows(
+    x: Tensor, group: ProcessGroup, *, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """Exchange rows with every rank in forward, and their gradients in backward.
+
+    Args:
+        x: Rows [sum(sent), ...], those for the first rank first.
+        group: The ranks that exchange rows.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+
+    Returns:
+        Received rows [sum(received), ...], those from the first rank first.
+    """
+    if group.size == 1:
+        return x
+    name = group.torch_group.group_name
+    result: Tensor = _exchange_rows(x, [*sent], [*received], name)
+    return result
+
+
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [...] over ranks into new memory; not differentiable."""
     return x if group.size == 1 else _sum(x, group.torch_group.group_name)
@@ -204,6 +227,18 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather(gradient, *ctx.exchange), None, None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        ctx.exchange = (sent, received, name)
+        return _send_rows(x, sent, received, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        sent, received, name = ctx.exchange
+        return _send_rows(gradient, received, sent, name), None, None, None
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, size: int, name: str, rank: int) -> Tensor:
@@ -255,6 +290,10 @@ def _start_scatter_sum(x: Tensor, dim: int, size: int, name: str) -> Tensor:
     return pending
 
 
+def _send_rows(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+    return finish(_all_to_all(x.contiguous(), received, sent, name))
+
+
 def _part(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
     # Copy, because a view would keep the full tensor alive until backward.
     length = x.shape[dim] // size
@@ -277,5 +316,6 @@ _copy: Any = _Copy.apply
 _reduce: Any = _Reduce.apply
 _gather_parts: Any = _Gather.apply
 _scatter_parts: Any = _ReduceScatter.apply
+_exchange_rows: Any = _ExchangeRows.apply
 _split: Any = _Split.apply
 _collect: Any = _Collect.apply

@@ -17,6 +17,10 @@ Divided = Literal["layers", "blocks", "sequences"]
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 """Names of the data axes: replicas of the parameters, and ranks that shard each replica."""
+EXPERT_SHARD, EXPERT = "efsdp", "ep"
+"""Names of the axes of the experts' mesh. It has the same ranks as the run's mesh. In each replica,
+``ep`` ranks share the experts of a layer, and ``efsdp`` ranks shard the parameters of each expert.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

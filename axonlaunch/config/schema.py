@@ -138,6 +138,16 @@ class ContextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Expert parallelism: the experts of each layer are divided among ranks."""
+
+    degree: int = field(default=1, metadata={"min": 1})
+    """number of ranks that the experts of a mixture of experts are divided among. They are data,
+    context and tensor ranks, so the degree takes no additional ranks; needs data_parallel=fsdp
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """Layout of the model and the batch on ranks. A layout does not change the results."""
 
@@ -156,6 +166,7 @@ class StrategyConfig:
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     auto: bool = False
     """search for the fastest layout on the configured or detected hardware before training starts,
     as `axonlaunch plan` does; keys of the layout that overrides set are kept

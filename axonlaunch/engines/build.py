@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
@@ -28,11 +29,13 @@ from axonlaunch.engines.activation_checkpointing import apply_activation_checkpo
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
-from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
+from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
-from axonlaunch.engines.device_mesh import merged_group, run_mesh, sharding_mesh
+from axonlaunch.engines.device_mesh import expert_mesh, merged_group, run_mesh, sharding_mesh
+from axonlaunch.engines.expert.dispatch import AllToAll
+from axonlaunch.engines.expert.experts import dispatched_experts, divide_experts
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
@@ -62,7 +65,7 @@ from axonlaunch.engines.precision.policy import (
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
-from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
+from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, without_modules
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
@@ -97,6 +100,7 @@ class _Plan:
     """State shared by the steps of building.
 
     Attributes:
+        experts: Mesh of parameters of experts; None if experts are not divided.
         chunked: The chunked loss, if one is used.
         owners: Global rank of each copy of a tied weight.
         sharded: Parts of the model that are sharded by fully_shard.
@@ -106,6 +110,7 @@ class _Plan:
     world: World
     layout: Layout
     mesh: Mesh
+    experts: Mesh | None
     spec: ModelSpec
     source: Source
     context: ContextAxis | None = None
@@ -152,9 +157,11 @@ def build_engine(
         source: Functions that create modules and storage; None for ``models.build``.
     """
     layout = Layout.of(config, world_size=world.world_size)
-    mesh = run_mesh(world, layout, cpu_offload=config.strategy.fsdp.cpu_offload)
+    offload = config.strategy.fsdp.cpu_offload
+    mesh = run_mesh(world, layout, cpu_offload=offload)
+    experts = expert_mesh(world, layout, cpu_offload=offload) if layout.expert > 1 else None
     needs_scale = PRECISIONS[config.train.precision].needs_loss_scale
-    plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
+    plan = _Plan(config, world, layout, mesh, experts, spec_for(config), source or Source())
     if layout.context > 1:
         plan.context = ContextAxis(merged_group(world, layout, "cp"))
     model = plan.construct()
@@ -227,12 +234,23 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
     if plan.context is not None:
         plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
+    tensor_plan = tensor.plan or plan.spec.plan(model)
+    if plan.experts is not None:
+        names = plan.spec.experts(model)
+        divide_experts(
+            model,
+            names,
+            mesh=plan.experts.device_mesh[EXPERT],
+            make_dispatch=AllToAll,
+            tensor_group=plan.mesh.group("tp") if tensor.degree > 1 else None,
+        )
+        tensor_plan = without_modules(tensor_plan, names)
     if tensor.degree > 1:
         if tensor.async_collectives:
             overlap_exchanges(plan.mesh.group("tp"))
         parallelize(
             model,
-            tensor.plan or plan.spec.plan(model),
+            tensor_plan,
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
             overlap=not plan.separate_weight_grad,
@@ -368,10 +386,21 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
         # and reshard it after its last, and require gathered parameters in between. With one stage
         # per rank, parameters would otherwise be gathered again for each micro-batch.
         keep_gathered=plan.layout.pipeline > 1,
+        experts=_divided_experts(plan, model),
     )
     sharded.ignore_returned_view()
     _initialize(plan, model)
     plan.sharded.append(sharded)
+
+
+def _divided_experts(plan: _Plan, model: nn.Module) -> DividedExperts | None:
+    if plan.experts is None:
+        return None
+    return DividedExperts(
+        modules=dispatched_experts(model),
+        mesh=sharding_mesh(plan.experts, plan.layout, is_expert=True),
+        gradient_ranks=plan.layout.gradient_ranks,
+    )
 
 
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward], Forward]:

@@ -10,6 +10,7 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import disjoint_group
+from axonlaunch.config.axes import EXPERT, EXPERT_SHARD
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 
@@ -49,9 +50,31 @@ def merged_group(world: World, layout: Layout, axis: str) -> ProcessGroup:
     return disjoint_group(ranks, name=axis, timeout_s=world.timeout_s, backend=backend)
 
 
-def sharding_mesh(mesh: Mesh, layout: Layout) -> DeviceMesh:
-    """Return the submesh over which ``fully_shard`` shards parameters, replicas first."""
-    division = layout.division()
+def expert_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
+    """Return the mesh of parameters of experts, with axes pp, dp_replicate, efsdp, ep.
+
+    It has the same ranks as ``run_mesh``, in the same order.
+
+    Args:
+        world: The ranks of the run. All of them must call this.
+        layout: Layout of the run, with an expert degree above 1.
+        cpu_offload: Value of ``strategy.fsdp.cpu_offload``.
+    """
+    with_host = (EXPERT_SHARD, EXPERT) if cpu_offload != "none" else ()
+    return world.lay_out(
+        layout.expert_axes, keep=(EXPERT_SHARD,), urgent=(EXPERT,), with_host=with_host
+    )
+
+
+def sharding_mesh(mesh: Mesh, layout: Layout, *, is_expert: bool = False) -> DeviceMesh:
+    """Return the submesh over which ``fully_shard`` shards parameters, replicas first.
+
+    Args:
+        mesh: ``run_mesh``, or ``expert_mesh`` for parameters of experts.
+        layout: Layout of the run.
+        is_expert: Whether the parameters belong to experts.
+    """
+    division = layout.division(is_expert=is_expert)
     replicas = [name for name in layout.mesh_axes(division.replicate_axes) if mesh.size(name) > 1]
     return mesh.device_mesh[(*replicas, *layout.mesh_axes(division.shard_axes))]
 

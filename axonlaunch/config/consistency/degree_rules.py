@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from axonlaunch.config.axes import AXES, INNER, OUTER
+from axonlaunch.config.axes import AXES, DP_SHARD, INNER, OUTER
 from axonlaunch.config.consistency.layout import (
     Layout,
     data_parallel_facts,
@@ -16,8 +17,11 @@ from axonlaunch.config.consistency.layout import (
     stages_per_rank,
 )
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.data_parallel import DEFAULT
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, divisors, one_of
 from axonlaunch.config.schema import PipelineConfig, RunConfig
+
+EXPERT_DEGREE = "strategy.expert.degree"
 
 
 def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -54,6 +58,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
                 "use strategy.data_parallel=ddp, zero1 or fsdp, or degree 1"
             )
             yield ConfigIssue(axis.key, message, axis.degree(strategy))
+    yield from _experts(config)
     if strategy.pipeline.degree == 1:
         yield from _unused_pipeline(strategy.pipeline)
         return
@@ -74,12 +79,39 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("train.activation_checkpointing", message, "selective")
 
 
+def _experts(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield problems of an expert degree with the other settings."""
+    strategy = config.strategy
+    key, degree = EXPERT_DEGREE, strategy.expert.degree
+    if degree == 1:
+        return
+    if not data_parallel_facts(strategy).shards_parameters:
+        kind = strategy.data_parallel or DEFAULT
+        message = (
+            f"data_parallel={kind} keeps all experts on every rank; use "
+            "strategy.data_parallel=fsdp, or degree 1"
+        )
+        yield ConfigIssue(key, message, degree)
+    if degree % strategy.tensor.degree:
+        message = (
+            f"ranks that share a layer must share its experts; use a multiple of "
+            f"strategy.tensor.degree={strategy.tensor.degree}"
+        )
+        yield ConfigIssue(key, message, degree)
+    if config.train.compile:
+        message = (
+            f"the number of tokens that {key} exchanges is known only in the step, and "
+            "torch.compile would compile each number separately; use false"
+        )
+        yield ConfigIssue("train.compile", message, True)
+
+
 def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
     """Return the problem if the degrees do not divide the number of ranks."""
     strategy = config.strategy
     needed = model_ranks(strategy)
     if world_size % needed == 0:
-        return []
+        return _broken_expert_degree(config, world_size=world_size)
     degrees = {axis.key: axis.degree(strategy) for axis in (*OUTER, *INNER)}
     used = {key: degree for key, degree in degrees.items() if degree > 1}
     if len(used) == 1:
@@ -89,6 +121,21 @@ def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[ConfigIs
     product = " x ".join(f"{key}={degree}" for key, degree in used.items())
     message = f"{product} take {needed} ranks; use {needed}, {2 * needed} or another multiple"
     return [ConfigIssue("launch.nproc", message, world_size)]
+
+
+def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
+    """Return the problem if the expert degree does not divide the ranks of a replica."""
+    degree, tensor = config.strategy.expert.degree, config.strategy.tensor.degree
+    axes = Layout.of(config, world_size=world_size).axes
+    ranks = math.prod(axes[name] for name in (DP_SHARD, *(axis.name for axis in INNER)))
+    if degree == 1 or ranks % degree == 0:
+        return []
+    legal = [count for count in divisors(ranks) if count % tensor == 0]
+    message = (
+        f"the experts are divided among the {ranks} ranks that share one copy of the parameters; "
+        f"use {one_of(legal)}"
+    )
+    return [ConfigIssue(EXPERT_DEGREE, message, degree)]
 
 
 def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[ConfigIssue]:

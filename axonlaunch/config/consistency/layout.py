@@ -14,6 +14,8 @@ from axonlaunch.config.axes import (
     AXES,
     DP_REPLICATE,
     DP_SHARD,
+    EXPERT,
+    EXPERT_SHARD,
     INNER,
     LIKE_DATA,
     OUTER,
@@ -58,6 +60,7 @@ class Layout:
         dp_replicate: Number of ranks that hold the same shard.
         dp_shard: Number of ranks that one copy of the parameters is divided among.
         degrees: Degree of each axis of ``config.axes.AXES`` by its name.
+        expert: Number of ranks that the experts of a layer are divided among.
         schedule: Name of the pipeline schedule.
         stages_per_rank: Number of pipeline stages on each rank.
         micro_batch_size: Samples per forward on one rank.
@@ -69,6 +72,7 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     degrees: dict[str, int]
+    expert: int
     schedule: str
     stages_per_rank: int
     micro_batch_size: int
@@ -88,6 +92,7 @@ class Layout:
             dp_replicate=replicate,
             dp_shard=max(1, ranks // replicate),
             degrees=degrees_of(strategy),
+            expert=strategy.expert.degree,
             schedule=strategy.pipeline.schedule,
             stages_per_rank=stages_per_rank(strategy),
             micro_batch_size=size,
@@ -123,10 +128,12 @@ class Layout:
         """Return the mesh axes whose ranks share a parameter.
 
         Args:
-            is_expert: Whether the parameter belongs to experts. As long as no axis divides experts,
-                their parameters are shared like all others.
+            is_expert: Whether the parameter belongs to experts.
         """
-        del is_expert
+        if is_expert and self.expert > 1:
+            return ParameterDivision(
+                shard_axes=(EXPERT_SHARD,), sum_axes=(DP_REPLICATE, EXPERT_SHARD)
+            )
         facts, merged_into = self.facts, self._merged_into
         replicas = (DP_REPLICATE, *(LIKE_DATA if merged_into == DP_REPLICATE else ()))
         if facts.shards_parameters:
@@ -142,8 +149,8 @@ class Layout:
         return DP_REPLICATE if is_replicated or not self.facts.shards_parameters else DP_SHARD
 
     def ranks_along(self, names: Iterable[str]) -> int:
-        """Return the number of ranks along several axes of ``axes``."""
-        sizes = self.axes
+        """Return the number of ranks along several axes of ``axes`` or ``expert_axes``."""
+        sizes = {**self.expert_axes, **self.axes}
         return math.prod(sizes[name] for name in names)
 
     @property
@@ -210,6 +217,17 @@ class Layout:
         )
         return {**outer, **data, **inner}
 
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """Sizes of the axes of the experts' mesh, outermost first.
+
+        It arranges the same ranks as ``axes``: those inside of ``dp_replicate`` are regrouped, with
+        the ranks that share the experts of a layer innermost.
+        """
+        sizes = self.axes
+        inner = math.prod(sizes.pop(name) for name in (DP_SHARD, *(axis.name for axis in INNER)))
+        return {**sizes, EXPERT_SHARD: inner // self.expert, EXPERT: self.expert}
+
     def mesh_sizes(self) -> dict[str, int]:
         """Return the sizes of the axes of the run's mesh, which sums gradients over data axes.
 
@@ -260,6 +278,8 @@ class Layout:
             if (degree := self.degrees[axis.name]) > 1:
                 schedule = f" ({self.schedule})" if axis.divides == "blocks" else ""
                 parts.append(f"{axis.word} {degree}{schedule}")
+        if self.expert > 1:
+            parts.append(f"expert {self.expert}")
         return " x ".join(parts) or "single"
 
 

@@ -7,12 +7,15 @@ Source: Rajbhandari et al., "ZeRO", 2020 (stages 2 and 3); Zhao et al., "PyTorch
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -85,6 +89,21 @@ class CPUOffload(StrEnum):
         return self in (CPUOffload.PARAMS, CPUOffload.OPTIMIZER_STATES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DividedExperts:
+    """Modules whose parameters are divided by experts before they are sharded.
+
+    Attributes:
+        modules: The modules.
+        mesh: Mesh over which they are sharded: replicas x shards, or shards.
+        gradient_ranks: Number of ranks with different samples, by which gradients are divided.
+    """
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+    gradient_ranks: int
+
+
 class FSDP(nn.Module):
     """A module with parameters sharded over a mesh, as DTensors.
 
@@ -106,6 +125,7 @@ class FSDP(nn.Module):
         replicate: int = 1,
         mixed_precision: MixedPrecisionPolicy | bool | None = None,
         keep_gathered: bool = False,
+        experts: DividedExperts | None = None,
     ) -> None:
         """Shard a module in place.
 
@@ -134,6 +154,8 @@ class FSDP(nn.Module):
                 True gathers and computes in bf16 and reduces in fp32.
             keep_gathered: Keep parameters gathered after a forward, independent of ``sharding``.
                 For callers that gather and reshard explicitly, as pipeline schedules do.
+            experts: Modules inside of ``layers`` whose parameters are divided by experts, which are
+                sharded and gathered separately.
 
         Raises:
             ValueError: The group cannot be divided in this way.
@@ -159,6 +181,8 @@ class FSDP(nn.Module):
             "mp_policy": _policy(mixed_precision),
             "offload_policy": offload,
         }
+        if experts is not None:
+            _shard_experts(experts, **options, reshard_after_forward=reshard)
         if first := _large_unit(before, module):
             fully_shard(first, reshard_after_forward=reshard, **options)
         if last := _large_unit(after, module):
@@ -283,6 +307,33 @@ def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPoli
     if precision is True:
         return sharded_policy(MIXED_PRECISION)
     return precision or MixedPrecisionPolicy()
+
+
+def _shard_experts(
+    experts: DividedExperts, *, mp_policy: MixedPrecisionPolicy, **options: Any
+) -> None:
+    """Shard experts over fewer ranks than other parameters, with gradients on the same scale.
+
+    The loss of a rank is the mean of its samples, so gradients are divided by the number of ranks
+    with samples. Experts have received the gradients of all ranks that share them already.
+    """
+    # The block has cast the inputs. Weights of a router stay in their type.
+    options["mp_policy"] = dataclasses.replace(mp_policy, cast_forward_inputs=False)
+    shards = experts.mesh.size(experts.mesh.ndim - 1)
+    options["mesh"] = experts.mesh
+    for module in experts.modules:
+        fully_shard(module, shard_placement_fn=partial(_expert_placement, shards=shards), **options)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(experts.gradient_ranks)
+        if shards > 1:  # torch divides twice on a mesh of one rank
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(parameter: nn.Parameter, *, shards: int) -> Shard:
+    """Return the dim to shard: the experts, or the next one if a rank has too few experts."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    is_uneven = local.shape[0] % shards and local.ndim > 1 and local.shape[1] % shards == 0
+    return Shard(1 if is_uneven else 0)
 
 
 def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:

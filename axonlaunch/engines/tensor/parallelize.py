@@ -10,7 +10,8 @@ Recomputation", 2022, for sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,7 +101,9 @@ def divide(
     Raises:
         ValueError: A style does not exist or does not suit its module, or a size is not divisible.
     """
-    modules = style_modules(module, plan)
+    styled = style_modules(module, plan)
+    # Experts that are divided among the ranks of another axis read their parameters themselves.
+    modules = [entry for entry in styled if not isinstance(entry.module, ReadsLocally)]
     issues = unknown_styles(plan)
     issues += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)
     if issues:
@@ -114,6 +117,19 @@ def divide(
         _divide_adapter(entry, axis)
     _share_regions(module, axis, sequence_parallel=sequence_parallel)
     axis.distribute(module)
+
+
+def without_modules(plan: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return a plan without the patterns that match some modules or their parameters."""
+    names = list(names)
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if not any(
+            fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rpartition(".")[0])
+            for name in names
+        )
+    }
 
 
 def divided_classes(module: nn.Module) -> int | None:

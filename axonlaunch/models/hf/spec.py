@@ -12,6 +12,7 @@ from torch import nn
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.hf.analysis.divided_attention import divide_attention
+from axonlaunch.models.hf.analysis.expert_modules import expert_modules
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
@@ -49,6 +50,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         undivided=lambda: model_structure.undivided,
         unpackable=lambda: model_structure.unpackable,
         tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
+        experts=expert_modules,
         initializers=lambda module: initializers,
         max_positions=getattr(typed, "max_position_embeddings", None),
         index_names=model_structure.index_names,

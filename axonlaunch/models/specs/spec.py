@@ -107,6 +107,9 @@ class ModelSpec:
         unpackable: Returns why a row can't hold several documents. Empty if the forward takes
             ``positions`` of tokens within their documents and keeps documents from attending to
             each other.
+        experts: Returns the full names of a model's modules of experts: modules with an attribute
+            ``num_experts``, parameters [experts, ...], and a forward that maps hidden states
+            [T, H], experts [T, K] and their weights [T, K] to [T, H].
         divides_documents: Whether documents also stay separate in parts of a row, either through
             ``divide`` or through the model's attribute ``find_documents``, which engines replace.
     """
@@ -125,6 +128,7 @@ class ModelSpec:
     undivided: Callable[[], str] = lambda: ""
     head: str | None = None
     unpackable: Callable[[], str] = lambda: "its forward takes no positions"
+    experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     divides_documents: bool = False
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False

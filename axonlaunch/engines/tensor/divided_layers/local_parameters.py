@@ -83,8 +83,8 @@ class TensorAxis:
         for submodule in module.modules():
             cuts = submodule.__dict__.get("cuts") or getattr(type(submodule), "cuts", {})
             for key, parameter in list(submodule._parameters.items()):
-                if parameter is None:
-                    continue
+                if parameter is None or isinstance(parameter, DTensor):
+                    continue  # experts are divided among the ranks of another axis
                 dim_or_cut = cuts.get(key)
                 cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
                 if parameter not in placed_by_parameter:

@@ -1,0 +1,1 @@
+"""Expert parallelism: ranks hold different experts, and tokens travel to their experts."""

@@ -1,0 +1,132 @@
+"""Divides the experts of a model among ranks and replaces their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import collect_from, scatter_to_group
+from axonlaunch.engines.expert.dispatch import Dispatch
+from axonlaunch.engines.expert.routing import InvalidRouteError
+from axonlaunch.engines.tensor.divided_layers.local_parameters import (
+    Cut,
+    ReadsLocally,
+    TensorAxis,
+)
+from axonlaunch.models.adapters.expert_lora import LoraExperts
+from axonlaunch.models.modules.convert_module import convert_module
+
+
+class DispatchedExperts(ReadsLocally):
+    """Experts of which this rank holds some; maps tokens [..., H] to results [..., H].
+
+    The original forward, ``(hidden [T, H], experts [T, K], weights [T, K]) -> [T, H]``, runs on the
+    received rows with one expert each and weight 1. The ranks that sent the rows apply the weights.
+
+    Attributes:
+        dispatch: Moves rows between the ranks.
+        tensor_group: Ranks that have the same tokens. Each of them dispatches a part of the tokens.
+        layer: Name of the module, for messages.
+    """
+
+    dispatch: Dispatch
+    tensor_group: ProcessGroup | None
+    layer: str
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute each token's weighted sum of expert results."""
+        top_k = top_k_index.shape[-1]
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        experts, weights = top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
+        tokens = len(hidden)
+        if self.tensor_group is not None:
+            hidden, experts, weights = (
+                self._part(value, self.tensor_group) for value in (hidden, experts, weights)
+            )
+        try:
+            rows, local_experts, ticket = self.dispatch.send(hidden, experts)
+        except InvalidRouteError as error:
+            raise InvalidRouteError(f"{self.layer}: {error}") from None
+        ones = torch.ones_like(local_experts, dtype=weights.dtype).unsqueeze(-1)
+        results = super().forward(rows, local_experts.unsqueeze(-1), ones)
+        combined = self.dispatch.combine(results, weights, ticket)
+        if self.tensor_group is not None:
+            combined = collect_from(combined, self.tensor_group, 0)
+        # Not a view if possible, because fully_shard warns about views.
+        if len(combined) != tokens:
+            combined = combined[:tokens].clone()
+        return combined if hidden_states.ndim == 2 else combined.view_as(hidden_states).clone()
+
+    def _part(self, value: Tensor, group: ProcessGroup) -> Tensor:
+        """Return this tensor rank's part of all tokens, padded to equal parts."""
+        missing = -len(value) % group.size
+        if missing:
+            value = functional.pad(value, (0, 0, 0, missing))
+        if not value.is_floating_point():
+            return value.chunk(group.size)[group.rank]
+        return scatter_to_group(value, group, 0)
+
+
+def divide_experts(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    mesh: DeviceMesh,
+    make_dispatch: Callable[..., Dispatch],
+    tensor_group: ProcessGroup | None = None,
+) -> None:
+    """Divide modules of experts among the ranks of a mesh, in place.
+
+    Every parameter becomes a DTensor, sharded along its first dim, [experts, ...]. Adapters are
+    divided with their experts.
+
+    Args:
+        model: A model or a pipeline stage, identical on every rank or on ``meta``.
+        names: Names of the modules; names that a stage lacks are skipped.
+        mesh: One-dimensional mesh of the ranks that share the experts.
+        make_dispatch: Creates the dispatch of a module from a group and ``num_experts``.
+        tensor_group: Ranks with the same tokens; None if each rank has other tokens.
+    """
+    axis = TensorAxis(mesh)
+    modules = dict(model.named_modules())
+    for name in names:
+        if (module := modules.get(name)) is None:
+            continue
+        num_experts = module.num_experts
+        assert isinstance(num_experts, int)
+        module.__dict__.update(
+            _axis=axis,
+            _sums_gradients=False,
+            cuts=dict.fromkeys(module._parameters, Cut(0)),
+            num_experts=num_experts // axis.group.size,
+            dispatch=make_dispatch(axis.group, num_experts=num_experts),
+            tensor_group=tensor_group,
+            layer=name,
+        )
+        if isinstance(module, LoraExperts):
+            _divide_adapters(module, axis, num_experts=num_experts)
+        convert_module(module, DispatchedExperts)
+        axis.distribute(module)
+
+
+def _divide_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:
+    """Give each rank the rows of A and the columns of B of its experts.
+
+    In B, [outputs, rank x experts], the experts of one rank index are consecutive.
+    """
+    for matrices in module.matrices().values():
+        rank = len(matrices.lora_A.weight) // num_experts
+        cuts = ((matrices.lora_A, Cut(0)), (matrices.lora_B, Cut(1, pieces=rank)))
+        for matrix, cut in cuts:
+            convert_module(matrix, ReadsLocally)
+            matrix.__dict__.update(_axis=axis, _sums_gradients=False, cuts={"weight": cut})
+
+
+def dispatched_experts(module: nn.Module) -> list[nn.Module]:
+    """Return the divided experts inside a module, in order."""
+    return [part for part in module.modules() if isinstance(part, DispatchedExperts)]
