@@ -315,14 +315,14 @@ class MeshEngine:
         if self._rule.grad_clip is not None or self._scale is not None:
             norm = self._update.clip_gradients(
                 self._rule.grad_clip,
-                known=self.gradient_norm() if known_norm is None else known_norm,
+                norm=self.gradient_norm() if known_norm is None else known_norm,
                 loss_scale=None if self._scale is None else self._scale.value,
             )
         overflowed = None
         if self._scale is not None and norm is not None:
             overflowed = self._scale.update(push_to(~torch.isfinite(norm), self._world.device))
         self._update.apply(
-            rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), unless=overflowed
+            rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), skip=overflowed
         )
         if self._replicas is not None:
             self._replicas.after_update(step=self.step)
