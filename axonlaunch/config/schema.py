@@ -361,8 +361,18 @@ class RunConfig:
     @property
     def saves_frozen(self) -> bool:
         """Whether checkpoints include frozen weights; false for adapters of pretrained models."""
-        path = getattr(self.model, "path", None)
-        return self.adapter is None or not self.is_pretrained or path is None
+        return self.adapter is None or not self.is_pretrained or self.model_path is None
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample; None for data without ``data.sequence_length``."""
+        length = getattr(self.data, "sequence_length", None)
+        return length if isinstance(length, int) else None
+
+    @property
+    def model_path(self) -> str | None:
+        """Folder or model id of the model's files, with weights and tokenizer; None without."""
+        return self.model.path if isinstance(self.model, HuggingFaceConfig) else None
 
     @property
     def is_pretrained(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
 from axonlaunch.data.datasets.registry import register_dataset
 
 if TYPE_CHECKING:
@@ -41,14 +41,7 @@ def build_dataset(
         UnknownNameError: No dataset with that name is registered.
         ConfigError: The dataset can't be built from this configuration.
     """
-    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if problems:
-        raise ConfigError(
-            [
-                ConfigIssue(f"data.{name}", message, getattr(config, name, ...))
-                for name, message in problems
-            ]
-        )
+    refuse_invalid("data", config)
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:

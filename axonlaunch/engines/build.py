@@ -22,7 +22,6 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -66,6 +65,7 @@ from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_dtypes import torch_dtype
 
@@ -338,7 +338,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return modules called before and after the blocks, if their weights are used only there."""
-    if type(plan.config.model) not in OWN_MODEL_CONFIGS:  # unknown for other models
+    if source_of(plan.config).code != "included":  # unknown for other models
         return [], []
     before, after = around_blocks(plan.spec, model)
     return before, after if plan.chunked is None else []  # a chunked head runs after forward
@@ -346,8 +346,8 @@ def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
     """Return blocks, and modules called after them, whose weights no other module reads."""
-    is_known = type(plan.config.model) in (*OWN_MODEL_CONFIGS, HuggingFaceConfig)
-    blocks = plan.spec.blocks(model).values() if is_known else ()
+    is_unknown = source_of(plan.config).code == "user"
+    blocks = () if is_unknown else plan.spec.blocks(model).values()
     return [*blocks, *_around_blocks(plan, model)[1]]
 
 

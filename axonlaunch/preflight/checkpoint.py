@@ -29,8 +29,9 @@ from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_di
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
-from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
@@ -66,7 +67,7 @@ def _explain_unreached(error: ConfigError, key: str, path: str) -> Iterator[Conf
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     try:
-        named = initial_weights(config.model)
+        named = source_of(config).initial_weights()
     except ConfigError as error:
         yield from error.problems
         return

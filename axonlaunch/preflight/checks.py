@@ -7,7 +7,7 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,13 +22,13 @@ from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, wi
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
@@ -141,7 +141,7 @@ def _examine(
     config: RunConfig, *, devices: int | None, report: OnProgress
 ) -> tuple[list[ConfigIssue], Dataset | None]:
     """Return the problems of a configuration, and its dataset if it was built."""
-    here = devices is not None
+    here, source = devices is not None, source_of(config)
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
     # Check the rules again after resolving, because each rank checks its configuration too.
@@ -149,7 +149,7 @@ def _examine(
     if devices is not None:
         problems += device_problems(config, devices)
         problems += _custom_loggers(config)
-        problems += _attention(config)
+        problems += source.device_problems(config.launch.device)
     dataset, issues = described_dataset(config)
     problems += issues
     spec, model, issues = _model(config)
@@ -160,8 +160,9 @@ def _examine(
         mismatches = list(_model_data_mismatches(config, spec, dataset))
         if needs_custom_loss(dataset) or config.train.loss is not None:
             mismatches = list(custom_data_problems(config, model, dataset))
-        elif not mismatches and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
-            mismatches = list(_with_model_key(config, output_problems(model, spec, dataset)))
+        elif not mismatches and model is not None and source.code != "included":
+            problems_of_outputs = output_problems(model, spec, dataset)
+            mismatches = [source.problem(each.message) for each in problems_of_outputs]
         problems += mismatches
         chunk = config.train.loss_chunk
         if not mismatches and model is not None and chunk is not None:
@@ -189,13 +190,9 @@ def _examine(
 
 
 def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
-    """Download the model from the Hugging Face Hub to its cache, once for all ranks."""
-    if not isinstance(config.model, HuggingFaceConfig):
-        return []
-    from axonlaunch.models.hf.reading import files
-
+    """Download the files of the model that this node lacks, once for all ranks."""
     try:
-        files.fetch(config.model, weights=here and config.model.init == "pretrained")
+        source_of(config).fetch(weights=here)
     except ConfigError as error:
         return error.problems
     return []
@@ -209,14 +206,6 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
                 import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
             except ConfigError as error:
                 yield from error.problems
-
-
-def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
-    model = config.model
-    on_cpu = config.launch.device != "cuda"
-    if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
-        message = "torch can't train with it on CPUs; use sdpa"
-        yield ConfigIssue("model.attention", message, "flex")
 
 
 def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:
@@ -264,58 +253,45 @@ def _model_data_mismatches(
     config: RunConfig, spec: ModelSpec, dataset: Dataset
 ) -> Iterator[ConfigIssue]:
     """Yield mismatches between the settings of the model and those of the data."""
-    model, name = config.model, config.data.name
+    source, name = source_of(config), config.data.name
     if dataset.kind == "structured":
         return
     if spec.inputs not in ("any", dataset.kind):
         message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
-        yield ConfigIssue("model.name", message, model.name)
+        yield ConfigIssue("model.name", message, config.model.name)
         return
-    size = getattr(model, "vocab_size", None)
+    size = source.size("vocab_size")
     if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
         has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
         message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
         yield ConfigIssue("model.vocab_size", message, size)
-    longest, length = getattr(model, "max_position_embeddings", None), _length(config)
-    longest = longest if spec.max_positions is None else spec.max_positions
+    longest, length = spec.max_positions, config.sequence_length
+    longest = source.size("max_position_embeddings") if longest is None else longest
     if longest is not None and length is not None and length > longest:
-        group = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
         # The number of positions of a pretrained model can't be changed.
         remedy = "shorten it" if config.is_pretrained else "shorten it or raise that"
-        message = f"longer than {group}.max_position_embeddings={longest}; {remedy}"
+        message = f"longer than {source.sizes_key}.max_position_embeddings={longest}; {remedy}"
         yield ConfigIssue("data.sequence_length", message, length)
-    classes = getattr(model, "num_classes", None)
+    classes = source.size("num_classes")
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
         message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
         yield ConfigIssue("model.num_classes", message, classes)
     yield from _image_shape(config, dataset)
 
 
-def _with_model_key(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
-    """Yield the problems with the configuration key by which the user chose the model."""
-    for problem in problems:
-        if isinstance(config.model, CustomConfig):
-            yield ConfigIssue("model.target", problem.message, config.model.target)
-        elif isinstance(config.model, HuggingFaceConfig):
-            key = "model.config" if config.model.path is None else "model.path"
-            yield ConfigIssue(key, problem.message, config.model.path or ...)
-        else:
-            yield ConfigIssue("model.name", problem.message, config.model.name)
-
-
 def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
     """Compare the sizes in an image model's configuration with those of the images."""
     if dataset.kind != "images":
         return
-    shape = dataset.sample_shape
+    shape, source = dataset.sample_shape, source_of(config)
     numel = torch.Size(shape).numel()
-    input_size = getattr(config.model, "input_size", None)
+    input_size = source.size("input_size")
     if input_size is not None and input_size != numel:
         yield ConfigIssue(
             "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
         )
     for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        configured = getattr(config.model, field, None)
+        configured = source.size(field)
         if configured is not None and configured != actual:
             yield ConfigIssue(
                 f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
@@ -324,11 +300,6 @@ def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
 
 def _by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
-
-
-def _length(config: RunConfig) -> int | None:
-    length = getattr(config.data, "sequence_length", None)
-    return length if isinstance(length, int) else None
 
 
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:

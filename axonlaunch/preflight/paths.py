@@ -9,19 +9,17 @@ from pathlib import Path
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.options.data import DATASETS
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.values.environment_values import EnvironmentText
 from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return a configuration with absolute paths of model, tokenizer and adapter."""
-    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
     tokenizer = config.tokenizer.path
     if DATASETS.facts(config.data.name).takes_tokenizer:
         tokenizer = tokenizer_of(config).path
     adapter = config.adapter.path if config.adapter is not None else None
-    paths = {"model.path": model, "tokenizer.path": tokenizer, "adapter.path": adapter}
+    paths = {"model.path": config.model_path, "tokenizer.path": tokenizer, "adapter.path": adapter}
     return with_values(
         config, {key: _absolute(path) for key, path in paths.items() if path is not None}
     )

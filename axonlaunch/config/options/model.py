@@ -178,15 +178,13 @@ class CustomConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceConfig:
-    """Causal language model of the installed transformers package."""
+class TransformersModel:
+    """Keys of ``model=hf`` that determine the model's modules, but not its initial weights."""
 
     name: str = "hf"
     """name of the model"""
     path: str | None = None
     """folder with a config.json, or model id on the Hugging Face Hub; null: only model.config"""
-    init: Literal["pretrained", "random"] = "pretrained"
-    """initial weights. pretrained: those of model.path; random: from the seed"""
     config: dict[str, Any] = field(default_factory=dict)
     """nested overrides of keys in config.json; model_type is required without a path"""
     attention: Literal["auto", "sdpa", "flex", "eager"] = "auto"
@@ -195,6 +193,14 @@ class HuggingFaceConfig:
     """branch, tag or commit of the model id; null: the main branch"""
     trust_remote_code: bool = False
     """run Python code that is distributed with the model"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig(TransformersModel):
+    """Causal language model of the installed transformers package."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """initial weights. pretrained: those of model.path; random: from the seed"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Union, get_args, get_origin
 
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
-from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain
+from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain, value_problems
 from axonlaunch.config.problems.other_names import FOREIGN_NAMES, UNSUPPORTED
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
@@ -72,7 +72,7 @@ class _Walk:
         ]
         config = _construct(schema, self._values(tree, schema, prefix), fields)
         reported = {problem.key for problem in self.problems}
-        for name, message in getattr(config, "problems", list)():
+        for name, message in value_problems(config):
             if (key := _below(prefix, name)) not in reported:
                 self._add(key, message, getattr(config, name, ...))
         return config

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.options.data import NUM_BYTES
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.tokenizers.tokenizer_files import (
@@ -238,12 +237,12 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def tokenizer_of(config: RunConfig) -> TokenizerConfig:
-    """Return the tokenizer of a run; by default that of its transformers model."""
+    """Return the tokenizer of a run; by default the one in the folder of its model."""
     configured = config.tokenizer
     is_default = configured.name == "auto" and not configured.path
-    if not is_default or not isinstance(config.model, HuggingFaceConfig):
+    if not is_default or config.model_path is None:
         return configured
-    return replace(configured, path=config.model.path)
+    return replace(configured, path=config.model_path)
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
@@ -112,9 +113,7 @@ def new_state(
         device: Device of states that are stored with the parameter.
         dtype: Type of the updated tensor; None for the type of the parameter.
     """
-    local = parameter.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(parameter.detach())
     if state.on_host:
         device = torch.device("cpu")
     dtype = _dtype(state, dtype or local.dtype)

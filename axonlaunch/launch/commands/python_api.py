@@ -19,7 +19,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import MODELS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
@@ -220,5 +220,6 @@ def _tracing(config: RunConfig) -> Iterator[ForkServerContext]:
 
 
 def _preloads(config: RunConfig | None = None, *, compiler: bool) -> list[str]:
-    uses_hf = config is not None and isinstance(config.model, HuggingFaceConfig)
-    return forkserver.modules_to_preload(compiler=compiler, transformers=uses_hf)
+    needs = None if config is None else MODELS.entry(config.model.name).needs
+    has_transformers = needs is not None and needs.module == "transformers"
+    return forkserver.modules_to_preload(compiler=compiler, transformers=has_transformers)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.options.model import MOST_LAYERS, HuggingFaceConfig
+from axonlaunch.config.options.model import MOST_LAYERS, TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.reading import files, library
@@ -29,7 +29,7 @@ _EACH_BLOCK = "per_layer_config"
 """Key for per-block settings by block number, which newer versions accept in every class."""
 
 
-def architecture(config: HuggingFaceConfig) -> Any:
+def architecture(config: TransformersModel) -> Any:
     """Return transformers' typed configuration of a model.
 
     Raises:
@@ -52,7 +52,7 @@ def architecture(config: HuggingFaceConfig) -> Any:
     return typed
 
 
-def _type_content(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any:
+def _type_content(config: TransformersModel, content: dict[str, Any], kind: str) -> Any:
     """Merge overrides into a file's content and create the typed configuration.
 
     Raises:
@@ -141,7 +141,7 @@ def _shorten_lists(merged: dict[str, Any], content: Mapping[str, Any], cls: Any)
             merged[name] = value[:new_count]
 
 
-def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
+def _is_remote(config: TransformersModel, content: Mapping[str, Any]) -> bool:
     """Return whether a model uses the code in its repository.
 
     Raises:
@@ -162,7 +162,7 @@ def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
     raise ConfigError([ConfigIssue("model.trust_remote_code", message, False)])
 
 
-def _read_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
+def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
     """Read a configuration with the code in its repository.
 
     Raises:
@@ -188,7 +188,7 @@ def _read_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
     return typed
 
 
-def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> None:
     quantization = content.get("quantization_config") or {}
     if (
         method := quantization.get("quant_method")
@@ -202,7 +202,7 @@ def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> 
         raise ConfigError([ConfigIssue("model.path", message, config.path)])
 
 
-def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_kernels(content: Mapping[str, Any], config: TransformersModel) -> None:
     """Refuse a file that selects a repository of kernels, which transformers would run.
 
     Raises:
@@ -221,7 +221,7 @@ def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> No
             _refuse_kernels(value, config)
 
 
-def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_oversized(content: Mapping[str, Any], config: TransformersModel) -> None:
     """Refuse more blocks or experts than any model has, because each takes time to build.
 
     Raises:
@@ -236,7 +236,7 @@ def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> 
             raise ConfigError([ConfigIssue(source_key, message, config.path or ...)])
 
 
-def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
+def _refuse_kind(kind: Any, config: TransformersModel) -> None:
     """Refuse a ``model_type`` that is not a causal language model.
 
     Raises:
@@ -257,7 +257,7 @@ def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
     raise ConfigError([ConfigIssue(key, message, value)])
 
 
-def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
+def _refuse_untrainable(typed: Any, config: TransformersModel) -> None:
     """Refuse models that a causal language model's loss would train wrongly without an error.
 
     Raises:
@@ -284,7 +284,7 @@ def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
         raise ConfigError([ConfigIssue(key, f"{prefix}{reason}", config.path or kind)])
 
 
-def _config_issue(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+def _config_issue(config: TransformersModel, error: Exception) -> ConfigIssue:
     """Shorten transformers' error about a configuration to one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__

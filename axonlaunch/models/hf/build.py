@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.architecture import architecture
 from axonlaunch.models.hf.reading import library
@@ -64,7 +64,7 @@ class CausalLM(nn.Module):
         return ModelOutputs(logits, auxiliary * _coefficient(self))
 
 
-def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
+def build_recorded(config: TransformersModel) -> tuple[nn.Module, dict[str, Initializer]]:
     """Build a model and return it with the initializers of its parameters.
 
     Raises:
@@ -94,7 +94,7 @@ def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Init
     return model, initializers
 
 
-def untraceable(config: HuggingFaceConfig) -> str:
+def untraceable(config: TransformersModel) -> str:
     """Return why a model can't be run on tensors without values; empty if it can."""
     if config.attention == "flex":  # it calls torch's compiler, which would crash the process
         return "model.attention=flex can't be run without values; use sdpa to estimate"
@@ -115,7 +115,7 @@ def _coefficient(model: Any) -> float:
     raise ConfigError([ConfigIssue("model.config.output_router_logits", message, True)])
 
 
-def _failure(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+def _failure(config: TransformersModel, error: Exception) -> ConfigIssue:
     reason = " ".join(str(error).split()).split(". ")[0][:400] or type(error).__name__
     if config.attention != "auto" and "ttention" in reason:
         message = f"the model refuses it ({reason}); use auto"

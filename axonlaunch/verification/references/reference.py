@@ -26,9 +26,10 @@ from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
-from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
+from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.references import comparison_inputs, data_checks, plain_model
@@ -126,7 +127,7 @@ class PlainRun:
                     parameter.data = parameter.data.to(dtype)
         if self._spec.initializers is not None:
             start_magnitudes(model)  # from the weights in param_dtype
-        if initial_weights(config.model) is not None:
+        if source_of(config).initial_weights() is not None:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
