@@ -212,7 +212,7 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
-    from axonlaunch.models.specs.own_loss import register_loss as register_loss
+    from axonlaunch.models.specs.custom_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
@@ -303,7 +303,7 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
-    "axonlaunch.models.specs.own_loss": ("register_loss",),
+    "axonlaunch.models.specs.custom_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
     "axonlaunch.training.module_trace.script": ("trace",),

@@ -332,9 +332,9 @@ def _config(checkpoint: Checkpoint, trusted: bool) -> RunConfig:
 
 def _require_folder(path: Path) -> None:
     from axonlaunch.checkpoint.format.storage import reaching
-    from axonlaunch.config import meant_below_runs
+    from axonlaunch.config import suggest_run_folder
 
     with reaching(path):
         is_folder = path.is_dir()
     if not is_folder:
-        refuse(f"{path}: {why_no_folder(path)}{meant_below_runs(path)}")
+        refuse(f"{path}: {why_no_folder(path)}{suggest_run_folder(path)}")

@@ -44,7 +44,7 @@ __all__ = [
     "flatten",
     "import_code",
     "load",
-    "meant_below_runs",
+    "suggest_run_folder",
     "parse_frozen",
     "read",
     "with_values",
@@ -254,7 +254,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     try:
         text = read_text(file, at_most=LARGEST_YAML)
     except (FileNotFoundError, NotADirectoryError):
-        message = f"{path}: no run folder (it has no config.yaml){meant_below_runs(path)}"
+        message = f"{path}: no run folder (it has no config.yaml){suggest_run_folder(path)}"
         raise ConfigError([ConfigIssue("", message)]) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -266,7 +266,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     return type_config(tree, _import_plugins(tree))
 
 
-def meant_below_runs(path: Path) -> str:
+def suggest_run_folder(path: Path) -> str:
     """Return a suggestion if the path is only the name of a run, else an empty text."""
     run = Path("runs", str(path))
     return f"; did you mean {run}?" if (run / CONFIG).is_file() else ""

@@ -313,13 +313,13 @@ class MeshEngine:
         if rule.grad_clip is not None or scale is not None:
             norm = parts.update.clip_gradients(
                 rule.grad_clip,
-                known=self.gradient_norm() if known_norm is None else known_norm,
+                norm=self.gradient_norm() if known_norm is None else known_norm,
                 loss_scale=None if scale is None else scale.value,
             )
         overflowed = None
         if scale is not None and norm is not None:
             overflowed = scale.update(push_to(~torch.isfinite(norm), parts.world.device))
-        parts.update.apply(rate=lambda peak: rule.rate(self.step - 1, peak=peak), unless=overflowed)
+        parts.update.apply(rate=lambda peak: rule.rate(self.step - 1, peak=peak), skip=overflowed)
         if parts.replicas is not None:
             parts.replicas.after_update(step=self.step)
         return norm, overflowed

@@ -21,8 +21,8 @@ from axonlaunch.config.problems.errors import divisor_of
 from axonlaunch.launch.environment_variables import (
     ADDRESS,
     OPEN_MPI,
-    OWN,
     PMI,
+    RANK_VARIABLES,
     SLURM,
     RankVariables,
 )
@@ -134,7 +134,7 @@ class ClusterEnvironment:
 
 def _read(reader: _Reader) -> ClusterEnvironment:
     environment = reader.environment
-    if any(environment.get(name) for name in OWN):
+    if any(environment.get(name) for name in RANK_VARIABLES):
         return _variables(reader)
     if environment.get(OPEN_MPI.rank):
         return _scheduler(reader, OPEN_MPI)
@@ -245,7 +245,7 @@ class _Reader:
 
     def missing(self, *names: str) -> None:
         """Report a problem for each unset variable of a set that must be complete."""
-        set_names = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
+        set_names = [name for name in (*RANK_VARIABLES, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
                 verb = "is" if len(set_names) == 1 else "are"

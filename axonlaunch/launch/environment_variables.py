@@ -23,7 +23,7 @@ class RankVariables:
     node_rank: str = ""
 
 
-OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = RankVariables(
     "mpirun",

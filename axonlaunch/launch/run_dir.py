@@ -287,7 +287,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     return checkpoint.find_checkpoint(storage.root(config))
 
 
-def adopt(config: RunConfig) -> None:
+def create_joined(config: RunConfig) -> None:
     """Create the folder of a run that another process began, with its frozen configuration.
 
     Raises:

@@ -18,7 +18,7 @@ from axonlaunch.config.options.model import MODELS, HuggingFaceConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.adapters.lora import adapter_initializers, add_adapters, start_magnitudes
 from axonlaunch.models.specs.spec import ModelSpec
-from axonlaunch.models.specs.trained import choose_trained
+from axonlaunch.models.specs.trainable import choose_trainable
 from axonlaunch.models.tensors.initialization import Staging, fill, initialize, materialize
 
 
@@ -97,7 +97,7 @@ def _call_builder(spec: ModelSpec, config: Any) -> nn.Module:
             add_adapters(module, config.adapter, spec)
             if spec.initializers is None:
                 _fill_adapters(module, seed=config.seed)
-        choose_trained(module, config.train)
+        choose_trainable(module, config.train)
     return module
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.code.plugins import import_plugins
-from axonlaunch.config.consistency.layout import Layout, estimated_on, resolved
+from axonlaunch.config.consistency.layout import Layout, estimate_device, resolved
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
 from axonlaunch.planning.search.workload import host_memory, workload
-from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.planning.tracing.shape_only_data import (
+    replace_with_synthetic,
+    with_file_placeholders,
+)
 from axonlaunch.system.node import allocator_settings, host
 from axonlaunch.system.processes import forked_call, forkserver
 
@@ -57,15 +60,15 @@ def load_for_estimate(
         composed = configuration.compose(
             overrides, config_name=config_name, config_dirs=config_dirs
         )
-        return dataclasses.replace(composed, tree=naming_files(composed.tree))
+        return dataclasses.replace(composed, tree=with_file_placeholders(composed.tree))
 
     _, config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
-    return prepared(context, config)
+    return resolve_for_node(context, config)
 
 
-def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
+def resolve_for_node(context: ForkServerContext, config: RunConfig) -> RunConfig:
     """Resolve the settings that depend on the node, and the memory of its devices.
 
     Raises:
@@ -125,7 +128,7 @@ def forecast(
 
 def _allocator_notes(config: RunConfig) -> list[str]:
     """Return notes on allocator settings of the user that the estimate ignores."""
-    is_gpu = estimated_on(config) == "gpu"
+    is_gpu = estimate_device(config) == "gpu"
     names = allocator_settings.settings_of_ranks().not_replayed if is_gpu else ()
     if not names:
         return []

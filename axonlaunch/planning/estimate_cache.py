@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
-from axonlaunch.config.consistency.layout import estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import estimate_device, num_ranks
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
@@ -102,7 +102,7 @@ def _is_ours(config: RunConfig) -> bool:
 
 
 def _file(config: RunConfig, exact: bool) -> Path:
-    hardware, target = config.hardware, estimated_on(config)
+    hardware, target = config.hardware, estimate_device(config)
     figures = _HARDWARE_KEYS if target == "gpu" else ()
     relevant = {
         "strategy": to_tree(config.strategy),

@@ -20,7 +20,10 @@ from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search.keys import SEARCHED
-from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.planning.tracing.shape_only_data import (
+    replace_with_synthetic,
+    with_file_placeholders,
+)
 from axonlaunch.system.processes import forked_call, forkserver
 
 
@@ -46,7 +49,7 @@ def plan_run(
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
     config = configuration.type_config(
-        naming_files(composed.tree),
+        with_file_placeholders(composed.tree),
         composed.problems,
         origins=composed.origins,
         searched=fixed_keys(composed),
@@ -194,7 +197,7 @@ def _overrides_group(default: dict[str, Any]) -> bool:
 
 def fixed_keys(composed: Composed) -> list[str]:
     """Return the layout keys that an override sets directly."""
-    overrides = composed.given
+    overrides = composed.overridden
     return [key for key in SEARCHED if key in overrides and _sets(overrides[key], key)]
 
 

@@ -110,7 +110,7 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if folder is None:
         return
     with reaching(folder):
-        checkpoint, wrong = fallback.newest_good(folder)
+        checkpoint, wrong = fallback.newest_valid(folder)
         if wrong and (checkpoint is None or resume != "auto" or not config.checkpoint.fallback):
             yield _corrupt(resume, wrong, checkpoint)
         elif checkpoint is not None:
@@ -161,7 +161,7 @@ def _newest(config: RunConfig) -> Checkpoint | None:
     if (folder := _resumed_from(config)) is None:
         return None
     with reaching(folder):
-        return fallback.newest_good(folder)[0]
+        return fallback.newest_valid(folder)[0]
 
 
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:

@@ -30,7 +30,7 @@ from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.specs.spec import ModelSpec
-from axonlaunch.models.specs.trained import frozen_problems
+from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
 from axonlaunch.preflight.checkpoint import (
     changed_data_problems,
@@ -38,6 +38,7 @@ from axonlaunch.preflight.checkpoint import (
     epochs_problems,
     first_row_at,
 )
+from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
@@ -50,7 +51,6 @@ from axonlaunch.preflight.devices import accelerators, device_problems, memory_o
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
-from axonlaunch.preflight.own_data import needs_own_loss, own_data_problems
 from axonlaunch.preflight.parallelism import (
     AXIS_PROBLEMS,
     first_four,
@@ -158,8 +158,8 @@ def _examine(
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         mismatches = list(_model_data_mismatches(config, spec, dataset))
-        if needs_own_loss(dataset) or config.train.loss is not None:
-            mismatches = list(own_data_problems(config, model, dataset))
+        if needs_custom_loss(dataset) or config.train.loss is not None:
+            mismatches = list(custom_data_problems(config, model, dataset))
         elif not mismatches and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             mismatches = list(_with_model_key(config, output_problems(model, spec, dataset)))
         problems += mismatches

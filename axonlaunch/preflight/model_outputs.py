@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
-from axonlaunch.engines.tensor.outputs.after_head import LogitsUsedError
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsUsedError
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelOutputs, ModelSpec, not_a_tensor

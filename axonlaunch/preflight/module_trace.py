@@ -29,7 +29,7 @@ def trace_problems(config: RunConfig, model: nn.Module, dataset: Dataset) -> Ite
     train = config.train
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shapes = output_shapes(copy.deepcopy(model), sample_inputs(dataset)).values()
-    outputs = sum(math.prod(shape.whole(train.global_batch_size)) for shape in shapes)
+    outputs = sum(math.prod(shape.full(train.global_batch_size)) for shape in shapes)
     # Each tensor is written with its gradient.
     needed = len(train.trace.steps) * 2 * (num_parameters + outputs) * _ELEMENT_BYTES
     folder, free = free_bytes(Path(config.run_dir if config.run_dir != "auto" else "runs"))

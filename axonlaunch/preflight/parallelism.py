@@ -26,8 +26,8 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
+from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
-from axonlaunch.engines.tensor.trial import disagreement
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelSpec
 
@@ -155,7 +155,9 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     # A user's plan may name any block, so it needs the complete model.
     reduced = model if tensor.plan else spec.representative(model)
     plan = tensor.plan or spec.plan(reduced)
-    if difference := disagreement(reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)):
+    if difference := division_problem(
+        reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)
+    ):
         yield ConfigIssue("strategy.tensor.degree", difference, tensor.degree)
 
 

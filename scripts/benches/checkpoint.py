@@ -124,8 +124,8 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
                 "load, checksums included",
                 partial(load_checkpoint, newest, sharded, world=world),
             )
-            whole = "read the files", partial(read, mine)
-            for name, work in (whole, loaded, loaded, whole):  # a disk's speed varies over time
+            full = "read the files", partial(read, mine)
+            for name, work in (full, loaded, loaded, full):  # a disk's speed varies over time
                 if world.is_main:
                     forget(here)
                 note(name, seconds(work))

@@ -18,7 +18,7 @@ from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 _TOLERANCE = 1e-6
 
@@ -58,7 +58,7 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, torch.Tensor]:
         state = engine.state_dict()
         saver = Saver(run_dir, world=world, retention=Retention(newest=1))
         saver.save(state, step=1, samples=4)
-        return {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+        return {name: full_tensor(tensor).clone() for name, tensor in state["model"].items()}
 
     return World.mock(num_ranks(config)).run(on_rank)[0]
 
@@ -92,7 +92,7 @@ def _by_us(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> st
     def on_rank(world: World) -> dict[str, torch.Tensor]:
         engine = _engine(again, world)
         weights.load_initial_weights(engine, again.model, world=world)
-        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
+        return {name: full_tensor(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     loaded = World.mock(num_ranks(config)).run(on_rank)[0]
     if missing := trained.keys() ^ loaded.keys():

@@ -137,8 +137,8 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:
             )
     print(f"\n{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
     groups = sorted(errors.items())
-    whole = [error for _, of_group in groups for error in of_group]
-    for (source, name), of_group in [*groups, (("all", ""), whole)]:
+    full = [error for _, of_group in groups for error in of_group]
+    for (source, name), of_group in [*groups, (("all", ""), full)]:
         if of_group:
             print(
                 f"{source:<10} {name:<10} {len(of_group):>4} {statistics.median(of_group):>7.1%} "

@@ -108,13 +108,13 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
 
         saved, copies = folder / "saved", {}
         saved.mkdir()
-        whole, _ = run("whole", Job())[2], run("first", Job(steps=4, save=saved))
+        full, _ = run("whole", Job())[2], run("first", Job(steps=4, save=saved))
         # neutral names, which don't look like a report
         for number, kind in enumerate(("fewer", "corrupt")):
             copies[kind] = shutil.copytree(saved, folder / f"copy-{number}")
         _flip(copies["corrupt"])
         status, output, loss = run("again", Job(ranks=1, load=copies["fewer"]))
-        is_same = loss is not None and whole is not None and abs(loss - whole) < 1e-3 * whole
+        is_same = loss is not None and full is not None and abs(loss - full) < 1e-3 * full
         fewer = "works" if is_same else "silently wrong"
         if status != 0:
             fewer = outcome(status, output, ("rank|world",))

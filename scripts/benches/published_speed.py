@@ -234,7 +234,7 @@ def _training(row: dict[str, Any]) -> list[str]:
     if re.search(r"bit|bnb", str(row.get("optimizer"))) or row.get("optimizer_in_bwd"):
         raise NotExpressedError("another optimizer")
     ranks = row["num_gpus"] // ((row.get("tp") or 1) * (row.get("pp") or 1) * (row.get("cp") or 1))
-    whole = row.get("global_batch_size") or size * ranks * (row.get("grad_accum") or 1)
+    full = row.get("global_batch_size") or size * ranks * (row.get("grad_accum") or 1)
     compiled = row.get("torch_compile")
     if isinstance(compiled, str):
         if "thunder" in compiled:
@@ -243,7 +243,7 @@ def _training(row: dict[str, Any]) -> list[str]:
     return [
         f"train.precision={precision}",
         f"train.micro_batch_size={size}",
-        f"train.global_batch_size={whole}",
+        f"train.global_batch_size={full}",
         f"train.activation_checkpointing={_checkpointing(row)}",
         f"train.compile={str(bool(compiled)).lower()}",
     ]

@@ -81,10 +81,10 @@ def contest(world: World, hidden: int, repeats: int) -> dict[str, list[float]]:
     expected = step(start)
     for block in blocks.values():
         torch.testing.assert_close(step(block), expected, rtol=1e-4, atol=1e-4)
-        for parameter, whole in zip(block.parameters(), start.parameters(), strict=True):
+        for parameter, full in zip(block.parameters(), start.parameters(), strict=True):
             gradient = parameter.grad
             gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            torch.testing.assert_close(gradient, whole.grad, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(gradient, full.grad, rtol=1e-3, atol=1e-3)
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     gc.collect()
     gc.disable()

@@ -242,9 +242,9 @@ def check_steps_so_far(command: Command) -> None:
     if not path.exists():
         return
     lines = path.read_text().splitlines()
-    whole = [json.loads(line) for line in lines if line.endswith("}")]
-    assert len(lines) - len(whole) <= 1, "metrics.jsonl has lines that are cut"
-    steps = [line["step"] for line in whole if "loss" in line]
+    full = [json.loads(line) for line in lines if line.endswith("}")]
+    assert len(lines) - len(full) <= 1, "metrics.jsonl has lines that are cut"
+    steps = [line["step"] for line in full if "loss" in line]
     assert steps == list(range(1, len(steps) + 1)), f"steps in metrics.jsonl: {steps}"
 
 

@@ -358,7 +358,7 @@ def _in_this_process(name: str, device: str) -> int:
 def _third_of_eight(device: str) -> int:
     """Join as the third task of a node whose scheduler shows each task one device."""
     place = RankEnvironment(
-        local_rank=3, local_world_size=8, master_addr=socket.gethostname(), alone=False
+        local_rank=3, local_world_size=8, master_addr=socket.gethostname(), is_single=False
     )
     with World.join(place, store=dist.HashStore()) as world:
         ours = torch.ones(1, device=world.device)

@@ -208,8 +208,8 @@ def _train(config: RunConfig, world: World, watch: PeakWatch) -> int:
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=is_cuda)
     source = Source(storing=watch.storing)
     if layout.pipeline > 1:
-        fake_world.let_pipelines_run_alone()
-        fake_world.let_messages_hold_tensors()
+        fake_world.use_static_pipeline_shapes()
+        fake_world.keep_sent_tensors()
         source = Source(
             storing=watch.storing,
             boundaries=lambda _, stages: _boundaries(config, layout, len(stages), world.device),

@@ -42,7 +42,7 @@ def test_saving_a_value_that_is_not_a_tensor_is_an_error(tmp_path: Path) -> None
 def test_tensor_is_read_into_any_dtype_and_memory_order(wanted: Tensor, tmp_path: Path) -> None:
     tensor = torch.arange(48.0).view(4, 12).t()[::2]  # neither contiguous nor all of its storage
     target = saved(tmp_path, {"model": {"before": torch.ones(3, dtype=torch.int8), "w": tensor}})
-    reader.read_whole_tensors(target, {"model": {"w": wanted}})
+    reader.read_full_tensors(target, {"model": {"w": wanted}})
     assert torch.equal(wanted.float(), tensor)
 
 
@@ -65,7 +65,7 @@ def test_truncated_tensor_file_is_refused(tmp_path: Path) -> None:
     file = saved_checkpoint.path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match="has a file that ends too early"):
-        reader.read_whole_tensors(saved_checkpoint, {"model": {"w": torch.zeros(64)}})
+        reader.read_full_tensors(saved_checkpoint, {"model": {"w": torch.zeros(64)}})
 
 
 @pytest.mark.parametrize("dtype", sorted(index._DTYPES))
@@ -73,5 +73,5 @@ def test_every_dtype_is_saved_and_read(dtype: str, tmp_path: Path) -> None:
     tensor = torch.ones(2).to(getattr(torch, dtype))
     saved_checkpoint = saved(tmp_path, {"model": {"w": tensor}})
     state = {"model": {"w": torch.zeros_like(tensor)}}
-    reader.read_whole_tensors(saved_checkpoint, state)
+    reader.read_full_tensors(saved_checkpoint, state)
     assert torch.equal(state["model"]["w"].to(torch.complex128), tensor.to(torch.complex128))

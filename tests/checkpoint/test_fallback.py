@@ -81,7 +81,7 @@ def test_damage_found_by_one_rank_makes_all_ranks_fall_back(rank: int, where: Pa
     assert resume(where) == (1, {1.0}, [])
 
 
-def test_checkpoints_set_aside_are_neither_listed_nor_deleted(where: Path) -> None:
+def test_corrupt_checkpoints_set_aside_stay_unlisted_and_undeleted(where: Path) -> None:
     save(where, 1, 2)
     for number in (1, 2):  # the same step is corrupt again
         flip(where / "checkpoints/step_2/index.json")
@@ -160,7 +160,7 @@ LISTINGS: dict[str, Callable[[Path], object]] = {
     "latest": checkpoint.latest,
     "resolve": checkpoint.find_checkpoint,
     "corrupt_checkpoints": checkpoint.corrupt_checkpoints,
-    "newest_good": fallback.newest_good,
+    "newest_valid": fallback.newest_valid,
     "sweep_partial": checkpoint.sweep_partial,
 }
 
@@ -191,7 +191,7 @@ def test_unreadable_file_is_not_reported_as_damage(
     with pytest.raises(OSError, match=os.strerror(number)):
         step_folders.read_checkpoint(where / "checkpoints" / "step_2")
     with pytest.raises(OSError, match=os.strerror(number)):
-        fallback.newest_good(where)
+        fallback.newest_valid(where)
     monkeypatch.undo()
     newest = checkpoint.latest(where)
     assert newest is not None

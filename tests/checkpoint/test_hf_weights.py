@@ -28,7 +28,7 @@ from axonlaunch.models.hf import exported
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.reading.conversion import Computed, conversion
 from axonlaunch.models.modules.module_state import model_state
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"]
 
@@ -50,7 +50,7 @@ def started(config: RunConfig) -> dict[str, Tensor]:
     def run(world: World) -> dict[str, Tensor]:
         engine, _ = rank_engine(config, world)
         weights.load_initial_weights(engine, config.model, world=world)
-        return {name: whole(p.detach()).clone() for name, p in engine.named_parameters()}
+        return {name: full_tensor(p.detach()).clone() for name, p in engine.named_parameters()}
 
     return World.mock(config.launch.nproc).run(run)[0]
 
@@ -69,7 +69,7 @@ def test_every_layout_loads_a_save_pretrained_folder(kind: str, tmp_path: Path) 
 
 
 def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from axonlaunch.models.tensors.pieces import Piece
+    from axonlaunch.models.tensors.tensor_origins import Piece
 
     numbers = []
     read = Piece.read
@@ -191,7 +191,7 @@ def saved(config: RunConfig, run_dir: Path) -> Any:
 @pytest.mark.deferred(keep=3)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
-def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_export(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save(kind, tmp_path / "model")
@@ -249,7 +249,7 @@ def test_link_out_of_the_model_folder_is_not_exported(prepared: str, tmp_path: P
     out.mkdir()
     config = HuggingFaceConfig(path=str(tmp_path / "model"))
     with pytest.raises(ConfigError, match="can't be copied: is not a regular file"):
-        exported.copy_besides(config, out)
+        exported.copy_other_files(config, out)
     assert not os.path.lexists(out / "tokenizer.json")
 
 
@@ -261,13 +261,13 @@ def test_exported_extra_files_keep_permissions_and_have_a_size_limit(
     file.write_text("text")
     file.chmod(0o600)
     (tmp_path / "out").mkdir()
-    assert "private.txt" in exported.copy_besides(config, tmp_path / "out")
+    assert "private.txt" in exported.copy_other_files(config, tmp_path / "out")
     assert (tmp_path / "out/private.txt").read_text() == "text"
     assert (tmp_path / "out/private.txt").stat().st_mode & 0o777 == 0o600
     os.truncate(file, 5 << 30)
     (tmp_path / "large").mkdir()
     with pytest.raises(ConfigError, match=r"private.txt can't be copied: is larger than 268435456"):
-        exported.copy_besides(config, tmp_path / "large")
+        exported.copy_other_files(config, tmp_path / "large")
     assert not (tmp_path / "large/private.txt").exists()
 
 

@@ -261,7 +261,7 @@ def test_file_swapped_after_the_check_is_refused(swap: str, tmp_path: Path) -> N
     target = saved(tmp_path)
     SWAPS[swap](target.path / DATA)
     with pytest.raises(CorruptCheckpointError, match="not a regular file"):
-        reader.read_whole_tensors(target, {"model": {"w": torch.zeros(64)}})
+        reader.read_full_tensors(target, {"model": {"w": torch.zeros(64)}})
 
 
 def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def load(engine: Engine, world: World, folder: Path) -> None:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_any_layout_reads_what_any_layout_wrote(writer: str, reader: str, tmp_path: Path) -> None:
+def test_any_layout_loads_checkpoints_of_any_other(
+    writer: str, reader: str, tmp_path: Path
+) -> None:
     def write(
         engine: Engine, loader: Loader, world: World
     ) -> tuple[dict[str, Tensor], list[float]]:

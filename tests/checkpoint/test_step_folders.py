@@ -234,17 +234,17 @@ def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
     assert newest is not None
     draw = random.Random(0)
     files = sorted(step_folders.files(newest))
-    whole = {name: (newest.path / name).read_bytes() for name in files}
+    full = {name: (newest.path / name).read_bytes() for name in files}
     for _ in range(200):
         name = draw.choice(files)
-        content = bytearray(whole[name])
+        content = bytearray(full[name])
         if draw.random() < 0.5:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         else:
             del content[draw.randrange(len(content)) :]
         (newest.path / name).write_bytes(content)
         assert step_folders.damage(newest) == [name]
-        (newest.path / name).write_bytes(whole[name])
+        (newest.path / name).write_bytes(full[name])
     assert step_folders.damage(newest) == []
 
 

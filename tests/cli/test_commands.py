@@ -113,7 +113,7 @@ def test_ls_takes_a_group_as_overrides_name_it() -> None:
     assert {ALIASES.get(group, group) for group in LISTS.values()} == {*LISTS}
 
 
-def test_ls_lists_what_a_plugin_registers(run: Served, tmp_path: Path) -> None:
+def test_ls_lists_plugin_registrations(run: Served, tmp_path: Path) -> None:
     (tmp_path / "listed_plugin.py").write_text(
         "import axonlaunch as ax\n"
         "@ax.register_logger('lines_of_text')\n"
@@ -134,7 +134,7 @@ def test_config_prints_yaml_that_is_the_configuration(run: Served, tmp_path: Pat
     assert "sharding: hybrid_shard" in text
 
 
-def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -> None:
+def test_config_prints_values_that_auto_resolves_to(run: Served) -> None:
     overrides = ["strategy=fsdp", "strategy.pipeline.degree=2", "train.global_batch_size=32"]
     printed = json.loads(run("config", *overrides, "--json").stdout)
     assert printed["strategy"]["data_parallel"] == "fsdp"
@@ -150,7 +150,7 @@ def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -
     assert configuration["train"]["micro_batch_size"] == configuration["train"]["global_batch_size"]
 
 
-def test_config_explains_what_auto_became(run: Served) -> None:
+def test_config_explains_resolved_auto(run: Served) -> None:
     overrides = ["config", "launch.nproc=2", "--explain", "--json"]
     explained = json.loads(run(*overrides).stdout)
     assert explained["train.micro_batch_size"] == {
@@ -177,7 +177,7 @@ def test_config_explains_where_each_value_comes_from(run: Served) -> None:
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 
 
-def test_config_describes_what_each_key_means_and_may_be(run: Served) -> None:
+def test_config_describes_meaning_and_type_of_each_key(run: Served) -> None:
     text = run("config", "train.grad_clip=2", "--describe").stdout
     assert "\ntrain.grad_clip=2.0\n    number, above 0 | null\n    largest norm of the" in text
     reported = json.loads(run("config", "--describe", "--json").stdout)["train.steps"]
@@ -190,7 +190,7 @@ def test_config_describes_what_each_key_means_and_may_be(run: Served) -> None:
     assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
 
 
-def test_ls_lists_every_kind_with_a_line_of_what_it_is(run: Served) -> None:
+def test_ls_lists_every_kind_with_description(run: Served) -> None:
     listed = json.loads(run("ls", "--json").stdout)
     assert set(listed) >= {
         "models",
@@ -237,7 +237,7 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server:
     assert "all-reduce over 2 ranks" in doctor("doctor").stdout
 
 
-def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
+def test_doctor_prints_measured_bandwidth_of_ranks() -> None:
     measured = {
         "fp32_tflops": 0.0829,
         "bf16_tflops": 0.223,

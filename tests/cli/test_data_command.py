@@ -35,7 +35,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     return command
 
 
-def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command: Served) -> None:
+def test_counted_tokens_are_bracketed_without_colour(command: Served) -> None:
     shown = command(
         "data", "show", *OVERRIDES, TOKENIZER, "data.packing=none", "--samples", "1"
     ).stdout
@@ -68,7 +68,7 @@ def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
             assert counted.endswith(".<|im_end|>\n")
 
 
-def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> None:
+def test_data_prepare_tokenises_once_and_reports(command: Served) -> None:
     overrides = [*OVERRIDES, TOKENIZER, "data.train_on=all"]
     first, again = (
         json.loads(command("data", "prepare", *overrides, "--json").stdout) for _ in range(2)
@@ -98,7 +98,7 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
         ),
     ],
 )
-def test_what_is_wrong_is_an_error_of_one_line(
+def test_data_command_errors_are_one_line(
     overrides: list[str], message: str, command: Served
 ) -> None:
     error = command("data", "show", *overrides, status=2).stderr

@@ -11,7 +11,7 @@ from launchers import have_sbatch
 
 
 @pytest.mark.deferred
-def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
+def test_dry_run_starts_nothing_and_suggests_fitting_settings(axonlaunch: Command) -> None:
     small = ["hardware=cpu", "hardware.memory_gib=0.0013"]
     ran = axonlaunch.train("strategy=single", *small, "--dry-run")
     assert "single: 1 rank" in ran.stdout
@@ -27,7 +27,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
 
 @pytest.mark.deferred
 @pytest.mark.timeout(240)
-def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
+def test_dry_run_prints_estimate_before_too_large_error(
     axonlaunch: Command,
 ) -> None:
     overrides = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
@@ -98,7 +98,7 @@ def test_a_dry_run_of_a_finished_run_says_that_nothing_is_left(axonlaunch: Comma
     assert dry.stdout.endswith("to start over, use another name\n")
 
 
-def test_a_dry_run_of_what_no_node_can_run_is_refused(axonlaunch: Command) -> None:
+def test_dry_run_of_impossible_configuration_is_refused(axonlaunch: Command) -> None:
     ran = axonlaunch.train("strategy=tensor", "launch.nproc=7", "--dry-run", status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith("error: strategy.tensor.degree=2: 7 ranks are not")

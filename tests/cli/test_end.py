@@ -34,7 +34,7 @@ def test_a_library_that_aborts_in_its_teardown_changes_no_status(
     assert ran.stdout or ran.stderr  # earlier output was flushed
 
 
-def test_threads_are_joined_and_what_is_registered_for_the_end_runs() -> None:
+def test_exit_joins_threads_and_runs_atexit() -> None:
     before = (
         "late = lambda: (time.sleep(0.5), print('a thread'), atexit.register(print, 'the end'));"
         "threading.Thread(target=late).start()"
@@ -46,7 +46,7 @@ def test_threads_are_joined_and_what_is_registered_for_the_end_runs() -> None:
     assert ran.returncode == 0
 
 
-def test_an_error_of_our_own_is_shown_and_is_status_1() -> None:
+def test_internal_error_is_shown_with_exit_status_1() -> None:
     before = "import axonlaunch.cli.app as app; app.run_command = lambda: 1 / 0"
     ran = _run(before)
     assert ran.returncode == 1

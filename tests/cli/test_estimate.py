@@ -119,7 +119,7 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
         ),
     ],
 )
-def test_what_a_process_holds_besides_says_where_its_figures_are_from(
+def test_process_overhead_names_source_of_its_figures(
     measured: tuple[str, ...], reported: str
 ) -> None:
     known = forecast()
@@ -171,7 +171,7 @@ def test_a_model_that_can_not_be_traced_is_reported_by_operation_and_module(
     assert "may fit " in reported
 
 
-def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
+def test_untraceable_pipeline_model_is_refused_with_remedy(
     axonlaunch: Command,
 ) -> None:
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
@@ -231,7 +231,7 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
     assert re.fullmatch(r"pp 0  P-+O-+A-+\|-+C-*T-*|pp 0  P-+O-+A-+\|.*", first)
 
 
-def test_a_bar_is_as_long_as_what_it_stands_for() -> None:
+def test_bar_length_matches_value() -> None:
     estimate = forecast(memory=100 * GIB).estimate
     lines = bars(estimate, memory_bytes=100 * GIB, width=107).plain.splitlines()
     for line, rank in zip(lines, estimate.ranks, strict=False):
@@ -246,7 +246,7 @@ def test_sizes_have_three_figures() -> None:
     assert [figures(n) for n in (1234.5, 0.00012)] == ["1234", "0.00012"]
 
 
-def test_json_has_what_would_make_it_fit() -> None:
+def test_json_lists_remedies() -> None:
     reported = estimate_to_json(replace(forecast(memory=40 * GIB), changes=(REMEDY,), untried=2))
     assert (reported["fits"], reported["verdict"], reported["margin"]) == (False, "too_large", 0.1)
     assert reported["workload"]["sequence_length"] == 8192
@@ -283,7 +283,7 @@ def test_the_margin_is_of_the_estimate() -> None:
     assert verdict(100.0, memory=99.0, margin=0.0) == "too_large"
 
 
-def test_the_first_line_says_what_a_step_trains_on() -> None:
+def test_first_line_describes_samples_of_a_step() -> None:
     first = shown(forecast(), width=200).splitlines()[0]
     assert first.endswith(
         "1B parameters, batch 512 (micro-batch 1), 8,192 positions, bf16, selective recomputation"
@@ -300,7 +300,9 @@ def test_the_first_line_says_what_a_step_trains_on() -> None:
         (64, "a node has 64 GiB: too little"),
     ],
 )
-def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, said: str) -> None:
+def test_estimate_compares_offloaded_bytes_with_host_memory(
+    node_gib: int | None, said: str
+) -> None:
     memory = None if node_gib is None else node_gib * GIB
     fits = None if memory is None else memory > 96 * GIB
     host = HostMemory(12 * GIB, 96 * GIB, memory, fits)
@@ -309,7 +311,7 @@ def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, 
     assert estimated.fits is (fits is not False)
 
 
-def test_plots_name_what_they_show(tmp_path: Path) -> None:
+def test_plots_have_titles_and_axis_labels(tmp_path: Path) -> None:
     save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
     save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "b.svg")

@@ -108,7 +108,7 @@ def test_a_foreign_configuration_s_code_does_not_run(
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
-def test_it_runs_for_who_trusts_it(overrides: str, foreign: Served) -> None:
+def test_trusted_foreign_run_executes_code(overrides: str, foreign: Served) -> None:
     freeze(foreign, plugins=["evil"], model=NAMED["a target"][0]["model"])
     foreign(*OVERRIDES[overrides], "--trust")
     assert (foreign.folder / "victim").exists()
@@ -125,7 +125,7 @@ def test_it_runs_for_who_trusts_it(overrides: str, foreign: Served) -> None:
         ("strategy.data_parallel", {"strategy": {"data_parallel": "announced"}}),
     ],
 )
-def test_what_an_entry_point_offers_is_foreign_code(
+def test_entry_points_of_foreign_runs_need_trust(
     key: str, changed: dict[str, Any], foreign: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from importlib.metadata import EntryPoint
@@ -142,20 +142,20 @@ def test_what_an_entry_point_offers_is_foreign_code(
 
 
 @pytest.mark.parametrize("overrides", [["ls", "foreign"], ["diff", "foreign", "foreign"]])
-def test_what_needs_no_model_needs_no_trust(overrides: list[str], foreign: Served) -> None:
+def test_commands_without_model_need_no_trust(overrides: list[str], foreign: Served) -> None:
     freeze(foreign, plugins=["evil"])
     foreign("checkpoint", *overrides)
     assert not (foreign.folder / "victim").exists()
 
 
-def test_weights_of_a_foreign_run_run_none_of_its_code(foreign: Served) -> None:
+def test_loading_foreign_weights_runs_no_code(foreign: Served) -> None:
     freeze(foreign, plugins=["evil"], model={"name": "custom", "target": "evil:build"})
     ran = foreign.train("name=mine", "model.weights=foreign", status=2)
     assert "model.weights=foreign: they were saved with a different model" in ran.stderr
     assert not (foreign.folder / "victim").exists()
 
 
-def test_an_import_runs_none_of_what_config_json_names(foreign: Served) -> None:
+def test_import_runs_no_code_named_in_config_json(foreign: Served) -> None:
     folder = foreign.folder / "hub"
     folder.mkdir()
     auto = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.build"}
@@ -200,7 +200,7 @@ def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> N
 
 
 def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
-    """``kept_by`` reads a configuration only if there is no folder of checkpoints."""
+    """``checkpoints_parent`` reads a configuration only if there is no folder of checkpoints."""
     (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
     freeze(foreign).write_text(BOMBS["an alias bomb"][0])
     assert step_folders.latest(foreign.folder / "foreign") is None

@@ -85,7 +85,7 @@ def test_drawings_fit_a_terminal_of_80_columns() -> None:
     assert max(len(line) for drawing in drawings for line in drawing.splitlines()) <= 78
 
 
-def test_what_commands_print_on_80_columns_is_shown_whole_on_80_columns(narrow: Narrow) -> None:
+def test_help_of_80_columns_is_not_truncated(narrow: Narrow) -> None:
     page = (DOCS / "failures.md").read_text().splitlines()
     lines = [line for line in page if line.startswith(("╭", "│", "╰"))]
     shown = narrow("help", "failures").stdout.splitlines()

@@ -80,7 +80,7 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> None:
+def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> None:
     overrides = ["model=llama3_8b", "data=synthetic_tokens", "data.sequence_length=2048"]
     overrides += ["train.global_batch_size=2", "train.precision=bf16"]
     overrides += ["hardware=h100_80gb", "hardware.memory_gib=60"]
@@ -158,7 +158,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
 
 
-def test_what_does_not_fit_is_reported_so() -> None:
+def test_plan_reports_layouts_that_do_not_fit() -> None:
     assert (
         why_slower(planned(step_s=1.0), planned(step_s=0.5, verdict="tight"))
         == "does not fit: tight"
@@ -184,9 +184,7 @@ def test_a_plan_is_kept_as_groups_and_values() -> None:
         ["optimizer.groups={'*.bias': {weight_decay: 0}}", "++train.log_every=5"],
     ],
 )
-def test_a_plan_that_is_kept_says_what_its_arguments_said(
-    overrides: list[str], tmp_path: Path
-) -> None:
+def test_saved_plan_records_its_arguments(overrides: list[str], tmp_path: Path) -> None:
     overrides = ["data=synthetic_tokens", *overrides]
     (tmp_path / "experiment").mkdir()
     text = experiment(overrides, ["launch.nproc=4"])

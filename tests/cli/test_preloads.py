@@ -48,7 +48,7 @@ def test_the_compiler_is_imported_once_by_commands_that_trace_a_step(
 
 
 @pytest.mark.slow
-def test_what_is_imported_for_all_ranks_has_transformers_models_imported() -> None:
+def test_preload_imports_transformers_models() -> None:
     code = f"import sys, {MODULE}; print('transformers.modeling_utils' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n"

@@ -55,6 +55,6 @@ def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served)
         ("exported", "exported: no run folder (it has no config.yaml)"),
     ],
 )
-def test_what_is_no_model_of_text_is_refused(folder: str, message: str, trained: Served) -> None:
+def test_sample_refuses_models_without_text(folder: str, message: str, trained: Served) -> None:
     [error] = trained("sample", folder, status=2).stderr.splitlines()
     assert error.startswith(f"error: {message}")

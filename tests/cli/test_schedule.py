@@ -193,8 +193,8 @@ def test_a_timeline_fits_the_terminal_or_says_how_much_is_cut(
             row = [slot.action for slot in times.slots if slot.rank == rank]
             assert cells == {f"{action.kind}{action.microbatch}" for action in row}
         return
-    shown, whole, columns = re.findall(r"[\d.]+", reported[0])
-    assert 0 < float(shown) < float(whole) == pytest.approx(times.span, rel=1e-3)
+    shown, full, columns = re.findall(r"[\d.]+", reported[0])
+    assert 0 < float(shown) < float(full) == pytest.approx(times.span, rel=1e-3)
     assert "cut" not in text_timeline(times, width=int(columns)).plain
     assert "cut" in text_timeline(times, width=int(columns) - 1).plain
 
@@ -228,7 +228,7 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
 @pytest.mark.parametrize(
     "name", every(2, ["1f1b", "interleaved_zero_bubble", "dualpipev"], start=1)
 )
-def test_plots_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path) -> None:
+def test_plots_have_titles_and_axis_labels(name: str, schedule: Schedule, tmp_path: Path) -> None:
     overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
     assert in_json(schedule, *overrides, "--plot", "a.png")["plot"] == "a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")

@@ -36,7 +36,7 @@ def trained(command: Served) -> str:
     return command("train", *MODEL, *SHORT, *DATA, *TOKENIZER, "name=text").stdout
 
 
-def test_a_run_says_first_what_the_data_is_and_how_full_its_rows_are(trained: str) -> None:
+def test_run_prints_data_summary_and_packing_first(trained: str) -> None:
     text = " ".join(trained.split())
     assert "data: 60 documents, " in text
     assert re.search(r" rows of 32 \(\d+\.\d% full\); 1 document held out", text)
@@ -94,7 +94,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(trained: str, command: Ser
         ),
     ],
 )
-def test_what_does_not_fit_is_reported_before_a_rank_starts(
+def test_tokenizer_mismatch_is_reported_before_ranks_start(
     overrides: list[str], message: str, command: Served
 ) -> None:
     assert f"error: {message}" in command("train", *overrides, *SHORT, status=2).stderr

@@ -120,9 +120,9 @@ def test_autograd_collectives_accept_any_memory_layout() -> None:
     def rank(world: World) -> None:
         group = world.default_group
         x = drawn((8, 6), seed=world.rank).t()  # not contiguous
-        whole = all_gather_from_group(x, group, 0)
+        full = all_gather_from_group(x, group, 0)
         addends = [drawn((8, 6), seed=other).t() for other in range(2)]
-        assert torch.equal(whole, torch.cat(addends))
+        assert torch.equal(full, torch.cat(addends))
         torch.testing.assert_close(all_reduce_from_group(x, group), addends[0] + addends[1])
         torch.testing.assert_close(
             reduce_scatter_to(x, group, 0), (addends[0] + addends[1]).chunk(2)[world.rank]

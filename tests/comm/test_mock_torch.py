@@ -80,13 +80,13 @@ def test_mock_gathers_and_scatters() -> None:
         gathered = [torch.zeros(2) for _ in range(size)]
         dist.all_gather(gathered, mine(world))
         assert [part[0].item() for part in gathered] == [0, 10, 20, 30]
-        whole = torch.zeros(size, 2)
-        dist.all_gather_into_tensor(whole, mine(world))
-        assert whole[:, 1].tolist() == [1, 11, 21, 31]
-        whole = torch.zeros(2 * size)
-        whole[2 * rank : 2 * rank + 2] = mine(world)
-        dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
-        assert whole[::2].tolist() == [0, 10, 20, 30]
+        full = torch.zeros(size, 2)
+        dist.all_gather_into_tensor(full, mine(world))
+        assert full[:, 1].tolist() == [1, 11, 21, 31]
+        full = torch.zeros(2 * size)
+        full[2 * rank : 2 * rank + 2] = mine(world)
+        dist.all_gather_into_tensor(full, full[2 * rank : 2 * rank + 2])
+        assert full[::2].tolist() == [0, 10, 20, 30]
         dist.gather(mine(world), gathered if rank == 3 else None, dst=3)
         mixed = torch.zeros(2)
         sources = [torch.full((2,), float(to)) for to in range(size)]
@@ -140,11 +140,11 @@ def test_coalesced_collectives() -> None:
             for tensor in tensors:
                 dist.all_reduce(tensor)
         assert [t[0].item() for t in tensors] == [4.0, 8.0]
-        wholes = [torch.zeros(size), torch.zeros(2 * size)]
+        full_tensors = [torch.zeros(size), torch.zeros(2 * size)]
         with dist._coalescing_manager():
-            for whole, count in zip(wholes, (1, 2), strict=True):
-                dist.all_gather_into_tensor(whole, mine(world, count))
-        assert wholes[1].tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
+            for full, count in zip(full_tensors, (1, 2), strict=True):
+                dist.all_gather_into_tensor(full, mine(world, count))
+        assert full_tensors[1].tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
         reduced = [torch.zeros(1), torch.zeros(2)]
         with dist._coalescing_manager():
             for part, count in zip(reduced, (1, 2), strict=True):
@@ -162,8 +162,8 @@ def test_functional_collectives_as_dtensor_uses_them() -> None:
         group, size = world.default_group.torch_group, world.world_size
         summed = functional.all_reduce(mine(world), "sum", group)
         assert (summed + 0).tolist() == [60.0, 64.0]
-        whole = functional.all_gather_tensor(mine(world), 0, group)
-        assert whole.tolist()[::2] == [0, 10, 20, 30]
+        full = functional.all_gather_tensor(mine(world), 0, group)
+        assert full.tolist()[::2] == [0, 10, 20, 30]
         part = functional.reduce_scatter_tensor(torch.ones(2 * size), "avg", 0, group)
         assert (part + 0).tolist() == [1.0, 1.0]
         assert functional.broadcast(mine(world), 1, group).tolist() == [10.0, 11.0]
@@ -183,8 +183,8 @@ def test_functional_collectives_as_dtensor_uses_them() -> None:
 def test_functional_collectives_have_gradients() -> None:
     def use(world: World) -> list[float]:
         value = torch.full((2,), float(world.rank), requires_grad=True)
-        whole = functional.all_gather_tensor_autograd(value, 0, world.default_group.torch_group)
-        (whole * torch.arange(4.0)).sum().backward()
+        full = functional.all_gather_tensor_autograd(value, 0, world.default_group.torch_group)
+        (full * torch.arange(4.0)).sum().backward()
         assert value.grad is not None
         return value.grad.tolist()
 

@@ -211,11 +211,11 @@ def test_meshes_of_later_mock_run_are_separate() -> None:
             dist.new_group([0])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         mesh._flatten("ab")
-        whole = torch.arange(64.0).reshape(8, 8)
-        sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
-        assert torch.equal((sharded * 2).full_tensor(), whole * 2)
-        assert torch.equal((sharded @ whole_like(sharded)).full_tensor(), whole @ whole)
-        assert torch.equal(sharded.sum(0).full_tensor(), whole.sum(0))
+        full = torch.arange(64.0).reshape(8, 8)
+        sharded = distribute_tensor(full, mesh, [Shard(0), Shard(0)])
+        assert torch.equal((sharded * 2).full_tensor(), full * 2)
+        assert torch.equal((sharded @ whole_like(sharded)).full_tensor(), full @ full)
+        assert torch.equal(sharded.sum(0).full_tensor(), full.sum(0))
 
     def whole_like(sharded: DTensor) -> DTensor:
         return sharded.redistribute(placements=[Replicate(), Replicate()])

@@ -38,9 +38,9 @@ def test_row_bucket_sum_in_smaller_dtype_does_not_overflow() -> None:
 def test_row_bucket_divides_rows_like_torch() -> None:
     for count in range(9):
         for ranks in range(1, 5):
-            whole = torch.arange(count)
-            chunks = [chunk.tolist() for chunk in whole.chunk(ranks)] if count else []
+            full = torch.arange(count)
+            chunks = [chunk.tolist() for chunk in full.chunk(ranks)] if count else []
             chunks += [[]] * (ranks - len(chunks))
             assert chunks == [
-                whole[rows_of(count, rank=rank, ranks=ranks)].tolist() for rank in range(ranks)
+                full[rows_of(count, rank=rank, ranks=ranks)].tolist() for rank in range(ranks)
             ]

@@ -37,7 +37,7 @@ SET = {
 
 def test_empty_environment_is_world_of_one() -> None:
     place = find_place({})
-    assert (place.rank, place.world_size, place.local_rank, place.alone) == (0, 1, 0, True)
+    assert (place.rank, place.world_size, place.local_rank, place.is_single) == (0, 1, 0, True)
     assert place.on_loopback
 
 
@@ -48,7 +48,7 @@ def test_rank_is_read_from_environment() -> None:
         local_rank=0,
         master_addr="node-7",
         master_port=29500,
-        alone=False,
+        is_single=False,
     )
 
 
@@ -60,7 +60,7 @@ def test_local_ranks_are_read_from_launcher_variables() -> None:
 def test_a_rank_that_joins_by_value_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SET, "WORLD_SIZE": "two"}.items():
         monkeypatch.setenv(name, value)
-    place = RankEnvironment(rank=0, world_size=1, master_addr="127.0.0.1", alone=False)
+    place = RankEnvironment(rank=0, world_size=1, master_addr="127.0.0.1", is_single=False)
     with World.join(place, backend="gloo", store=dist.HashStore()) as world:
         assert (world.rank, world.world_size) == (0, 1)
 
@@ -98,7 +98,7 @@ def test_world_with_store_needs_no_address() -> None:
     store = dist.HashStore()
     without = {name: value for name, value in SET.items() if not name.startswith("MASTER")}
     assert find_place(without, store=store).world_size == 4
-    assert find_place({"MASTER_ADDR": "node-7"}, store=store).alone
+    assert find_place({"MASTER_ADDR": "node-7"}, store=store).is_single
 
 
 def test_loopback_store_makes_loopback_world() -> None:
@@ -128,7 +128,7 @@ def test_loopback_is_recognised_by_name_or_address(host: str, expected: bool) ->
 
 def _on_loopback(*, world_size: int) -> RankEnvironment:
     return RankEnvironment(
-        local_rank=1, world_size=world_size, master_addr="localhost", alone=False
+        local_rank=1, world_size=world_size, master_addr="localhost", is_single=False
     )
 
 
@@ -138,7 +138,7 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
         world_size=8,
         local_world_size=local_world_size,
         master_addr="node-7",
-        alone=False,
+        is_single=False,
     )
 
 
@@ -228,18 +228,18 @@ def test_an_error_on_nccl_destroys_no_communicator(
 ) -> None:
     # It would wait for peers that wait for this rank, and the error would appear minutes later.
     calls: list[None] = []
-    with World.init(backend="gloo") as alone:
-        alone.backend = backend
+    with World.init(backend="gloo") as is_single:
+        is_single.backend = backend
         with monkeypatch.context() as spied:
-            spied.setattr(alone, "close", lambda: calls.append(None))
-            with pytest.raises(torch.OutOfMemoryError), alone:
+            spied.setattr(is_single, "close", lambda: calls.append(None))
+            with pytest.raises(torch.OutOfMemoryError), is_single:
                 raise torch.OutOfMemoryError("CUDA out of memory")
         assert len(calls) == destroyed
 
 
 def test_groups_of_a_mesh_wait_as_long_as_the_world() -> None:
-    with World.init(backend="gloo", timeout_s=77.0) as alone:
-        group = alone.mesh(dp_shard=1, tp=1).device_mesh.get_group("tp")
+    with World.init(backend="gloo", timeout_s=77.0) as is_single:
+        group = is_single.mesh(dp_shard=1, tp=1).device_mesh.get_group("tp")
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 

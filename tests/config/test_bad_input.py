@@ -27,7 +27,7 @@ def test_a_wrong_configuration_is_reported_in_exact_words(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_like_none_here_is_not_taken_for_a_far_one_elsewhere() -> None:
+def test_unknown_key_has_no_suggestion_from_distant_group() -> None:
     with pytest.raises(ConfigError, match=r"train.epz=3: there is no such key; keys of train: "):
         config.load(["train.epz=3"])
 
@@ -70,7 +70,7 @@ def test_a_wrong_configuration_exits_2_with_a_line_a_problem_and_no_torch(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_in_a_users_file_is_reported_with_the_file(tmp_path: Path) -> None:
+def test_errors_in_user_files_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "mine.yaml"
     file.write_text("# @package _global_\ntrain:\n  steps: none\n")

@@ -57,7 +57,7 @@ def test_each_rank_reads_the_run_that_was_checked(
     assert written.strategy.data_parallel == kind
 
 
-def test_a_setting_of_replicas_that_there_turn_out_to_be_none_of() -> None:
+def test_replica_setting_without_replicas_is_refused() -> None:
     assert refusals(*TOKENS, "strategy=tensor", "strategy.ddp.sync=no_sync") == [
         "strategy.ddp.sync=no_sync: data_parallel is none; use strategy.data_parallel=ddp or "
         "remove this setting"

@@ -151,9 +151,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         config.read_frozen(tmp_path)
 
 
-def test_a_run_given_by_its_name_alone_is_asked_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bare_run_name_gets_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
@@ -161,7 +159,7 @@ def test_a_run_given_by_its_name_alone_is_asked_about(
         config.read_frozen("mine")
 
 
-def test_a_plugin_registers_a_model_that_has_its_own_keys(
+def test_plugin_registers_model_with_custom_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -252,7 +250,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["experiment=chosen", "optimizer.lr=0.75"], 0.75),
     ],
 )
-def test_an_options_own_value_counts_until_a_file_or_an_override_sets_another(
+def test_option_default_holds_until_file_or_override(
     overrides: list[str], rate: float, users: Path
 ) -> None:
     """For included and registered options, chosen in any file or override."""
@@ -264,7 +262,7 @@ def test_an_options_own_value_counts_until_a_file_or_an_override_sets_another(
     assert source == sources.get(rate, "override optimizer.lr=0.75" if rate == 0.75 else "default")
 
 
-def test_an_option_that_nobody_registers_is_refused_also_where_a_file_chooses_it(
+def test_unregistered_option_is_refused_from_override_and_file(
     users: Path,
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -306,7 +304,7 @@ def test_an_optional_option_beside_it_leaves_an_unknown_one_unknown(users: Path)
     assert "did you mean gradual?" in issue.message
 
 
-def test_what_one_configuration_sets_is_not_in_the_next() -> None:
+def test_configurations_are_independent() -> None:
     first = config.compose(["train.steps=3", "optimizer.groups={'*.bias':{lr:1}}"]).tree
     assert first["train"]["steps"] == 3
     again = config.compose().tree

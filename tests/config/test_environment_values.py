@@ -43,13 +43,13 @@ def test_a_secret_of_the_environment_is_in_the_configuration_and_not_in_its_yaml
     assert to_yaml(again) == text
 
 
-def test_a_secret_survives_a_pickle_and_is_not_in_what_nodes_compare() -> None:
+def test_secret_survives_pickle_and_is_excluded_from_node_comparison() -> None:
     loaded = pickle.loads(pickle.dumps(copy.deepcopy(config.load([LOGGER]))))
     assert key_of(loaded) == SECRET
     assert "hunter2" not in str(to_interpolations(to_tree(loaded)))
 
 
-def test_a_node_takes_its_own_value_and_names_a_variable_that_it_lacks(
+def test_each_node_expands_its_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = to_yaml(config.load([LOGGER]))

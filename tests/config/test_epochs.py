@@ -50,7 +50,7 @@ def test_an_epoch_of_text_is_of_packed_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(overrides: list[str], message: str) -> None:
+def test_contradictory_steps_and_epochs_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config.load([*DATA, *overrides])
     assert str(raised.value).startswith(message)

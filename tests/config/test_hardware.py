@@ -16,7 +16,7 @@ FILES = sorted((packaged_configs() / "hardware").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_group_composes_under_its_own_name(path: object) -> None:
+def test_each_config_group_composes_under_its_name(path: object) -> None:
     name = path.stem  # type: ignore[attr-defined]
     hardware = configs.load([f"hardware={name}"]).hardware
     assert hardware is not None

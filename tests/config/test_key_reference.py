@@ -61,7 +61,7 @@ def test_no_key_is_without_a_meaning(group: str, kind: type, chosen: RunConfig) 
         ("hardware", "a group of keys | null"),
     ],
 )
-def test_what_a_key_may_be_is_reported_in_words(key: str, allowed: str) -> None:
+def test_key_types_are_described_in_words(key: str, allowed: str) -> None:
     assert described(config.load([]))[key].allowed == allowed
 
 

@@ -31,7 +31,7 @@ CONTEXT = "strategy.context.degree=2"
         (["strategy=pipeline", "strategy.context.degree=2", "launch.nproc=4"], 0, 4, "ddp"),
     ],
 )
-def test_what_is_left_to_the_node_is_resolved(
+def test_auto_settings_are_resolved_on_node(
     overrides: list[str], accelerators: int, nproc: int, kind: str
 ) -> None:
     chosen = resolved(config.load(overrides), accelerators=accelerators)
@@ -97,7 +97,7 @@ def test_shares_of_the_batch_follow_from_the_layout(
         (["strategy=zero1", "strategy.pipeline.degree=2"], 8, (2, 4, 1, 1, 1), 2, 4),
     ],
 )  # fmt: skip
-def test_what_degrees_leave_over_is_data_parallel(
+def test_remaining_ranks_are_data_parallel(
     overrides: list[str], world: int, axes: tuple[int, ...], micro: int, micro_batches: int
 ) -> None:
     layout = Layout.of(config.load(["train.global_batch_size=32", *overrides]), world_size=world)

@@ -68,7 +68,7 @@ def test_lowest_format_includes_parameters_and_reductions() -> None:
     assert half.lowest.name == "bf16"
 
 
-def test_state_format_is_none_unless_state_dtype_is_fp32() -> None:
+def test_state_format_is_unset_unless_state_dtype_is_fp32() -> None:
     assert state_format(AdamWConfig()) is None
     assert state_format(AdamWConfig(state_dtype="fp32")) == NUMBER_FORMATS["fp32"]
     assert state_format(object()) is None

@@ -156,9 +156,7 @@ def test_arguments_that_registered_code_does_not_take_are_keys_that_do_not_exist
         ),
     ],
 )
-def test_nor_are_those_that_code_by_its_target_does_not_take(
-    overrides: str, message: str, code: Path
-) -> None:
+def test_unknown_arguments_of_target_are_refused(overrides: str, message: str, code: Path) -> None:
     [issue] = refusals(*overrides.split())
     assert str(issue).startswith(message)
 
@@ -178,12 +176,12 @@ def test_an_optimizer_by_its_target_that_misses_an_argument_names_it(
     assert re.sub("keyword-only ", "", str(issue)) == f"{target}: {message}"
 
 
-def test_what_a_plugin_registers_is_among_what_may_have_been_meant(code: Path) -> None:
+def test_suggestions_include_plugin_names(code: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean width_of_nothing"):
         config.load([f"plugins=[{MODULE}]", "model=width_of_nothin"])
 
 
-def test_a_loss_that_nobody_registered_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unregistered_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.config.options.losses.LOSSES._entries", {})
     with pytest.raises(ConfigError, match="no loss is registered; register yours"):
         config.load(["train.loss=mine"])

@@ -184,7 +184,7 @@ def test_a_json_array_is_read_element_by_element_as_json_reads_it_whole(
         ('["' + "x" * 5000, "row 1 has more than 1,000 characters"),
     ],
 )
-def test_what_is_wrong_with_a_json_array_is_named(
+def test_json_array_errors_are_named(
     text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_array, "_BLOCK", 100)

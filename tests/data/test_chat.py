@@ -139,7 +139,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("template", COUNTED)
-def test_what_the_assistant_says_counts_up_to_the_end_of_each_turn(
+def test_assistant_tokens_count_to_end_of_turn(
     template: str, chats: Chats, folders: Callable[[str | None], str]
 ) -> None:
     from transformers import AutoTokenizer
@@ -312,7 +312,7 @@ def test_packed_chats_count_the_same_tokens_as_each_by_itself(chats: Chats) -> N
         assert alone == sorted(t for _, counted in tokens_and_counted(packed) for t in counted)
 
 
-def test_what_a_template_writes_beside_the_content_is_trained_on(chats: Chats) -> None:
+def test_template_text_around_content_is_trained_on(chats: Chats) -> None:
     reasoned = {**SINGLE[1], "reasoning_content": "1 + 2"}
     rows = [{"messages": [*SINGLE[:1], reasoned, *SINGLE]}, {"messages": [*SINGLE, CALLED]}]
     dataset = chats(rows, "AGENT")

@@ -49,7 +49,7 @@ def error_of(config):
 # Python's source
 
 
-def test_python_source_is_text_of_which_whole_files_are_held_out():
+def test_python_source_holds_out_complete_files():
     dataset = build_dataset(PythonSourceConfig(sequence_length=64))
     total = (dataset.num_samples + dataset.num_eval_samples) * 64
     assert total > 4_000_000
@@ -140,7 +140,7 @@ def test_bytes_come_back_as_text(corpus):
     assert dataset.decode([300, 65]) == "A"  # from a model with more tokens than bytes
 
 
-def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
+def test_unigram_entropy_equals_best_constant_guess(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"ab" * 100_000)
     entropy = build_dataset(TextConfig(files=[str(path)], sequence_length=4)).info.unigram_entropy()
@@ -175,7 +175,7 @@ def test_no_pattern_at_all_is_reported():
         ("a", "déjà vu, été".encode("latin-1") * 9, "is not text in UTF-8, .* iconv -f LATIN1"),
     ],
 )
-def test_what_is_not_text_is_refused_with_what_to_do(
+def test_binary_text_file_is_refused_with_remedy(
     name: str, content: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -227,7 +227,7 @@ def test_a_file_shorter_than_a_sample_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_are_read_in_their_own_type(token_file, dtype):
+def test_tokens_are_read_with_their_dtype(token_file, dtype):
     tokens = np.arange(1000) * (60 if dtype == "uint16" else 70_000)
     path = token_file(tokens, dtype)
     dataset = build_dataset(
@@ -323,7 +323,7 @@ def test_digits_are_real_and_each_is_on_one_side():
     assert (train.targets[distances.argmin(1)] == held_out.targets).float().mean() > 0.95
 
 
-def test_digits_of_their_own_size_are_not_changed():
+def test_digits_keep_their_native_size():
     pytest.importorskip("sklearn")
     images = (
         build_dataset(DigitsConfig(image_size=8)).samples(range(100), split="train").inputs * 16
@@ -331,7 +331,7 @@ def test_digits_of_their_own_size_are_not_changed():
     assert torch.equal(images, images.round())
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+def test_digits_without_scikit_learn_name_package_to_install(monkeypatch):
     real = builtins.__import__
 
     def without(name, *arguments, **options):
@@ -348,7 +348,7 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
 # All of them
 
 
-def test_each_dataset_says_what_a_model_must_fit(token_file, tmp_path):
+def test_each_dataset_reports_shapes_that_model_must_fit(token_file, tmp_path):
     pytest.importorskip("sklearn")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "several of these make a row"}\n' * 100)

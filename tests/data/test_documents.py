@@ -110,7 +110,7 @@ def test_concat_cuts_documents_where_a_row_ends_and_loses_nothing(
     assert joined[:-1] == by_transformers(tokenizer)
 
 
-def test_best_fit_truncates_what_is_longer_than_a_row_and_says_how_many(
+def test_best_fit_truncates_long_documents_and_counts_them(
     documents: Documents, tokenizer: TokenizerConfig
 ) -> None:
     dataset = documents(packing="best_fit", held_out=0, sequence_length=128)
@@ -121,7 +121,7 @@ def test_best_fit_truncates_what_is_longer_than_a_row_and_says_how_many(
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
-def test_what_is_longer_than_a_row_can_be_dropped_or_refused_by_file_and_row(
+def test_long_documents_are_dropped_or_refused_with_file_and_row(
     packing: str, documents: Documents, tmp_path: Path
 ) -> None:
     rows = [{"text": "a"}, {"text": "b" * 40}, {"text": "c" * 41}, {"text": "d" * 50}]
@@ -143,7 +143,7 @@ def test_bytes_are_the_tokens_where_there_is_no_tokenizer(documents: Documents) 
     assert dataset.decode(dataset.encode("größe")) == "größe"
 
 
-def test_what_is_held_out_is_trained_on_nowhere_and_depends_on_the_data_alone(
+def test_held_out_split_is_disjoint_and_depends_only_on_data(
     documents: Documents, tmp_path: Path
 ) -> None:
     rows = [{"text": f"document {number}"} for number in range(50)]
@@ -348,7 +348,7 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
 
 
-def test_a_batch_has_positions_where_rows_hold_several_documents_and_none_otherwise(
+def test_batch_has_positions_only_if_rows_hold_several_documents(
     documents: Documents,
 ) -> None:
     for packing in ("concat", "best_fit", "none"):

@@ -108,7 +108,7 @@ def test_a_learned_tokenizer_writes_calls_of_tools_and_reasoning(tmp_path: Path)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
+def test_mismatched_learned_tokenizer_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config.load(["tokenizer=train", *overrides])
     assert str(raised.value).startswith(message)

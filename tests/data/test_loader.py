@@ -38,12 +38,12 @@ def loader(dataset, *, num_shards=1, shard=0, size=12, **options):
 @pytest.mark.parametrize("step", [0, 7, 8, 1000])
 def test_shards_put_together_are_the_batch_of_one(num_shards, step):
     dataset = Numbers()
-    whole = loader(dataset).batch(step).inputs
+    full = loader(dataset).batch(step).inputs
     shards = [
         loader(dataset, num_shards=num_shards, shard=shard).batch(step).inputs
         for shard in range(num_shards)
     ]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(torch.cat(shards), full)
 
 
 def test_an_epoch_over_steps_and_shards_has_every_sample_once():
@@ -57,7 +57,7 @@ def test_an_epoch_over_steps_and_shards_has_every_sample_once():
     assert sorted(seen) == list(range(60))
 
 
-def test_batches_ahead_are_those_asked_one_by_one_from_any_step():
+def test_prefetched_batches_equal_single_batches_from_any_step():
     ahead = loader(Numbers())
     with closing(ahead.iterate(5)) as batches:
         for step in range(5, 15):
@@ -170,7 +170,7 @@ def test_uncounted_rows_keep_inputs_that_a_model_can_take():
     assert (batch.targets != IGNORE_INDEX).sum() == 3
 
 
-def test_what_can_not_be_shared_is_refused():
+def test_indivisible_batch_is_refused_by_loader():
     with pytest.raises(ValueError, match="global_batch_size=12: must be divisible by 5 shards"):
         loader(Numbers(), num_shards=5)
     with pytest.raises(ValueError, match="shard=2: there are 2, counted from 0"):
@@ -207,7 +207,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2, 5])
-def test_a_stream_has_its_states_of_the_step_that_was_done_and_of_none_long_before(prefetch):
+def test_stream_keeps_states_of_recent_steps_only(prefetch):
     dataset = StreamedSamples(Counted(), list, ValueError)
     loading = StreamLoader(dataset, seed=0, global_batch_size=4, prefetch=prefetch)
     with closing(loading.iterate()) as batches:

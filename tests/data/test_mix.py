@@ -101,10 +101,10 @@ def test_the_order_depends_on_the_seed_and_the_sample_index_alone(folder: Path) 
             for text in texts(dataset, loader.indices(step))
         ]
 
-    whole = read(range(20))
-    assert read(range(13, 20)) == whole[13 * 4 :]
-    assert read(range(20), shards=4) == whole
-    assert read(range(20), seed=1) != whole
+    full = read(range(20))
+    assert read(range(13, 20)) == full[13 * 4 :]
+    assert read(range(20), shards=4) == full
+    assert read(range(20), seed=1) != full
 
 
 def test_rows_of_a_batch_have_the_order_of_their_indices(folder: Path) -> None:
@@ -161,14 +161,14 @@ def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
 
 def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(folder: Path) -> None:
     """To the bit in the same layout, and to rounding in another one."""
-    whole = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")
-    assert len(whole) == (40 + 3 * 10) // 4 + 1
+    full = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")
+    assert len(full) == (40 + 3 * 10) // 4 + 1
     for layout, exact in (("ddp", True), ("fsdp", False)):
         run = [f"run_dir={folder}/{layout}", "checkpoint.every=100"]
         before = losses(folder, "strategy=ddp", *run, stop_at=7)
-        assert len(before) < len(whole)
+        assert len(before) < len(full)
         resumed = losses(folder, f"strategy={layout}", *run)
-        assert resumed == (whole if exact else pytest.approx(whole, rel=1e-5))
+        assert resumed == (full if exact else pytest.approx(full, rel=1e-5))
 
 
 def evaluations(chosen: RunConfig) -> list[Evaluated]:
@@ -193,7 +193,7 @@ def evaluations(chosen: RunConfig) -> list[Evaluated]:
         ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),
     ],
 )
-def test_what_is_wrong_is_reported_by_source(
+def test_mix_errors_are_reported_by_source(
     a: str, b: str, more: list[str], message: str, folder: Path
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -222,7 +222,7 @@ def kinds(folder: Path, chat: str = "", documents: str = "") -> Any:
     return build_dataset(chosen.data, chosen.tokenizer), chosen
 
 
-def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: Path) -> None:
+def test_mixed_chats_and_documents_are_masked_by_kind(folder: Path) -> None:
     pytest.importorskip("transformers")
     dataset, chosen = kinds(folder)
     sources = chosen.data.sources()
@@ -242,7 +242,7 @@ def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: P
     assert summaries["talk"].counted_tokens < summaries["talk"].tokens / 2
 
 
-def test_a_source_has_the_keys_of_its_own_kind_and_no_others(folder: Path) -> None:
+def test_mix_source_accepts_only_keys_of_its_kind(folder: Path) -> None:
     pytest.importorskip("transformers")
     _, chosen = kinds(folder, chat=", train_on: all", documents=", text_field: text")
     assert chosen.data.sources()["talk"].train_on == "all"

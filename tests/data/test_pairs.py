@@ -126,7 +126,7 @@ def by_hand(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *overrid
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_loss_of_ones_own_is_evaluated_on_each_held_out_sample_once(ranks: int) -> None:
+def test_custom_loss_is_evaluated_once_per_held_out_sample(ranks: int) -> None:
     def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - torch.nn.functional.one_hot(targets, 4)).square().sum()
 
@@ -150,7 +150,7 @@ def test_verify_compares_float_targets_with_one_process() -> None:
     assert verdict.passed, verdict.failure
 
 
-def test_float_targets_without_a_loss_of_ones_own_are_refused() -> None:
+def test_float_targets_without_custom_loss_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.loss=null: .*float targets"):
         run_config([*CHOSEN, "strategy=single", "launch.nproc=1"])
 
@@ -163,7 +163,7 @@ def test_a_fraction_among_integers_is_refused_with_its_sample() -> None:
         dataset.samples([3, 60], split="train")
 
 
-def test_what_a_dataset_of_pairs_holds_out_is_evaluated_and_all_of_it_trained_on() -> None:
+def test_paired_dataset_evaluates_its_held_out_samples() -> None:
     overrides = [*CHOSEN, *CLASSES[1:], "data.target=pairs_of_a_test:Divided"]
     config = run_config([*overrides, "strategy=single", "launch.nproc=1"])
     dataset = data.build_dataset(config.data)
@@ -171,13 +171,13 @@ def test_what_a_dataset_of_pairs_holds_out_is_evaluated_and_all_of_it_trained_on
     assert dataset.samples([0, 2], split="eval").inputs.flatten().tolist() == [125.0, 125.25]
 
 
-def test_verify_gives_a_loss_of_ones_own_no_class_that_the_data_does_not_have() -> None:
+def test_verify_gives_custom_loss_only_existing_classes() -> None:
     config = run_config([*CHOSEN, *CLASSES, "strategy=fsdp", "launch.nproc=2"])
     verdict = on_mock(config, ComparisonPlan(steps=2, beyond=True))
     assert verdict.passed, verdict.failure
 
 
-def test_an_estimate_gives_a_loss_of_ones_own_targets_as_the_data_does() -> None:
+def test_estimate_gives_custom_loss_targets_like_the_data() -> None:
     own = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
     rank = memory_estimate.estimate(estimate_config([*CHOSEN, *own])).ranks[0]
     assert rank.breakdown["parameters"] == 8

@@ -53,7 +53,7 @@ def shape_of(config: CountsConfig) -> SampleShape:
     return SampleShape(kind="tokens", shape=(config.sequence_length,), num_classes=256)
 
 
-def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: Path) -> None:
+def test_registered_implementation_is_chosen_by_name_with_its_keys(tmp_path: Path) -> None:
     register_dataset("counts", config=CountsConfig, sample=shape_of)(Counts)
     (tmp_path / "first").write_text("3")
     overrides = [*SMALL, "data=counts", f"data.file={tmp_path}/first", "data.sequence_length=4"]
@@ -66,12 +66,12 @@ def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: P
         config.load(["data=count"])
 
 
-def test_an_estimate_reads_none_of_the_files_of_one_that_says_its_shape() -> None:
+def test_estimate_reads_no_files_of_dataset_with_declared_shape() -> None:
     register_dataset("counts", config=CountsConfig, sample=shape_of, files=("file",))(Counts)
-    from axonlaunch.planning.tracing.shape_only_data import naming_files
+    from axonlaunch.planning.tracing.shape_only_data import with_file_placeholders
 
     composed = config.compose([*SMALL, "data=counts", "data.sequence_length=4"])
-    assert naming_files(composed.tree)["data"]["file"] == "-"
+    assert with_file_placeholders(composed.tree)["data"]["file"] == "-"
     chosen = estimate_config([*SMALL, "data=counts", "data.file=-", "data.sequence_length=4"])
     assert build_dataset(chosen.data).sample_shape == (4,)
 
@@ -312,7 +312,7 @@ def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
         ),
     ],
 )
-def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, message: str) -> None:
+def test_invalid_registered_dataset_is_refused(target: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         run_config([*SMALL, "data=custom", f"data.target={target}"])
     assert str(error.value) == f"data.target={target}: {message}"
@@ -337,7 +337,7 @@ class Letters(Counts):
         return "".join(chr(ord("a") + token) for token in tokens)
 
 
-def test_a_run_on_ones_own_text_is_sampled_by_what_its_dataset_reads_and_writes(
+def test_custom_text_run_is_sampled_with_encode_and_decode_of_dataset(
     tmp_path: Path,
 ) -> None:
     register_dataset("letters_of_a_test", config=CountsConfig)(Letters)

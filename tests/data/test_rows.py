@@ -87,7 +87,7 @@ def test_the_rows_of_each_format_are_read_and_some_can_be_passed_over(
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
-def test_columns_of_a_table_that_are_not_asked_for_are_not_read(name: str, tmp_path: Path) -> None:
+def test_only_requested_columns_are_read(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name]())
     [source] = find_sources([str(tmp_path / name)])
     read = [row for _, row in RowReader(source, columns=lambda names: [names[1]])]
@@ -134,7 +134,7 @@ def test_urls_that_fsspec_reaches_are_expanded_and_read() -> None:
         memory.rm("/corpus", recursive=True)
 
 
-def test_what_a_pattern_does_not_find_is_reported_for_all_patterns_at_once(
+def test_all_unmatched_file_patterns_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -186,7 +186,7 @@ def test_a_page_of_parquet_that_is_broken_is_refused_after_the_rows_before_it(
         ("a.csv", b"a,b\n1,\xfc\n", 2, "is not UTF-8"),
     ],
 )
-def test_a_row_that_is_none_is_given_with_its_line_and_the_reason(
+def test_invalid_row_is_returned_with_line_and_reason(
     name: str, content: bytes, number: int, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)

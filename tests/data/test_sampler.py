@@ -43,7 +43,7 @@ def test_an_epoch_is_shuffled_by_seed_and_epoch_alone() -> None:
     assert indices(40, 2, seed=1) != first
 
 
-def test_without_shuffle_it_is_the_datasets_own_order() -> None:
+def test_unshuffled_order_is_dataset_order() -> None:
     assert indices(6, 2, shuffle=False) == [[0, 2, 4], [1, 3, 5]]
     assert indices(8, 2, shuffle=False, batch_size=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert indices(6, 2, shuffle=False, batch_size=2, epoch=5) == [[0, 1, 4], [2, 3, 5]]
@@ -59,7 +59,7 @@ def test_leftover_samples_are_dropped_or_the_first_ones_taken_again(batch_size: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_data_loader_gives_each_rank_the_loaders_own_rows(ranks: int) -> None:
+def test_data_loader_gives_each_rank_its_rows(ranks: int) -> None:
     chosen = config.load(["data=synthetic_tokens", "data.sequence_length=4"])
     dataset = data.build_dataset(chosen.data)
     steps, batch_size = 5, 8 // ranks
@@ -128,7 +128,7 @@ def test_a_group_shares_as_a_world_does() -> None:
         (4, {"batch_size": 0}, "batch_size=0: use 1 or more samples"),
     ],
 )
-def test_what_can_t_be_shared_is_refused(
+def test_indivisible_batch_is_refused_by_sampler(
     samples: int, options: dict[str, int], message: str
 ) -> None:
     def run(world: World) -> None:

@@ -54,7 +54,7 @@ def shards_in(folder: Path) -> int:
     return len([entry for entry in (folder / "cache").iterdir() if entry.suffix != ".partial"])
 
 
-def test_the_first_batch_needs_the_first_file_alone_and_the_others_come_in_turn(
+def test_first_batch_tokenises_only_first_file(
     files: list[Path],
 ) -> None:
     dataset = made(files)
@@ -104,11 +104,11 @@ def test_rows_are_counted_for_each_packing_and_length(
     assert all(counted == filled for counted, filled in [*before, *after])
 
 
-def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
+def test_shuffled_order_is_independent_of_access_pattern(files: list[Path]) -> None:
     """By one or several shards, from the first or a later step, in this process or another."""
-    whole = made(files)
+    full = made(files)
     expected = {
-        step: Loader(whole, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
+        step: Loader(full, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
     }
     for first_step in (0, 7, 29):
         again = made(files)
@@ -119,13 +119,13 @@ def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> Non
         assert torch.equal(torch.cat([part.inputs for part in shards]), expected[first_step])
 
 
-def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
+def test_resume_reads_only_current_shard(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made(files)
-    order_of(whole, np.array([10_000]), seed=5)  # all shards are tokenised
-    last = whole._first_rows[-1] - 1
-    expected = Loader(whole, seed=5, global_batch_size=1).batch(last).inputs
+    full = made(files)
+    order_of(full, np.array([10_000]), seed=5)  # all shards are tokenised
+    last = full._first_rows[-1] - 1
+    expected = Loader(full, seed=5, global_batch_size=1).batch(last).inputs
     read: list[Path] = []
     lengths = Shard.lengths
     monkeypatch.setattr(Shard, "lengths", lambda shard: read.append(shard.folder) or lengths(shard))
@@ -142,7 +142,7 @@ def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
     )
 
 
-def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list[Path]) -> None:
+def test_held_out_rows_of_first_file_are_not_trained_on(files: list[Path]) -> None:
     dataset = made(files, packing="none")
     held_out = dataset.samples(range(dataset.num_eval_samples), split="eval").inputs
     order_of(dataset, np.array([10_000]), seed=0)
@@ -155,8 +155,8 @@ def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list
 
 
 def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list[Path]) -> None:
-    sharded, whole = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
-    summary, other = sharded.summaries()[""], whole.summaries()[""]
+    sharded, full = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
+    summary, other = sharded.summaries()[""], full.summaries()[""]
     assert (summary.documents, summary.tokens) == (other.documents, other.tokens)
     assert summary.counted_tokens == other.counted_tokens
 
@@ -190,7 +190,7 @@ def test_a_bad_row_of_a_later_file_is_reported_when_its_turn_comes(files: list[P
         [loader.batch(step) for step in range(100)]
 
 
-def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
+def test_options_that_need_all_rows_are_refused_for_streams(files: list[Path]) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
     overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
     overrides += ["data.sequence_length=24", "data.held_out=2"]
@@ -202,7 +202,7 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
         run_config([*[word for word in overrides if "files" not in word], mix])
 
 
-def test_a_batch_that_is_larger_than_all_rows_is_refused_with_what_makes_more(
+def test_batch_larger_than_dataset_is_refused_with_remedy(
     files: list[Path],
 ) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "model=gpt", "data.held_out=2"]

@@ -22,7 +22,7 @@ def test_any_size_under_any_key_is_permuted(size, seed, epoch):
     assert np.array_equal(np.sort(got), np.arange(size))
 
 
-def test_a_position_can_be_asked_alone_and_in_huge_sets():
+def test_shuffle_of_single_positions_in_huge_sets():
     size = 10**15 + 37
     places = np.array([0, 1, 2, size // 2, size - 1])
     together = permute(places, size=size, key=(1,))

@@ -126,9 +126,7 @@ def test_a_shard_is_the_same_whoever_makes_it_and_whatever_is_there_already(
     assert content(cache) == expected
 
 
-def test_what_is_stopped_in_the_middle_of_a_file_continues_there(
-    file: Path, tmp_path: Path
-) -> None:
+def test_interrupted_tokenisation_continues_within_file(file: Path, tmp_path: Path) -> None:
     expected, cache = tmp_path / "expected", tmp_path / "cache"
     list(shards_of(file, folder=expected))
 

@@ -38,7 +38,7 @@ def refusal(path: Path | str) -> str:
     return str(raised.value)
 
 
-def test_a_folder_a_file_in_it_and_that_file_alone_are_read(folder: Path, tmp_path: Path) -> None:
+def test_folder_and_single_file_are_read(folder: Path, tmp_path: Path) -> None:
     alone = tmp_path / "tokenizer.json"
     alone.write_bytes((folder / "tokenizer.json").read_bytes())
     text = "def größe(): pass"
@@ -65,7 +65,7 @@ def test_a_tokenizer_that_cuts_or_pads_by_itself_does_not(folder: Path, tmp_path
     assert [tokens.tolist() for tokens in loaded(tmp_path).documents(texts)] == expected
 
 
-def test_what_is_generated_beyond_the_vocabulary_or_special_has_no_text(folder: Path) -> None:
+def test_special_and_out_of_vocabulary_tokens_decode_to_no_text(folder: Path) -> None:
     tokenizer = loaded(folder)
     assert tokenizer.vocab_size == 512
     assert tokenizer.decode([*tokenizer.encode("text"), 0, 1, 600]) == "text"
@@ -87,9 +87,7 @@ def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: 
     assert loaded(other).fingerprint != tokenizer.fingerprint
 
 
-def test_what_is_kept_is_of_the_class_that_the_models_configuration_chose(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_saved_tokenizer_has_configured_class(folder: Path, tmp_path: Path) -> None:
     """Like the published gpt2, whose tokenizer class follows from ``model_type`` in
     ``config.json``.
     """
@@ -125,7 +123,7 @@ def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> Non
     assert loaded(tmp_path).template_fingerprint != before
 
 
-def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: Path) -> None:
+def test_invalid_tokenizer_is_refused_with_path(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refusal(tmp_path / "empty").endswith(
         "has no tokenizer.json or other file of a tokenizer; give a folder that has, or null"

@@ -208,7 +208,7 @@ def test_nested_batches_train_as_in_a_plain_loop_under_every_data_layout(target:
         assert trained(config) == pytest.approx(of_one, abs=1e-5), strategy
 
 
-def test_a_sum_is_divided_by_what_the_loss_counts() -> None:
+def test_loss_sum_is_divided_by_counted_targets() -> None:
     chosen = [*CHOSEN, INDEXED, "train.loss=by_weight_of_a_test", "train.steps=1"]
     config = run_config([*chosen, "strategy=fsdp", "launch.nproc=2"])
     own: Any = sys.modules["own_of_a_test"]
@@ -250,8 +250,8 @@ def test_a_stream_continues_where_its_state_says_also_in_a_later_pass() -> None:
     def loader(rank: int) -> Any:
         return rank_loader(config, data.build_dataset(config.data), layout=layout, rank=rank)
 
-    whole = loader(0)
-    expected = [whole.batch(step).items for step in range(9)]
+    full = loader(0)
+    expected = [full.batch(step).items for step in range(9)]
     for resumed_at in (1, 3, 5, 8):
         for rank in (0, 1):
             first = loader(rank)
@@ -278,10 +278,10 @@ def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -
         )
         return [event.loss for event in events if isinstance(event, StepLogged)]
 
-    whole = losses("run_dir=runs/whole", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
+    full = losses("run_dir=runs/whole", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
     first = losses("run_dir=runs/halves", "train.steps=4", "strategy=ddp", "launch.nproc=4")
     rest = losses("run_dir=runs/halves", "train.steps=5", "strategy=fsdp", "launch.nproc=2")
-    assert [*first, *rest] == pytest.approx(whole, abs=1e-5)
+    assert [*first, *rest] == pytest.approx(full, abs=1e-5)
     manifest = Path("runs/halves/checkpoints/step_4/manifest.json").read_text()
     assert '"samples": 32' in manifest
     assert '"dataset": "{\\"at\\": 8}"' in manifest
@@ -290,13 +290,13 @@ def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -
 def test_the_ranks_of_a_stream_share_each_global_batch() -> None:
     single = run_config([*CHOSEN, STREAM, "strategy=single", "launch.nproc=1"])
     two = run_config([*CHOSEN, STREAM, "strategy=ddp", "launch.nproc=2"])
-    whole = whole_batch(single)
+    full = whole_batch(single)
     layout = Layout.of(two, world_size=2)
     shards = [
         rank_loader(two, data.build_dataset(two.data), layout=layout, rank=rank).batch(0).items
         for rank in range(2)
     ]
-    assert str([*shards[0], *shards[1]]) == str(whole)
+    assert str([*shards[0], *shards[1]]) == str(full)
 
 
 def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
@@ -345,7 +345,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         (["data.target=builtins:set"], "the dataset is empty"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
+def test_mismatched_user_dataset_is_refused_with_reason(overrides: list[str], message: str) -> None:
     alone = ["strategy=single", "launch.nproc=1"]
     more = [] if any("nproc" in word for word in overrides) else alone
     with pytest.raises(ConfigError, match=message):
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], mess
 # A custom loss on tokens
 
 
-def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:
+def test_custom_loss_gets_token_inputs_and_targets() -> None:
     import axonlaunch as ax
 
     @dataclass(frozen=True, kw_only=True)

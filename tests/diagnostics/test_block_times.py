@@ -113,7 +113,7 @@ def test_the_slow_one_of_two_gpus_is_reported() -> None:
     assert (slowest.rank, slowest.cost) == (1, pytest.approx(120 / 140 - 60 / 140, abs=1e-3))
 
 
-def test_a_step_is_what_its_blocks_compute_what_data_took_and_the_rest() -> None:
+def test_step_time_is_blocks_plus_data_plus_rest() -> None:
     def run(world: World) -> list[float]:
         del world
         blocks = [Timed(10, 20), Timed(10, 20)]

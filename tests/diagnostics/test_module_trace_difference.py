@@ -88,14 +88,14 @@ def test_a_factor_as_large_as_an_axis_is_said_of_the_run_that_has_the_axis() -> 
     )
 
 
-def test_what_is_no_factor_is_said_in_parts_of_its_size() -> None:
+def test_small_trace_difference_is_reported_relative_to_size() -> None:
     other = dataclasses.replace(
         BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", 1.2, -0.1, 3.0))
     )
     assert said(BEGIN, other) == ("first: its output is off by 0.17 of its size", "")
 
 
-def test_what_is_not_finite_in_one_run_differs_and_in_both_does_not() -> None:
+def test_nonfinite_trace_values_differ_unless_in_both_runs() -> None:
     nan = dataclasses.replace(
         BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", None, None, None))
     )
@@ -113,7 +113,7 @@ def test_a_gradient_of_nothing_but_rounding_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize(("arithmetic", "passes"), [("fp32", False), ("bf16", True)])
-def test_the_coarser_arithmetic_of_the_two_says_what_passes(arithmetic: str, passes: bool) -> None:
+def test_trace_tolerance_follows_coarser_precision(arithmetic: str, passes: bool) -> None:
     other = dataclasses.replace(scaled(1.01, "first"), arithmetic=arithmetic)  # type: ignore[arg-type]
     assert bool(compared(BEGIN, other).differences) is not passes
 
@@ -123,7 +123,7 @@ def test_rounding_grows_with_the_updates_up_to_a_hundredth() -> None:
     assert passing == pytest.approx([1e-5, 1e-3, 1e-2])
 
 
-def test_what_moves_by_rounding_alone_is_compared_before_the_first_update_alone() -> None:
+def test_rounding_sensitive_values_are_compared_only_before_first_update() -> None:
     tiny = TracedTensor("gradient", "first.bias", 1e-10, 0.0, 1e-10, 8)
     gradients = (*BEGIN.tensors[-2:], tiny)
     ours, theirs = (
@@ -143,7 +143,7 @@ def test_what_moves_by_rounding_alone_is_compared_before_the_first_update_alone(
     assert not compared(*later).differences
 
 
-def test_steps_of_one_run_alone_are_left_out_and_none_in_common_is_refused() -> None:
+def test_only_common_trace_steps_are_compared() -> None:
     later = dataclasses.replace(BEGIN, step=7)
     assert [*compare_traces({0: BEGIN, 7: later}, {7: later}, tolerance=TOLERANCE).steps] == [7]
     with pytest.raises(TracesIncomparableError, match="one has 0, the other 7; trace the same"):
@@ -165,12 +165,12 @@ def test_other_models_are_refused_with_how_many_names_are_alike_and_which_are_ne
         compared(BEGIN, wider)
 
 
-def test_names_of_one_run_alone_are_listed() -> None:
+def test_trace_names_in_only_one_run_are_listed() -> None:
     fewer = dataclasses.replace(BEGIN, tensors=[t for t in BEGIN.tensors if t.name != "first"])
     assert compared(BEGIN, fewer).only == (["first"], [])
 
 
-def test_a_step_is_read_as_it_was_written_and_what_is_not_finite_as_missing(tmp_path: Path) -> None:
+def test_trace_step_reads_nonfinite_values_as_missing(tmp_path: Path) -> None:
     odd = TracedTensor("output", "first", math.nan, math.inf, 1.0)
     files.write_step(tmp_path, dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors, odd)))
     [(step, path)] = files.traced_steps(tmp_path).items()
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         files.read_step(tmp_path / "step_0.json")
 
 
-def test_what_is_hardly_larger_is_no_factor() -> None:
+def test_small_trace_difference_has_no_factor() -> None:
     other = dataclasses.replace(
         BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", 1.004, 0.1, 3.001))
     )

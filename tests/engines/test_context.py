@@ -39,8 +39,8 @@ def test_ring_attention_equals_one_process(ranks: int, key_value_heads: int) -> 
     q = torch.randn(2, 4, 16, 8, generator=generator)
     k, v = torch.randn(2, 2, key_value_heads, 16, 8, generator=generator)
     weight = torch.randn(q.shape, generator=generator)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    full = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*full, is_causal=True, enable_gqa=True)
     (expected * weight).sum().backward()
 
     def run(world: World) -> None:
@@ -49,7 +49,7 @@ def test_ring_attention_equals_one_process(ranks: int, key_value_heads: int) -> 
         out = ring_attention(*mine, group=world.default_group)
         (out * weight[:, :, at]).sum().backward()
         torch.testing.assert_close(out, expected[:, :, at], rtol=1e-5, atol=1e-6)
-        for tensor, other in zip(mine, whole, strict=True):
+        for tensor, other in zip(mine, full, strict=True):
             assert other.grad is not None
             torch.testing.assert_close(tensor.grad, other.grad[:, :, at], rtol=1e-4, atol=1e-5)
 
@@ -116,16 +116,16 @@ def test_context_shards_balance_start_and_end_of_sequence() -> None:
 
 
 def test_gathered_context_outputs_equal_full_outputs() -> None:
-    whole = torch.arange(2 * 12 * 3).view(2, 12, 3)
+    full = torch.arange(2 * 12 * 3).view(2, 12, 3)
 
     def run(world: World) -> Tensor:
         axis = ContextAxis(world.default_group)
-        part = axis.split(Batch(whole, whole[..., 0]))
+        part = axis.split(Batch(full, full[..., 0]))
         assert torch.equal(part.targets, part.inputs[..., 0])
         return axis.join(part.inputs)
 
     for joined in World.mock(3).run(run):
-        assert torch.equal(joined, whole)
+        assert torch.equal(joined, full)
 
 
 def test_indivisible_sequence_length_is_refused() -> None:

@@ -17,7 +17,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.models.build import build_model
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 BLOCKS, STEPS = 2, 2
 
@@ -98,7 +98,7 @@ def draw(chosen: RunConfig, *, ranks: int) -> list[Drawn]:
             engine.backward(batch)
             named = engine.named_parameters()
             drawn.gradients.append(
-                {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
+                {n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None}
             )
             drawn.kept.append([block.kept for block in blocks])
             drawn.batches.append(batch)

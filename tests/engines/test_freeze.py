@@ -130,11 +130,11 @@ def test_a_run_with_frozen_parameters_resumes_on_another_layout(
         assert chosen.launch.nproc != "auto"
         return World.mock(chosen.launch.nproc).run(run)[0]
 
-    whole = losses(run_config([*overrides, "strategy=single"]), begin=0, end=4, save=False)
+    full = losses(run_config([*overrides, "strategy=single"]), begin=0, end=4, save=False)
     first = run_config([*overrides, *LAYOUTS[layout].split()])
-    assert losses(first, begin=0, end=2, save=True) == pytest.approx(whole[:2], rel=1e-5)
+    assert losses(first, begin=0, end=2, save=True) == pytest.approx(full[:2], rel=1e-5)
     again = run_config([*overrides, *LAYOUTS["tensor"].split()])
-    assert losses(again, begin=2, end=4, save=False) == pytest.approx(whole[2:], rel=1e-5)
+    assert losses(again, begin=2, end=4, save=False) == pytest.approx(full[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero bubble"])

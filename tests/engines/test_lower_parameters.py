@@ -18,7 +18,7 @@ from axonlaunch.comm import World
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.precision.lower_parameters import lower_blocks
 from axonlaunch.models.build import build_model, spec_for
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -33,7 +33,7 @@ def trained(model: list[str], *overrides: str) -> tuple[list[float], dict[str, T
     def run(world: World) -> tuple[list[float], dict[str, Tensor]]:
         engine, loader = rank_engine(chosen, world)
         losses = [float(engine.train_step(loader.batch(step)).loss) for step in range(2)]
-        return losses, {name: whole(p) for name, p in engine.named_parameters()}
+        return losses, {name: full_tensor(p) for name, p in engine.named_parameters()}
 
     return World.mock(2).run(run)[0]
 

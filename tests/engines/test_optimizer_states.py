@@ -25,7 +25,7 @@ from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.build import build_model as build_model
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -76,7 +76,7 @@ def test_preallocated_states_equal_torch_states_of_first_step(name: str, kind: s
             assert not optimizer.state
         stepped.apply(rate=lambda _: 0.0)
         assert about(fresh.state_dict()) == about(stepped.state_dict())
-        assert all(not whole(t).any() for t in fresh.state_dict().values())
+        assert all(not full_tensor(t).any() for t in fresh.state_dict().values())
 
     World.mock(2).run(run)
 

@@ -34,7 +34,7 @@ from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.engines.optimizer.algorithms import muon
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(weight_decay=0.3),
@@ -302,8 +302,8 @@ def test_sharded_matrix_update_equals_unsharded_update(division: str, kind: str)
             for name, p in own.items():
                 p.grad = wrap(matrix(name, step + 1))
             update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
-        states = {key: whole(state) for key, state in update.state_dict().items()}
-        return {name: whole(p.detach()) for name, p in own.items()}, states
+        states = {key: full_tensor(state) for key, state in update.state_dict().items()}
+        return {name: full_tensor(p.detach()) for name, p in own.items()}, states
 
     expected = updated(lambda tensor: tensor.clone())
 

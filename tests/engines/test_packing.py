@@ -100,7 +100,7 @@ CHAT = ["data=chat", "data.files=[none.jsonl]", "data.sequence_length=16"]
     ],
     ids=["custom", "qwen3_5"],
 )
-def test_packing_auto_resolves_to_none_for_unsupported_model(
+def test_packing_auto_is_off_for_unsupported_model(
     model: list[str],
 ) -> None:
     chosen = estimate_config([*model, *CHAT])

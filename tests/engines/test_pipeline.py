@@ -38,9 +38,9 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipeline_equals_one_process(schedule: str, ranks: int) -> None:
     stages = ranks * SCHEDULES[schedule].stages_per_rank
-    whole = nn.Sequential(*modules(stages))
+    full = nn.Sequential(*modules(stages))
     inputs, targets = batch()
-    expected = loss(whole(inputs), targets)
+    expected = loss(full(inputs), targets)
     expected.backward()
 
     def run(world: World) -> None:
@@ -49,10 +49,10 @@ def test_pipeline_equals_one_process(schedule: str, ranks: int) -> None:
         torch.testing.assert_close(got, expected.detach())
         for index, stage in pipeline.stages.items():
             for mine, other in zip(
-                stage.module.parameters(), whole[index].parameters(), strict=True
+                stage.module.parameters(), full[index].parameters(), strict=True
             ):
                 torch.testing.assert_close(mine.grad, other.grad)
-        torch.testing.assert_close(pipeline.predict(inputs[:3]), whole(inputs[:3]).detach())
+        torch.testing.assert_close(pipeline.predict(inputs[:3]), full(inputs[:3]).detach())
 
     World.mock(ranks).run(run)
 

@@ -47,14 +47,14 @@ MODELS = [
 def test_pipeline_stages_in_sequence_equal_model(
     config: object, inputs: torch.Tensor, counts: list[int]
 ) -> None:
-    whole, spec = build_model(config), spec_for(config)
+    full, spec = build_model(config), spec_for(config)
     x, names = inputs, []
     for part in parts(counts):
         stage = cut(spec, build_model(config), part)
         names += [name for name, _ in stage.named_parameters()]
         x = stage(x)
-    torch.testing.assert_close(x, whole(inputs))
-    own = [name for name, _ in whole.named_parameters()]
+    torch.testing.assert_close(x, full(inputs))
+    own = [name for name, _ in full.named_parameters()]
     assert set(own) <= set(names)
     assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends have a name each
 

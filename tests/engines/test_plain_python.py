@@ -164,8 +164,8 @@ def test_fsdp_shards_and_reduces(sharding: ax.ShardingStrategy) -> None:
         model(rows(world.rank, 4)).square().mean().backward()
         local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         gradients = [p.grad for p in model.parameters()]
-        whole = [g.full_tensor() for g in gradients if isinstance(g, DTensor)]
-        return whole, local, sum(p.numel() for p in net().parameters())
+        full = [g.full_tensor() for g in gradients if isinstance(g, DTensor)]
+        return full, local, sum(p.numel() for p in net().parameters())
 
     shards = {"full_shard": 4, "shard_grad_op": 4, "no_shard": 1, "hybrid_shard": 2}[sharding]
     results = ax.World.mock(4).run(run)

@@ -17,7 +17,7 @@ from axonlaunch import data
 from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.build import build_model
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 LAYOUTS = {
@@ -57,7 +57,7 @@ def train(name: str, *overrides: str, steps: int) -> tuple[list[dict[str, Tensor
         for step in range(steps):
             rates.append(engine.learning_rate())
             engine.train_step(loader.batch(step))
-            after.append({n: whole(p.detach()).clone() for n, p in engine.named_parameters()})
+            after.append({n: full_tensor(p.detach()).clone() for n, p in engine.named_parameters()})
         return after, rates
 
     return ax.World.mock(ranks).run(run)[0]

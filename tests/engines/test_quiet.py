@@ -38,7 +38,7 @@ def warned(model: str) -> set[str]:
 
 def test_no_view_warning_for_root_module() -> None:
     @ax.register_model("viewing", inputs="tokens")
-    def whole() -> nn.Module:
+    def full() -> nn.Module:
         return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
 
     assert warned("viewing") == set()

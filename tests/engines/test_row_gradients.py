@@ -19,7 +19,7 @@ from axonlaunch.comm.averaging import row_bucket
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel import zero1
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 RANKS = 2
 RUN = [
@@ -140,7 +140,9 @@ def test_reduced_rows_equal_replica_gradients(ranks: int) -> None:
         engine, loader = engine_of(world, *own)
         for step in range(2):  # sums two backwards, as replicas' gradients do
             engine.backward(loader.batch(step))
-        return {name: whole(t.grad) for name, t in engine.named_updated() if t.grad is not None}
+        return {
+            name: full_tensor(t.grad) for name, t in engine.named_updated() if t.grad is not None
+        }
 
     rows = World.mock(ranks).run(run, "zero1")[0]
     replicas = World.mock(ranks).run(run, "ddp")[0]
@@ -179,7 +181,9 @@ def test_noncontiguous_parameters_update_like_replicas() -> None:
         for step in range(3):
             engine.train_step(loader.batch(step))
         state = engine.state_dict()
-        return {name: whole(t) for name, t in {**state["model"], **state["optimizer"]}.items()}
+        return {
+            name: full_tensor(t) for name, t in {**state["model"], **state["optimizer"]}.items()
+        }
 
     rows = World.mock(RANKS).run(run, "zero1")[0]
     replicas = World.mock(RANKS).run(run, "ddp")[0]

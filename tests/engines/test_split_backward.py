@@ -55,5 +55,5 @@ def test_split_backward_with_tensor_parallelism_repeats_few_products() -> None:
 
     A joint backward of all layers of a region, the default, would need a third more.
     """
-    whole, split = products("interleaved_1f1b"), products("zbv_zero_bubble")
-    assert whole <= split <= 1.17 * whole
+    full, split = products("interleaved_1f1b"), products("zbv_zero_bubble")
+    assert full <= split <= 1.17 * full

@@ -41,17 +41,17 @@ def same_start(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
-def assert_same_training(divided: nn.Module, whole: nn.Module, x: Tensor) -> None:
+def assert_same_training(divided: nn.Module, full: nn.Module, x: Tensor) -> None:
     """Compare outputs, the input's gradient and every parameter's gradient."""
     results = []
-    for module in (divided, whole):
+    for module in (divided, full):
         fed = x.clone().requires_grad_(x.is_floating_point())
         y = module(fed)
         (y * drawn(*y.shape, seed=9)).sum().backward()
         results.append((y, fed.grad))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)
-    pairs = zip(divided.named_parameters(), whole.named_parameters(), strict=True)
+    pairs = zip(divided.named_parameters(), full.named_parameters(), strict=True)
     for (name, parameter), (expected_name, expected) in pairs:
         assert name == expected_name
         assert isinstance(parameter, DTensor)
@@ -75,10 +75,10 @@ def test_column_then_row_is_two_linear_layers(
                 ax.RowParallelLinear(8, 5, bias=bias, input_is_parallel=True),
             )
         )
-        whole = same_start(
+        full = same_start(
             lambda: nn.Sequential(nn.Linear(6, 8, bias=bias), nn.GELU(), nn.Linear(8, 5, bias=bias))
         )
-        assert_same_training(divided, whole, drawn(*leading, 6))
+        assert_same_training(divided, full, drawn(*leading, 6))
 
     on_ranks(size, rank)
 
@@ -88,8 +88,8 @@ def test_single_parallel_linear_takes_and_returns_full_tensors(size: int) -> Non
     def rank(world: ax.World) -> None:
         for kind in (ax.ColumnParallelLinear, ax.RowParallelLinear):
             divided = same_start(lambda kind=kind: nn.Sequential(kind(8, 4), nn.Tanh(), kind(4, 8)))
-            whole = same_start(lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)))
-            assert_same_training(divided, whole, drawn(3, 8))
+            full = same_start(lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)))
+            assert_same_training(divided, full, drawn(3, 8))
 
     on_ranks(size, rank)
 
@@ -105,9 +105,9 @@ def test_parallel_parameters_are_shards_of_undivided_initialization(size: int) -
             (ax.RowParallelLinear, {"weight": Shard(1), "bias": Replicate()}),
         ):
             layer = same_start(lambda kind=kind: kind(8, 8))
-            whole = same_start(lambda: nn.Linear(8, 8))
+            full = same_start(lambda: nn.Linear(8, 8))
             for name, placement in expected.items():
-                parameter, original = layer.get_parameter(name), whole.get_parameter(name)
+                parameter, original = layer.get_parameter(name), full.get_parameter(name)
                 assert isinstance(parameter, DTensor)
                 assert parameter.placements == (placement,)
                 assert parameter.device_mesh.mesh_dim_names == ("tp",)
@@ -138,9 +138,9 @@ def test_tensor_parallelism_works_on_subgroup() -> None:
         first, last = world.new_group([0, 1]), world.new_group([2, 3])
         group = first if world.rank < 2 else last
         divided = same_start(lambda: ax.RowParallelLinear(8, 4, group=group))
-        whole = same_start(lambda: nn.Linear(8, 4))
+        full = same_start(lambda: nn.Linear(8, 4))
         x = drawn(3, 8, seed=world.rank // 2)
-        torch.testing.assert_close(divided(x), whole(x))
+        torch.testing.assert_close(divided(x), full(x))
 
     on_ranks(4, rank)
 
@@ -148,16 +148,16 @@ def test_tensor_parallelism_works_on_subgroup() -> None:
 def test_tensor_parallel_gradients_accumulate_and_pass_frozen_layers() -> None:
     def rank(world: ax.World) -> None:
         column = same_start(lambda: ax.ColumnParallelLinear(6, 8))
-        whole = same_start(lambda: nn.Linear(6, 8))
+        full = same_start(lambda: nn.Linear(6, 8))
         for seed in range(3):
-            for layer in (column, whole):
+            for layer in (column, full):
                 layer(drawn(2, 6, seed=seed)).square().sum().backward()
         assert isinstance(column.weight.grad, DTensor)
-        torch.testing.assert_close(column.weight.grad.full_tensor(), whole.weight.grad)
+        torch.testing.assert_close(column.weight.grad.full_tensor(), full.weight.grad)
         column.requires_grad_(False)
         x = drawn(2, 6).requires_grad_()
         column(x).sum().backward()
-        torch.testing.assert_close(x.grad, whole.weight.sum(0).expand(2, 6))
+        torch.testing.assert_close(x.grad, full.weight.sum(0).expand(2, 6))
 
     on_ranks(2, rank)
 
@@ -165,10 +165,10 @@ def test_tensor_parallel_gradients_accumulate_and_pass_frozen_layers() -> None:
 def test_autocast_row_parallel_has_dtype_of_linear() -> None:
     def rank(world: ax.World) -> None:
         divided = same_start(lambda: ax.RowParallelLinear(8, 4, dtype=torch.float32))
-        whole = same_start(lambda: nn.Linear(8, 4, dtype=torch.float32))
+        full = same_start(lambda: nn.Linear(8, 4, dtype=torch.float32))
         x = drawn(3, 8).float()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y, expected = divided(x), whole(x)
+            y, expected = divided(x), full(x)
         assert y.dtype is expected.dtype is torch.bfloat16
         torch.testing.assert_close(y, expected, rtol=0.01, atol=0.01)
 
@@ -198,9 +198,9 @@ def test_autocast_parallel_linears_round_like_one_linear() -> None:
 def test_vocabulary_parallel_embedding_equals_embedding(size: int) -> None:
     def rank(world: ax.World) -> None:
         divided = same_start(lambda: ax.VocabParallelEmbedding(12, 5))
-        whole = same_start(lambda: nn.Embedding(12, 5))
+        full = same_start(lambda: nn.Embedding(12, 5))
         tokens = torch.tensor([[0, 11, 5], [6, 5, 3]])
-        assert_same_training(divided, whole, tokens)
+        assert_same_training(divided, full, tokens)
         assert divided.get_parameter("weight").placements == (Shard(0),)
 
     on_ranks(size, rank)
@@ -222,10 +222,10 @@ def test_attention_with_divided_heads_equals_attention(
 ) -> None:
     def rank(world: ax.World) -> list[str]:
         divided = same_start(lambda: ax.TensorParallelAttention(16, 8, fewer, bias=bias))
-        whole = same_start(lambda: Attention(16, num_heads=8, num_key_value_heads=fewer, bias=bias))
-        assert_same_training(divided, whole, drawn(2, 6, 16))
+        full = same_start(lambda: Attention(16, num_heads=8, num_key_value_heads=fewer, bias=bias))
+        assert_same_training(divided, full, drawn(2, 6, 16))
         rotary, x = RotaryTable(2, max_positions=6, theta=10.0), drawn(2, 6, 16)
-        torch.testing.assert_close(divided(x, rotary), whole(x, rotary))
+        torch.testing.assert_close(divided(x, rotary), full(x, rotary))
         with Collectives() as seen:
             divided(x.requires_grad_()).sum().backward()
         return seen.names
@@ -289,13 +289,13 @@ def test_vocabulary_parallel_cross_entropy_equals_torch(
 
 def test_cross_entropy_is_stable_and_in_fp32() -> None:
     def rank(world: ax.World) -> None:
-        whole = torch.tensor([[3e4, -3e4, 2e4, 2.9e4], [1.0, 2.0, 3.0, 4.0]], dtype=torch.bfloat16)
+        full = torch.tensor([[3e4, -3e4, 2e4, 2.9e4], [1.0, 2.0, 3.0, 4.0]], dtype=torch.bfloat16)
         targets = torch.tensor([3, 0])
-        mine = whole.chunk(2, -1)[world.rank].clone().requires_grad_()
+        mine = full.chunk(2, -1)[world.rank].clone().requires_grad_()
         loss = ax.vocab_parallel_cross_entropy_sum(mine, targets, group=world.default_group)
         assert loss.dtype == torch.float32
         torch.testing.assert_close(
-            loss, F.cross_entropy(whole.float(), targets, reduction="sum"), rtol=1e-6, atol=0
+            loss, F.cross_entropy(full.float(), targets, reduction="sum"), rtol=1e-6, atol=0
         )
         loss.backward()
         assert mine.grad is not None

@@ -19,11 +19,11 @@ from tensor_cases import (
     Seen,
     assert_same_gradients,
     axis,
+    full,
     in_float64,
     loss_of,
     on_ranks,
     tokens_and_targets,
-    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -307,7 +307,7 @@ def test_custom_model_is_divided_by_tensor_plan(size: int) -> None:
         for name, parameter in model.named_parameters():
             if name == "read.bias":  # unused
                 continue
-            torch.testing.assert_close(whole(parameter.grad), undivided.get_parameter(name).grad)
+            torch.testing.assert_close(full(parameter.grad), undivided.get_parameter(name).grad)
         assert not isinstance(model.count, DTensor)
         assert model.attention.value.weight.placements == (Shard(0),)
         assert isinstance(model.shift, DTensor)
@@ -321,7 +321,7 @@ def test_padding_of_an_embedding_gets_no_gradient() -> None:
         module = nn.Sequential(nn.Embedding(8, 4, padding_idx=5))
         parallelize(module, {"0": "vocabulary"}, mesh=axis(world))
         module(torch.tensor([5, 1, 6])).sum().backward()
-        rows = whole(module[0].weight.grad).sum(1)
+        rows = full(module[0].weight.grad).sum(1)
         assert rows.tolist() == [0, 4, 0, 0, 0, 0, 4, 0]
 
     on_ranks(2, rank)

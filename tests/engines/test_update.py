@@ -136,9 +136,9 @@ def test_sharded_update_equals_unsharded_update(
         for name, tensor in expected.items():
             torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
     moments = 2 if isinstance(config, AdamWConfig) else 1
-    whole = moments * sum(p.numel() for p in own.values() if p.ndim)
+    full = moments * sum(p.numel() for p in own.values() if p.ndim)
     replicated = moments * ranks  # the scalar can't be divided
-    assert sum(local for _, local in results) == whole + replicated
+    assert sum(local for _, local in results) == full + replicated
 
 
 def update_in_shards(world: World) -> None:
@@ -263,7 +263,7 @@ def test_skipped_step_changes_no_state(config: OptimizerConfig) -> None:
         for name, gradient in gradients(step).items():
             own[name].grad = gradient * (math.inf if overflows else 1)
             plain[name].grad = None if overflows else gradient
-        update.apply(rate=lambda _: 0.1, unless=torch.tensor(overflows))
+        update.apply(rate=lambda _: 0.1, skip=torch.tensor(overflows))
         if not overflows:
             right.apply(rate=lambda _: 0.1)
     for name in own:

@@ -116,10 +116,10 @@ def test_zero1_gathers_rows_in_forward_order(
         engine, loader = engine_of(world, "llama")
         monkeypatch.setattr(zero1, "all_gather_single", counted)
         engine.train_step(loader.batch(0))
-        whole = dict(engine.named_parameters())
-        names = sorted(whole, key=lambda name: "layers" in name)  # the head waits for blocks
+        full = dict(engine.named_parameters())
+        names = sorted(full, key=lambda name: "layers" in name)  # the head waits for blocks
         last = names.pop(names.index("lm_head.weight"))
-        return [tuple(whole[name].shape) for name in [*names, last] if "norm" not in name]
+        return [tuple(full[name].shape) for name in [*names, last] if "norm" not in name]
 
     # One message with all norms, then one for each matrix to its rank; no byte is sent twice.
     expected = World.mock(2).run(run)[0]

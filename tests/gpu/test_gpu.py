@@ -79,7 +79,7 @@ def test_in_fp32_losses_are_those_of_a_cpu(world: World, model: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["params", "optimizer_states", "full"])
-def test_what_is_offloaded_learns_what_a_cpu_does(world: World, offload: str) -> None:
+def test_offloaded_training_equals_cpu(world: World, offload: str) -> None:
     overrides = ["strategy=fsdp", f"strategy.fsdp.cpu_offload={offload}", "optimizer.lr=0.01"]
     here = losses(world, *overrides, steps=6, may_wait=True)
     on_cpu = World.mock(1).run(

@@ -48,7 +48,7 @@ def test_every_case_is_a_configuration_that_a_node_would_take(
         configuration.load(overrides)
 
 
-def test_no_contestant_does_in_several_forwards_what_others_do_in_one(
+def test_bench_contestants_do_equal_work_per_forward(
     modules: dict[str, ModuleType],
 ) -> None:
     speed = modules["speed"]
@@ -56,8 +56,8 @@ def test_no_contestant_does_in_several_forwards_what_others_do_in_one(
         for ranks, overrides in cases.values():
             config = configuration.load([*overrides, f"launch.nproc={ranks}"])
             layout = Layout.of(config, world_size=ranks)
-            whole = layout.micro_batch_size * layout.gradient_ranks
-            assert whole == config.train.global_batch_size, overrides
+            full = layout.micro_batch_size * layout.gradient_ranks
+            assert full == config.train.global_batch_size, overrides
 
 
 def test_a_case_is_measured_and_estimated_with_the_same_allocator(
@@ -89,7 +89,7 @@ def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, Modul
     assert compared("x", peaks, low).problem == "reserved is -5.0% off"
 
 
-def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleType]) -> None:
+def test_gpu_speed_reaches_required_ratio(modules: dict[str, ModuleType]) -> None:
     judged = modules["speed"].judged
     rates = {"axonlaunch": 94.0, "by hand": 100.0, "as torchtitan": 94.0}
     row = judged("1.2B", rates, 1e10, 2e12)
@@ -115,7 +115,7 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
         ({"passed": False, "failure": "rank 1 failed"}, "rank 1 failed"),
     ],
 )
-def test_a_layout_on_a_gpu_computes_what_a_cpu_does_up_to_rounding(
+def test_gpu_layouts_equal_cpu_up_to_rounding(
     modules: dict[str, ModuleType], result: dict[str, Any], problem: str
 ) -> None:
     off = {"rate": 0.0, "loss": 2e-5, "gradient": 5e-5, "parameter": 1e-6, "checkpoint": 0.0}
@@ -170,7 +170,7 @@ def test_of_the_processes_on_the_device_those_of_one_run_are_counted(
     assert contexts_of(os.getpid()) == []
 
 
-def test_host_memory_is_what_is_offloaded(
+def test_host_memory_equals_offloaded_bytes(
     modules: dict[str, ModuleType],
 ) -> None:
     mib, compared = 2**20, modules["memory"].compared
@@ -183,7 +183,7 @@ def test_host_memory_is_what_is_offloaded(
     assert "host, MiB" not in compared("x", peaks, estimate).cells  # only batches
 
 
-def test_what_passes_between_host_and_device_is_held_beside_the_link(
+def test_host_device_traffic_is_compared_with_link_bandwidth(
     modules: dict[str, ModuleType],
 ) -> None:
     transfers = modules["transfers"]
@@ -224,7 +224,7 @@ def test_a_part_ends_in_a_table_and_a_status(
     assert capsys.readouterr().err == "error: no case's name begins with 'c': a, b\n"
 
 
-def test_a_part_that_is_interrupted_ends_in_the_table_of_what_was_run(
+def test_interrupted_bench_prints_table_of_finished_rows(
     modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = modules["table"]

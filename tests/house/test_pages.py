@@ -183,7 +183,7 @@ def test_the_yaml_and_toml_of_a_page_are_well_formed(page: Path) -> None:
         assert tomllib.loads(block)
 
 
-def test_the_errors_of_the_pages_are_what_one_sees(tmp_path: Path, server: Server) -> None:
+def test_errors_on_pages_match_printed_errors(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     shown = [
         block
@@ -207,7 +207,7 @@ def shown_alone() -> list[str]:
 
 
 @pytest.mark.parametrize("command", shown_alone())
-def test_a_command_that_is_shown_alone_lacks_nothing_but_the_readers_files(command: str) -> None:
+def test_each_page_command_is_complete_except_for_user_files(command: str) -> None:
     from axonlaunch.cli.app import app
 
     # not downloaded from the hub
@@ -238,7 +238,7 @@ def test_every_strategy_is_in_the_tables(page: Path) -> None:
 
 
 @pytest.mark.parametrize("group", ["optimizer", "scheduler", "loggers"])
-def test_every_option_of_what_is_chosen_by_name_is_on_its_page(group: str) -> None:
+def test_every_registered_option_is_on_its_page(group: str) -> None:
     from axonlaunch.config import Composer
 
     named = set(re.findall(r"[\w]+", " ".join(code(DOCS / "configuration.md"))))

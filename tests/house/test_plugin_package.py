@@ -99,7 +99,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
 
 @pytest.mark.deferred
 @pytest.mark.timeout(300)
-def test_one_command_does_everything_with_what_a_package_adds(command: Environment) -> None:
+def test_plugin_package_works_with_every_command(command: Environment) -> None:
     listed = json.loads(command("ls", "--json").stdout)
     for group, name in (
         ("models", "tiny"),
@@ -184,7 +184,7 @@ def local_sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_local_sgd_averages_what_each_replica_learned_by_itself(local_sgd: Any) -> None:
+def test_local_sgd_averages_replicas(local_sgd: Any) -> None:
     """The reference is plain torch in fp64: each rank does 2 steps on its samples, then all
     average.
     """

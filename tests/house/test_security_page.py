@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "axonlaunch" / "docs" / "security.md"
 
 
-def test_what_backs_the_security_page_exists() -> None:
+def test_security_page_names_existing_tests() -> None:
     text = PAGE.read_text()
     files = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
     assert not set(re.findall(r"(test_\w+\.py)", text)) - files.keys()

@@ -155,7 +155,7 @@ TYPES, OTHER = ("error", "types"), ("error", "")
         (RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double"), *OTHER),
     ],
 )
-def test_failure_text_tells_own_failure_from_peer_failure(
+def test_failure_text_separates_local_and_peer_failures(
     error: Exception, kind: str, cause: str
 ) -> None:
     assert ("connection" if rank_process._is_connection(error) else "error") == kind

@@ -290,8 +290,8 @@ def test_invalid_bytes_in_metrics_are_kept(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
     metrics = served.folder / "runs/run/metrics.jsonl"
-    whole = metrics.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    full = metrics.read_bytes()
+    lines = full.splitlines(keepends=True)
     broken = b"".join([b"\xff\xfe\x00\n", b"[" * 15_000 + b"\n", b"3\n", *lines])
     metrics.write_bytes(broken)
     ran = served.train(*overrides, "train.steps=7")
@@ -299,7 +299,7 @@ def test_invalid_bytes_in_metrics_are_kept(served: Command) -> None:
         ran.stdout.split()
     )
     assert metrics.with_name("metrics.1.jsonl").read_bytes() == broken
-    assert metrics.read_bytes().startswith(whole)
+    assert metrics.read_bytes().startswith(full)
     assert len(served.losses("run")) == 7
 
 

@@ -28,6 +28,6 @@ def test_a_run_with_an_8_bit_optimizer_resumes_to_the_same_losses(served: Comman
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["loss"] for record in records if "loss" in record}
 
-    whole, resumed = losses("whole"), losses("resumed")
+    full, resumed = losses("whole"), losses("resumed")
     assert [*resumed] == [3, 4]
-    assert resumed == {step: whole[step] for step in (3, 4)}
+    assert resumed == {step: full[step] for step in (3, 4)}

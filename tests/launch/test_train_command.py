@@ -198,7 +198,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
 
 
 @pytest.mark.deferred
-def test_run_started_from_other_checkpoint_resumes_from_own_checkpoints(served: Command) -> None:
+def test_run_started_from_other_checkpoint_resumes_from_its_newest(served: Command) -> None:
     begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
     served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
     assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout
@@ -245,9 +245,9 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
         assert [line.get("eval_loss") for line in served.lines("killed")] == [
             line.get("eval_loss") for line in served.lines("whole")
         ]
-        summary, whole = served.summary("killed"), served.summary("whole")
+        summary, full = served.summary("killed"), served.summary("whole")
         for key in ("status", "steps", "loss", "eval_loss"):
-            assert summary[key] == whole[key], key
+            assert summary[key] == full[key], key
         (folder / "summary.json").unlink()  # once more: no duplicate line
     served.train(*overrides, "name=killed", "train.steps=8")
     assert served.summary("killed")["steps"] == 8

@@ -51,9 +51,9 @@ def test_repeated_heads_are_those_of_the_group() -> None:
     q = torch.randn(1, 4, 8, 4)
     k, v = torch.randn(2, 1, 2, 8, 4)
     repeated = [heads.repeat_interleave(2, dim=1) for heads in (k, v)]
-    whole = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
+    full = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
     layer = Attention(16, num_heads=4, num_key_value_heads=2)
-    torch.testing.assert_close(layer.attend(q, k, v), whole)
+    torch.testing.assert_close(layer.attend(q, k, v), full)
 
 
 class _Launches(TorchDispatchMode):
@@ -83,5 +83,5 @@ def test_rotary_embedding_launches_few_kernels_and_is_exact(
     angles = torch.arange(5)[:, None] * 10.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     pairs = torch.complex(*x.detach().double().chunk(2, dim=-1))
     expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    whole = torch.cat((expected.real, expected.imag), dim=-1)
-    torch.testing.assert_close(turned.detach(), whole.to(dtype))
+    full = torch.cat((expected.real, expected.imag), dim=-1)
+    torch.testing.assert_close(turned.detach(), full.to(dtype))

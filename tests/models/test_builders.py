@@ -14,7 +14,7 @@ from axonlaunch.models.build import on_meta
 
 def test_a_builder_that_returns_nothing_is_reported_in_one_line() -> None:
     @ax.register_model("forgetful", inputs="tokens")
-    def whole() -> Any:
+    def full() -> Any:
         """Forget to return."""
 
     chosen = config.load(["model=forgetful", "data=synthetic_tokens"])

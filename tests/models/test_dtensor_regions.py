@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
 from axonlaunch.engines.tensor.parallelize import parallelize
-from axonlaunch.models.tensors.dtensor_regions import local_boxes, local_region, whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor, local_boxes, local_region
 
 
 def test_dtensor_regions_equal_torch():
@@ -64,7 +64,7 @@ def test_packed_pieces_are_sharded_separately():
         for box in local_boxes(weight):
             start, length = box.region[0]
             assert torch.equal(box.of(weight.to_local()), numbers[start : start + length])
-        assert torch.equal(whole(weight), numbers)
+        assert torch.equal(full_tensor(weight), numbers)
         return [box.region[0] for box in local_boxes(weight)]
 
     # In ranks' order the tensor axis is the inner one.

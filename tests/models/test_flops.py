@@ -92,15 +92,15 @@ def test_layers_of_linear_attention_have_no_scores() -> None:
 
 
 def test_flops_exclude_gradients_of_frozen_parameters() -> None:
-    whole, frozen = (theirs("qwen3").eval() for _ in range(2))
-    for model in (whole, frozen):
+    full, frozen = (theirs("qwen3").eval() for _ in range(2))
+    for model in (full, frozen):
         model.set_attn_implementation("eager")
     for parameter in frozen.parameters():  # the table is trained, so all layers propagate gradients
         parameter.requires_grad_(parameter is frozen.model.embed_tokens.weight)
     flops = ModelFlops.of(frozen)
     assert flops.frozen == flops.multiplied
-    left_out = counted_by_torch(whole, backward=True) - counted_by_torch(frozen, backward=True)
-    saved = ModelFlops.of(whole).per_token(POSITIONS) - flops.per_token(POSITIONS)
+    left_out = counted_by_torch(full, backward=True) - counted_by_torch(frozen, backward=True)
+    saved = ModelFlops.of(full).per_token(POSITIONS) - flops.per_token(POSITIONS)
     assert saved == pytest.approx(left_out, rel=0.02)  # norms
 
 

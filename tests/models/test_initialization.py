@@ -37,7 +37,7 @@ GPT = GPTConfig(
 DRAWN = [Normal(0.3), TruncatedNormal(0.3, cutoff=2.0), Uniform(0.7)]
 
 
-def whole(shape, initializer=DRAWN[0], *, seed=3, name="w"):
+def full(shape, initializer=DRAWN[0], *, seed=3, name="w"):
     tensor = torch.empty(shape)
     fill(tensor, initializer, seed=seed, name=name, staging=Staging())
     return tensor
@@ -58,7 +58,7 @@ def whole(shape, initializer=DRAWN[0], *, seed=3, name="w"):
 )
 @pytest.mark.parametrize("shape", [(3000, 70), (13, 5), (3, 2), (1, 40000)], ids=str)
 def test_shard_initialization_is_bitwise_equal_to_full(mesh_shape, placements, shape):
-    expected = whole(shape)
+    expected = full(shape)
 
     def rank(world: World) -> list[bool]:
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -73,7 +73,7 @@ def test_shard_initialization_is_bitwise_equal_to_full(mesh_shape, placements, s
 @pytest.mark.parametrize("initializer", DRAWN, ids=lambda initializer: type(initializer).__name__)
 @pytest.mark.parametrize("shape", [(), (7,), (100_000,), (3, 4, 5, 6)], ids=str)
 def test_shard_initialization_is_bitwise_equal_for_all_placements(initializer, shape):
-    expected = whole(shape, initializer)
+    expected = full(shape, initializer)
 
     def rank(world: World) -> bool:
         mesh = init_device_mesh("cpu", (3,))
@@ -144,19 +144,19 @@ def test_tensor_parallelism_under_fsdp_starts_from_the_weights_of_one_process():
 
 
 def test_weights_depend_on_seed_and_name():
-    a = whole((50, 50))
-    assert torch.equal(a, whole((50, 50)))
-    assert not torch.equal(a, whole((50, 50), seed=4))
-    assert not torch.equal(a, whole((50, 50), name="v"))
+    a = full((50, 50))
+    assert torch.equal(a, full((50, 50)))
+    assert not torch.equal(a, full((50, 50), seed=4))
+    assert not torch.equal(a, full((50, 50), name="v"))
 
 
 def test_initialization_is_independent_of_global_generator():
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    a = whole((40, 40))
+    a = full((40, 40))
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(3)
-    assert torch.equal(a, whole((40, 40)))
+    assert torch.equal(a, full((40, 40)))
 
 
 @pytest.mark.parametrize("initializer", DRAWN, ids=lambda initializer: type(initializer).__name__)
@@ -166,7 +166,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(initializer):
         results = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(whole((3, 150_001), initializer))
+            results.append(full((3, 150_001), initializer))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
@@ -175,18 +175,18 @@ def test_weights_do_not_depend_on_the_number_of_threads(initializer):
 def test_lower_precision_weights_are_the_rounded_fp32_ones():
     low = torch.empty(300, 200, dtype=torch.bfloat16)
     fill(low, DRAWN[0], seed=3, name="w", staging=Staging())
-    assert torch.equal(low, whole((300, 200)).bfloat16())
+    assert torch.equal(low, full((300, 200)).bfloat16())
 
 
 def test_draws_follow_their_distributions():
-    normal = whole((1000, 300), Normal(0.5, mean=2.0))
+    normal = full((1000, 300), Normal(0.5, mean=2.0))
     assert abs(normal.mean() - 2) < 0.01
     assert abs(normal.std() - 0.5) < 0.01
-    cut = whole((1000, 300), TruncatedNormal(0.5, cutoff=1.0))
+    cut = full((1000, 300), TruncatedNormal(0.5, cutoff=1.0))
     assert 0.49 < cut.abs().max() <= 0.5
-    even = whole((1000, 300), Uniform(0.5))
+    even = full((1000, 300), Uniform(0.5))
     assert abs(even.std() - 0.5 / 3**0.5) < 0.01
-    assert (whole((3, 3), Constant(1.5)) == 1.5).all()
+    assert (full((3, 3), Constant(1.5)) == 1.5).all()
     # No block repeats another, which would mean that a seed ignores the block's number.
     assert len(set(normal[:, 0].tolist())) > 900
 
@@ -249,7 +249,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(initializer):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = whole((3000, 70), initializer)
+        alone = full((3000, 70), initializer)
         torch.set_num_threads(3)
         names = set()
 
@@ -258,7 +258,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(initializer):
                 names.add(threading.current_thread().name)
                 return initializer.draw(shape, generator)
 
-        assert torch.equal(whole((3000, 70), Noted(0.3)), alone)
+        assert torch.equal(full((3000, 70), Noted(0.3)), alone)
         assert threading.current_thread().name not in names
     finally:
         torch.set_num_threads(before)

@@ -140,7 +140,7 @@ def test_llama_with_divided_heads_runs_same_code():
     model = build_model(CONFIG)
     attention = model.layers[0].self_attn
     x = torch.randn(1, 5, 48)
-    whole = attention(x, model.rotary)
+    full = attention(x, model.rotary)
     halves = []
     for rank in range(2):  # two ranks: 3 query heads and 1 key-value head each
         part = build_model(CONFIG).layers[0].self_attn
@@ -150,7 +150,7 @@ def test_llama_with_divided_heads_runs_same_code():
         columns = attention.o_proj.weight[:, rank * 24 : (rank + 1) * 24]
         part.o_proj.weight = torch.nn.Parameter(columns.detach())
         halves.append(part(x, model.rotary))
-    torch.testing.assert_close(halves[0] + halves[1], whole)
+    torch.testing.assert_close(halves[0] + halves[1], full)
 
 
 def test_fsdp_in_bf16_keeps_the_rotary_tables_in_fp32():

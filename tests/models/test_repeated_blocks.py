@@ -15,23 +15,23 @@ def model(*sizes: int) -> nn.Module:
 
 
 def test_equal_blocks_are_represented_by_few() -> None:
-    whole = model(*[4] * 9)
-    few = representative(whole, "layers")
+    full = model(*[4] * 9)
+    few = representative(full, "layers")
     assert [*few.state_dict()] == [
         f"layers.{n}.{k}" for n in range(FEW) for k in ("weight", "bias")
     ]
-    assert len(whole.layers) == 9  # type: ignore[arg-type]
+    assert len(full.layers) == 9  # type: ignore[arg-type]
 
 
 def test_model_with_unequal_block_is_not_reduced() -> None:
-    whole = model(4, 4, 4, 4, 5)
-    assert representative(whole, "layers") is whole
+    full = model(4, 4, 4, 4, 5)
+    assert representative(full, "layers") is full
 
 
 def test_first_blocks_are_copies() -> None:
-    whole = model(4, 5, 6)
-    first = with_first_blocks(whole, "layers", 2)
+    full = model(4, 5, 6)
+    first = with_first_blocks(full, "layers", 2)
     with torch.no_grad():
         first.layers[0].weight.zero_()  # type: ignore[index, union-attr]
     assert [tuple(p.shape) for p in first.parameters() if p.ndim == 2] == [(4, 4), (5, 5)]
-    assert whole.layers[0].weight.count_nonzero()  # type: ignore[index, union-attr]
+    assert full.layers[0].weight.count_nonzero()  # type: ignore[index, union-attr]

@@ -65,9 +65,9 @@ def test_models_trace_without_values(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_partial_stages_equal_full_model(config):
-    whole = build_model(config)
+    full = build_model(config)
     inputs, _ = batch(config)
-    early, late = copy.deepcopy(whole), copy.deepcopy(whole)
+    early, late = copy.deepcopy(full), copy.deepcopy(full)
     for number in (2, 3):
         early.layers[number] = None
     for number in (0, 1):
@@ -78,7 +78,7 @@ def test_partial_stages_equal_full_model(config):
     for part in ("embed_tokens", "embed_positions", "embed_patches"):
         if hasattr(late, part):
             setattr(late, part, None)
-    torch.testing.assert_close(late(early(inputs)), whole(inputs))
+    torch.testing.assert_close(late(early(inputs)), full(inputs))
     names = {name for name, _ in late.named_parameters()}
     assert any(name.startswith("layers.3.") for name in names)
     assert list(spec_for(config).blocks(late)) == ["layers.2", "layers.3"]

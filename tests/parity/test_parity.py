@@ -25,7 +25,7 @@ def test_it_trains_as_one_process_does(combination: Combination) -> None:
     assert_trains_as_one_process(overrides, combination.layout.ranks, steps=combination.steps)
 
 
-def test_the_page_lists_what_is_compared() -> None:
+def test_page_lists_all_verify_comparisons() -> None:
     assert PAGE.read_text() == markdown(), "run python tests/support/parity_table.py"
 
 

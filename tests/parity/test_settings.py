@@ -110,7 +110,7 @@ def test_a_split_by_hand_trains_as_a_balanced_one() -> None:
     assert_trains_as_one_process([*MODELS["llama"], *split], 2)
 
 
-def test_the_engine_computes_what_float64_by_hand_computes() -> None:
+def test_engine_equals_float64_by_hand() -> None:
     """Checks the reference itself against AdamW and clipping in float64."""
     overrides = [
         *MODELS["mlp"],

@@ -182,12 +182,12 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
     labels = {}
     for row in corpus.functions():
         messages = chat(dict(row))
-        whole = tokenizer.apply_chat_template(messages, return_dict=False)
+        full = tokenizer.apply_chat_template(messages, return_dict=False)
         question = tokenizer.apply_chat_template(
             messages[:1], return_dict=False, add_generation_prompt=True
         )
-        assert whole[: len(question)] == question
-        labels[tuple(whole)] = [-100] * len(question) + whole[len(question) :]
+        assert full[: len(question)] == question
+        labels[tuple(full)] = [-100] * len(question) + full[len(question) :]
     return labels
 
 
@@ -232,12 +232,12 @@ def known_chats(
         for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
             tokens = tuple(inputs[start:end])
             if any(tokens):  # rows are padded with 0
-                [whole] = [
+                [full] = [
                     w
                     for w in known
                     if tokens[: len(w) - 1] == w[:-1] and not any(tokens[len(w) - 1 :])
                 ]
-                samples.append((torch.tensor(whole), torch.tensor(known[whole])))
+                samples.append((torch.tensor(full), torch.tensor(known[full])))
     return samples
 
 

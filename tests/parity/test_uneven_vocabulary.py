@@ -18,7 +18,7 @@ from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.exchange import weights
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 VOCABULARY = 73
 """Two tensor ranks have 37 and 36 rows, which three data ranks can't divide evenly either."""
@@ -74,7 +74,7 @@ def engines(model: str, layout: str, work: Any) -> Any:
 
 @pytest.mark.deferred
 @pytest.mark.filterwarnings("default")
-def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: Path) -> None:
+def test_checkpoint_has_no_vocabulary_padding_and_loads_in_other_layouts(tmp_path: Path) -> None:
     import transformers
 
     model = "gpt2 of transformers, tied"
@@ -85,7 +85,7 @@ def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: P
         Saver(tmp_path / "run", world=world, retention=Retention(newest=1)).save(
             state, step=1, samples=10
         )
-        return {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+        return {name: full_tensor(tensor).clone() for name, tensor in state["model"].items()}
 
     chosen, saved = engines(model, "fsdp 3 x tensor 2", save)
     assert saved["transformer.wte.weight"].shape[0] == VOCABULARY
@@ -94,7 +94,7 @@ def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: P
 
     def load(engine: Any, loader: Any, world: World) -> dict[str, torch.Tensor]:
         engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
-        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
+        return {name: full_tensor(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     for layout in ("tensor 2", "fsdp 3 x tensor 2"):
         loaded = engines(model, layout, load)[1]
@@ -105,7 +105,7 @@ def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: P
         assert torch.equal(parameter, saved[name]), name
 
 
-def test_predictions_are_for_the_whole_vocabulary() -> None:
+def test_predictions_cover_full_vocabulary() -> None:
     def predict(engine: Any, loader: Any, world: World) -> torch.Tensor:
         outputs: torch.Tensor = engine.predict(loader.batch(0).inputs)
         return outputs

@@ -154,7 +154,7 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
         formulas = analytic.Formulas(replace(work, layers=(0,)), sizes)
         return formulas.process_bytes(chosen)
 
-    whole, halves, quarters = of_ranks(1), of_ranks(2), of_ranks(4)
-    assert quarters < halves < whole
+    full, halves, quarters = of_ranks(1), of_ranks(2), of_ranks(4)
+    assert quarters < halves < full
     states = 4 * work.first.step_ends.gradient_bytes
-    assert whole - halves == pytest.approx(states / 2)
+    assert full - halves == pytest.approx(states / 2)

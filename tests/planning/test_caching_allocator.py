@@ -347,8 +347,8 @@ def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.Monk
 
 def test_peak_outside_recording_is_added() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
-    whole = peak_device_memory(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
-    assert whole.allocator == 55 * MIB
+    full = peak_device_memory(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
+    assert full.allocator == 55 * MIB
 
 
 def test_estimate_replays_allocator_in_remaining_device_memory(

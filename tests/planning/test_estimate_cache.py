@@ -103,10 +103,10 @@ def test_another_source_or_torch_is_another_estimate(
 def test_corrupt_cached_estimate_is_replaced(damage: str, kept_here: Path) -> None:
     estimate_cache.write_estimate(run(), MADE)
     [file] = kept_here.iterdir()
-    whole = file.read_bytes()
+    full = file.read_bytes()
     content = {
-        "half": whole[: len(whole) // 2],
-        "other": whole.replace(b"300", b"301"),
+        "half": full[: len(full) // 2],
+        "other": full.replace(b"300", b"301"),
         "binary": b"\xff\xfe\x00",
     }.get(damage, damage.encode())
     file.write_bytes(content)

@@ -45,12 +45,12 @@ LAYOUTS = {
 }
 
 
-def asked(layout: str, *, whole: bool) -> list[Change]:
+def asked(layout: str, *, full: bool) -> list[Change]:
     """Return the allocations of rank 0 of a model with 8 blocks per stage."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
     reduced = ReducedRun.of(estimate_config(overrides))
-    if whole:
+    if full:
         return cuda_process._record_steps(reduced, 0, ())[0].changes
     return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0)).changes
 
@@ -66,7 +66,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
 )
 def test_extended_recording_equals_deep_model_recording(layout: str) -> None:
     short, long = forked_map.map_forked(
-        [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
+        [lambda: asked(layout, full=False), lambda: asked(layout, full=True)], at_once=1
     )
     assert cuda_process._peak_live_bytes(short) == cuda_process._peak_live_bytes(long)
     reserved = []

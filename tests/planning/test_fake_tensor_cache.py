@@ -149,10 +149,10 @@ def test_cache_results_of_fork_reach_later_forks() -> None:
 
 def test_cache_distinguishes_equal_numbers_of_other_types() -> None:
     with fake_tensor_mode():
-        whole = torch.empty(3, dtype=torch.int64)
-        assert (whole + 1).dtype == torch.int64
-        assert (whole + 1.0).dtype == torch.float32
-        assert (whole + True).dtype == torch.int64
+        full = torch.empty(3, dtype=torch.int64)
+        assert (full + 1).dtype == torch.int64
+        assert (full + 1.0).dtype == torch.float32
+        assert (full + True).dtype == torch.int64
 
 
 def test_cached_gradient_shapes_equal_torch() -> None:

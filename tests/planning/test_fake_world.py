@@ -84,10 +84,10 @@ def test_trace_counts_gloo_reduce_scatter_copy() -> None:
         functions = torch.ops._c10d_functional
         workspaces = gloo_buffers.collective_buffers
         with fake_tensor_mode(), StorageTrace(workspaces=workspaces) as trace:
-            whole = torch.ones(1 << 20)
+            full = torch.ones(1 << 20)
             name = dist.group.WORLD.group_name
-            part = functions.reduce_scatter_tensor(whole, "sum", 2, name)
-            del whole
+            part = functions.reduce_scatter_tensor(full, "sum", 2, name)
+            del full
             part = functions.wait_tensor(part)
             trace.begin("after it")
             part = part + 1
@@ -102,10 +102,10 @@ def test_trace_counts_gloo_all_gather_copies() -> None:
     def most(*, async_op: bool) -> int:
         fake_world.join_fake_world(rank=0, world_size=2)
         with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.collective_buffers) as trace:
-            wholes = [torch.ones(n << 20) for n in (8, 4, 2, 1)]
+            full_tensors = [torch.ones(n << 20) for n in (8, 4, 2, 1)]
             trace.forget()
-            for whole in wholes:
-                all_gather_single(whole, whole[: len(whole) // 2], async_op=async_op)
+            for full in full_tensors:
+                all_gather_single(full, full[: len(full) // 2], async_op=async_op)
             trace.begin("after them")
             trace.finish()
         before, *points = [on_device(point) for event in trace.events for point in event.points]
@@ -122,9 +122,9 @@ def test_trace_counts_gloo_functional_all_gather_copy() -> None:
         functions = torch.ops._c10d_functional
         with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.collective_buffers) as trace:
             name = dist.group.WORLD.group_name
-            whole = functions.all_gather_into_tensor(torch.ones(1 << 20), 2, name)
+            full = functions.all_gather_into_tensor(torch.ones(1 << 20), 2, name)
             trace.begin("after it")
-            whole = functions.wait_tensor(whole)
+            full = functions.wait_tensor(full)
             trace.finish()
             trace.begin("after that")
         most = max(map(on_device, trace.events[0].points))

@@ -11,7 +11,7 @@ from configured import estimate_config
 from covers import every
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.layout import estimated_on
+from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import non_allocator_bytes
@@ -60,7 +60,7 @@ def run(*overrides: str) -> RunConfig:
 def test_estimate_is_for_device_of_run(overrides: list[str], on: str) -> None:
     small = [word for word in TINY if not word.startswith("hardware")]
     chosen = estimate_config([*small, "strategy=single", "launch.nproc=1", *overrides])
-    assert estimated_on(chosen) == on
+    assert estimate_device(chosen) == on
     if on == "mock":
         reported = estimate(chosen)
         assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes

@@ -118,7 +118,7 @@ def test_sequence_parallelism_is_reported_for_tensor_ranks() -> None:
     }
 
 
-def test_no_changes_are_reported_if_none_fits() -> None:
+def test_no_remedies_are_reported_if_no_layout_fits() -> None:
     assert reported(run("strategy=ddp"), 1) == []
 
 

@@ -39,10 +39,10 @@ def test_large_products_reach_at_most_sustained_rate() -> None:
 
 
 def test_products_with_few_tiles_or_little_depth_are_slower() -> None:
-    whole = rate(product(8192, 8192, 8192))
-    assert rate(product(8192, 256, 8192)) < whole
-    assert rate(product(256, 8192, 8192)) < whole
-    assert rate(product(8192, 8192, 64)) < whole
+    full = rate(product(8192, 8192, 8192))
+    assert rate(product(8192, 256, 8192)) < full
+    assert rate(product(256, 8192, 8192)) < full
+    assert rate(product(8192, 8192, 64)) < full
 
 
 def test_thin_products_are_memory_bound() -> None:

@@ -83,7 +83,7 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert len(plan.candidates) <= search.TRIED
 
 
-def test_search_names_closest_layout_if_none_fits(found: Any) -> None:
+def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         found("hardware.memory_gib=1.25", off=1.5)
     [issue] = raised.value.problems

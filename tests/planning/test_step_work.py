@@ -31,7 +31,7 @@ def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
     return add(step, micro, factor=micro_batches)
 
 
-def whole(overrides: list[str], *, stage: int = 0) -> Work:
+def full(overrides: list[str], *, stage: int = 0) -> Work:
     config = estimate_config(overrides)
     ((traced,),) = forked_map.map_forked([lambda: step_work._trace([config], stage=stage)])
     return traced.share.work
@@ -74,7 +74,7 @@ def test_step_work_is_linear_in_layers_and_micro_batches(strategy: list[str]) ->
     assert ranks != "auto"
     reported = step_work.step_work(config, world_size=ranks)
     assert reported.layers == (4,)
-    assert same(summed(reported.first, layers=4, micro_batches=4), whole(overrides))
+    assert same(summed(reported.first, layers=4, micro_batches=4), full(overrides))
 
 
 @pytest.mark.deferred
@@ -93,7 +93,7 @@ def test_step_work_of_pipeline_ends_is_linear() -> None:
     reported = step_work.step_work(estimate_config(overrides), world_size=2)
     assert reported.layers == (3, 3)
     for stage, mine in enumerate((reported.first, reported.last)):
-        assert same(summed(mine, layers=3, micro_batches=4), whole(overrides, stage=stage))
+        assert same(summed(mine, layers=3, micro_batches=4), full(overrides, stage=stage))
 
 
 def test_step_work_counts_parameters_of_full_depth(alone: StepWork) -> None:

@@ -24,10 +24,10 @@ def peak(trace: StorageTrace) -> dict[str, int]:
 
 def test_views_of_a_storage_count_once_and_only_while_one_lives() -> None:
     with StorageTrace() as trace:
-        whole = torch.zeros(KIB)
-        part = whole[10:].view(-1)
+        base = torch.zeros(KIB)
+        part = base[10:].view(-1)
         assert held(trace) == {"activations": 4 * KIB}
-        del whole
+        del base
         assert held(trace) == {"activations": 4 * KIB}
         del part
         assert held(trace) == {}

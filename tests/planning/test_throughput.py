@@ -195,8 +195,8 @@ def test_gradients_of_zero1_take_half_the_time_of_replicas_gradients() -> None:
             config = run(f"strategy={kind}", *samples, f"strategy.ddp.sync={sync}")
             seconds.append(reported(config).breakdown["communication dp"])
         of_kinds.append(seconds)
-    whole, rows = (after - during for after, during in of_kinds)
-    assert rows == pytest.approx(whole / 2, rel=0.1)
+    full, rows = (after - during for after, during in of_kinds)
+    assert rows == pytest.approx(full / 2, rel=0.1)
 
 
 @pytest.mark.deferred

@@ -130,10 +130,10 @@ def scatter_tensor_divides_dim_0(world: World, dtype: torch.dtype) -> None:
         position = members(group).index(world.rank)
         for index in range(4):
             src = members(group)[index % size]
-            whole = list(layouts(src, dtype, num_rows=2 * size))[index]
-            tensor = whole if world.rank == src else None
+            full = list(layouts(src, dtype, num_rows=2 * size))[index]
+            tensor = full if world.rank == src else None
             part = comm.scatter_tensor(tensor, src=src, group=group)
-            assert_same(part, whole[2 * position : 2 * position + 2])
+            assert_same(part, full[2 * position : 2 * position + 2])
 
 
 @by_dtype(*FLOATS, *INTEGERS, torch.complex64)
@@ -172,8 +172,8 @@ def reduces_and_scatters(world: World, op: ReduceOp, call: Any, dtype: Any) -> N
         for index, tensor in enumerate(layouts(world.rank, dtype, num_rows=2 * size)):
             before = tensor.clone()
             part = call(tensor, group=group)
-            whole = expected_of(op, of_all(group, index, dtype, rows=2 * size))
-            assert_same(part, whole[2 * position : 2 * position + 2])
+            full = expected_of(op, of_all(group, index, dtype, rows=2 * size))
+            assert_same(part, full[2 * position : 2 * position + 2])
             assert_same(tensor, before)
 
 

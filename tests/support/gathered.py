@@ -25,16 +25,16 @@ def held(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Held]:
 
 def gathered(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
     """Assemble full tensors. Ranks that hold the same elements must have bitwise equal values."""
-    wholes: dict[str, Tensor] = {}
+    full_tensors: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for parts in ranks for name in parts):
         of_ranks = [parts[name] for parts in ranks if name in parts]
         boxes = [box for part in of_ranks for box in part.boxes]
-        whole = torch.zeros(of_ranks[0].shape, dtype=boxes[0][1].dtype)
-        is_held = torch.zeros(whole.shape, dtype=torch.bool)
+        full = torch.zeros(of_ranks[0].shape, dtype=boxes[0][1].dtype)
+        is_held = torch.zeros(full.shape, dtype=torch.bool)
         for place, box in boxes:
-            whole[place], is_held[place] = box, True
+            full[place], is_held[place] = box, True
         assert is_held.all(), f"no rank holds all of {name}"
         for place, box in boxes:
-            assert torch.equal(whole[place], box), f"ranks differ on {name}"
-        wholes[name] = whole
-    return wholes
+            assert torch.equal(full[place], box), f"ranks differ on {name}"
+        full_tensors[name] = full
+    return full_tensors

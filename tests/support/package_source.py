@@ -77,8 +77,8 @@ def _read(path: Path) -> Source:
 
 def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        whole = [f"axonlaunch.{each.name}" for each in node.names]
-        return whole if node.module == "axonlaunch" else [node.module or ""]
+        full = [f"axonlaunch.{each.name}" for each in node.names]
+        return full if node.module == "axonlaunch" else [node.module or ""]
     return [each.name for each in node.names] if isinstance(node, ast.Import) else []
 
 

@@ -51,9 +51,9 @@ def tokens_and_targets() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def whole(value: Tensor | None) -> Tensor:
+def full(value: Tensor | None) -> Tensor:
     assert isinstance(value, DTensor)
-    return dtensor_regions.whole(value)  # torch 2.11 can't redistribute packed values
+    return dtensor_regions.full(value)  # torch 2.11 can't redistribute packed values
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def assert_same_gradients(divided: nn.Module, undivided: nn.Module, **tolerance:
         assert name == expected_name
         assert got.shape == expected.shape
         try:
-            torch.testing.assert_close(whole(got.grad), expected.grad, **tolerance)
+            torch.testing.assert_close(full(got.grad), expected.grad, **tolerance)
         except AssertionError as difference:
             raise AssertionError(f"the gradient of {name}: {difference}") from None
 

@@ -64,13 +64,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tens
     return loss.detach()
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     full = getattr(parameter, "full_tensor", None)
     return (full() if full else parameter).detach().clone()
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [whole(parameter) for parameter in model.parameters()]
+    return [full_tensor(parameter) for parameter in model.parameters()]
 
 
 def mean_loss(losses: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_message_of_another_sender_or_key_is_refused() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"nonsense", b"[" * 100_000, b"[]", b"{}", b'{"content": 1}', b"\xff" * 10]
 )
-def test_what_is_no_message_is_refused_even_when_it_is_signed(body: bytes) -> None:
+def test_signed_malformed_message_is_refused(body: bytes) -> None:
     with pytest.raises(ForgedMessageError):
         OWN.open("name", OWN._digest(body) + body)
 
@@ -105,7 +105,7 @@ def test_torch_counts_and_waits_through_it() -> None:
         store.wait(["another"], timedelta(seconds=0.1))
 
 
-def test_a_clone_lives_as_long_as_what_it_was_made_from() -> None:
+def test_cloned_store_keeps_its_python_methods() -> None:
     """torch's threads use a clone, and C++ does not keep its Python methods alive."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own = AuthenticatedStore(server, OWN)
@@ -115,7 +115,7 @@ def test_a_clone_lives_as_long_as_what_it_was_made_from() -> None:
     assert own.get("group/key") == b"value"
 
 
-def test_a_channel_ignores_what_is_forged_and_waits_for_what_is_not_there() -> None:
+def test_channel_ignores_forged_messages_and_waits_for_missing_ones() -> None:
     inner = dist.HashStore()
     channel = Channel(inner, OWN)
     channel.put("a", 1)

@@ -32,7 +32,7 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def test_a_rank_gets_whole_cores_of_its_devices_socket(dgx: Path) -> None:
+def test_rank_is_pinned_to_full_cores_of_its_device_socket(dgx: Path) -> None:
     shares = cores_of_ranks(8, allowed=DGX, on_devices=True, system=dgx)
     assert shares is not None
     assert shares[1] == (*range(14, 28), *range(126, 140))
@@ -65,7 +65,7 @@ def test_no_two_ranks_share_a_core_while_there_are_enough(dgx: Path) -> None:
     assert len({share for share in twice if len(share) == 1}) == 224
 
 
-def test_only_what_the_scheduler_allows_is_used(dgx: Path) -> None:
+def test_only_devices_allowed_by_scheduler_are_used(dgx: Path) -> None:
     allowed = [*range(60, 64), *range(172, 176)]
     shares = cores_of_ranks(2, allowed=allowed, on_devices=True, visible="0,1", system=dgx)
     assert shares == [(60, 61, 172, 173), (62, 63, 174, 175)]

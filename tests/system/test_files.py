@@ -30,7 +30,7 @@ SWAPS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("swap", SWAPS)
-def test_what_is_no_regular_file_is_neither_read_nor_added_to(swap: str, tmp_path: Path) -> None:
+def test_special_files_are_not_read_or_appended(swap: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     SWAPS[swap](path)
     with pytest.raises(files.NotRegularError, match="is not a regular file"):
@@ -53,21 +53,21 @@ def test_a_file_is_replaced_through_no_link(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json.partial").exists()
 
 
-def test_what_can_not_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_replace_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     with pytest.raises(OSError, match="directory"):
         files.replace_text(tmp_path / "file", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_too_large_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x" * 11)
     assert files.read_text(tmp_path / "file", at_most=11) == "x" * 11
     with pytest.raises(files.TooLargeError, match="is larger than 10 bytes"):
         files.read_text(tmp_path / "file", at_most=10)
 
 
-def test_a_lock_of_a_folder_with_the_same_number_on_another_disk_is_none_of_this(
+def test_lock_ignores_equal_inode_on_another_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with files.folder_lock(tmp_path):

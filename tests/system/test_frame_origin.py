@@ -33,7 +33,7 @@ def test_a_frame_is_reported_by_its_file(file: str, whose: Owner) -> None:
     assert frame_owner(str(Path(file))) == whose
 
 
-def test_an_error_is_placed_in_the_users_own_file_rather_than_in_a_package(tmp_path: Path) -> None:
+def test_error_location_is_in_user_file_rather_than_package(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "library.py"
     scope: dict[str, Any] = {}
     exec(compile("def load():\n    raise OSError", str(package), "exec"), scope)

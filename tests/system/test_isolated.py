@@ -53,7 +53,7 @@ def abort(target: object) -> None:
     os.abort()
 
 
-def test_a_call_returns_what_the_function_returns_and_changes_nothing_here() -> None:
+def test_isolated_call_returns_result_without_side_effects() -> None:
     numbers = [1]
     isolated = Isolated(numbers)
     assert isolated.call(add, 2, seconds=20) == [1, 2]
@@ -82,7 +82,7 @@ def test_a_call_that_never_returns_is_ended_at_its_deadline(function: object) ->
         (abort, "ended its process; it may need more than"),
     ],
 )
-def test_what_ends_a_call_is_an_error_that_says_so(function: object, message: str) -> None:
+def test_dead_isolated_call_is_reported(function: object, message: str) -> None:
     isolated = Isolated(None)
     with pytest.raises(IsolatedCallError, match=message):
         isolated.call(function, seconds=20)  # type: ignore[arg-type]

@@ -130,12 +130,12 @@ def test_module_trace_of_every_layout_equals_one_process(layout: str) -> None:
 
 @pytest.mark.deferred
 def test_adapter_gradient_trace_is_equal_in_every_layout() -> None:
-    whole = traced("gpt", *SINGLE, "adapter=lora")
-    gradients = [tensor.name for tensor in whole[0].tensors if tensor.kind == "gradient"]
+    full = traced("gpt", *SINGLE, "adapter=lora")
+    gradients = [tensor.name for tensor in full[0].tensors if tensor.kind == "gradient"]
     assert gradients
     assert all(".lora_" in name for name in gradients)
     for layout in ("fsdp", "tensor"):
-        result = compared(whole, traced("gpt", f"strategy={layout}", TWO, "adapter=lora"))
+        result = compared(full, traced("gpt", f"strategy={layout}", TWO, "adapter=lora"))
         assert ([str(d) for d in result.differences], result.only) == ([], ([], []))
 
 
@@ -216,7 +216,7 @@ def test_module_trace_without_steps_adds_no_hooks(tmp_path: Path) -> None:
     hooks: list[int] = []
 
     def counted(engine: Any, batch: Any) -> Any:
-        modules = [part for whole in engine.modules for part in whole.modules()]
+        modules = [part for full in engine.modules for part in full.modules()]
         hooks.append(sum(len(part._forward_hooks) for part in modules))
         return right(engine, batch)
 

@@ -207,10 +207,10 @@ def test_custom_model_dropout_is_reproduced_after_resume(tmp_path: Path) -> None
             )
             return [event.loss for event in of(StepLogged, events)]
 
-        whole = losses(tmp_path / "whole", 4)
+        full = losses(tmp_path / "whole", 4)
         (tmp_path / "parts").mkdir()
         in_two_runs = losses(tmp_path / "parts", 2) + losses(tmp_path / "parts", 4)
-    assert in_two_runs == whole
+    assert in_two_runs == full
 
 
 def test_unequal_micro_batch_token_counts_weigh_like_one_batch() -> None:
@@ -230,17 +230,17 @@ def test_unequal_micro_batch_token_counts_weigh_like_one_batch() -> None:
 
         return World.mock(1).run(run)[0]
 
-    whole, accumulated = loss_and_norm(), loss_and_norm("train.micro_batch_size=1")
-    assert accumulated == pytest.approx(whole, rel=1e-6)
+    full, accumulated = loss_and_norm(), loss_and_norm("train.micro_batch_size=1")
+    assert accumulated == pytest.approx(full, rel=1e-6)
 
 
 def test_throughput_counts_only_counted_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Loader.batch
+    full = Loader.batch
 
     def shortened(loader: Loader, step: int) -> AnyBatch:
-        batch = whole(loader, step)
+        batch = full(loader, step)
         assert isinstance(batch, Batch)
         targets = batch.targets.clone()
         targets[:, 2 * step + 2 :] = -100

@@ -188,7 +188,7 @@ def normed() -> nn.Module:
         ],
     ),
 )
-def test_it_reports_what_is_wrong_beside_a_step(
+def test_verify_reports_errors_outside_the_step(
     fault: Any, overrides: list[str], reported: str, monkeypatch: Patch
 ) -> None:
     fault(monkeypatch)
@@ -219,7 +219,7 @@ def known(batch: Batch) -> str:
     return lookahead_problem(model, batch, outputs_of)
 
 
-def test_a_model_that_sees_what_comes_later_is_found(monkeypatch: Patch) -> None:
+def test_non_causal_model_is_found(monkeypatch: Patch) -> None:
     tokens = torch.arange(12).view(1, 12)
     packed = Batch(tokens, tokens, torch.arange(12).view(1, 12) % 5)
     assert known(Batch(tokens, tokens)) == known(packed) == ""

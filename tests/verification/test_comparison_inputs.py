@@ -12,15 +12,15 @@ from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 
 def counted(samples: Samples, *, size: int) -> list[list[int]]:
-    return [part.whole if part.is_counted else [] for part in samples.micro_batches(size)]
+    return [part.full if part.is_counted else [] for part in samples.micro_batches(size)]
 
 
 def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divided() -> None:
-    whole = Samples(range(24), collate=list)
+    full = Samples(range(24), collate=list)
     for step in range(3):
-        expected = counted(make_uneven(whole, step=step), size=24)[0]
+        expected = counted(make_uneven(full, step=step), size=24)[0]
         halves = [
-            make_uneven(whole.rows(12 * shard, 12 * shard + 12).ready(4), step=step, shard=shard)
+            make_uneven(full.rows(12 * shard, 12 * shard + 12).ready(4), step=step, shard=shard)
             for shard in (0, 1)
         ]
         counted_parts = [part for half in halves for part in counted(half, size=4)]

@@ -24,7 +24,7 @@ from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import Batch
-from axonlaunch.data.datasets.loader import Loader, order_of, whole_loader
+from axonlaunch.data.datasets.loader import Loader, full_loader, order_of
 from axonlaunch.data.datasets.shuffle import Indices
 from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
 from axonlaunch.data.shards import shard_maker
@@ -62,7 +62,7 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
     assert problem == "the data: an epoch reads a sample twice"
 
 
-def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
+def test_user_dataset_pairs_skip_token_checks() -> None:
     """Also a registered one without a dataclass, because the order of its tokens is unknown."""
     reading, own = loader(), run_config(["data=synthetic_tokens"]).data
     batch = reading.batch(0)
@@ -103,11 +103,11 @@ def test_an_order_that_ends_with_the_last_full_batch_is_none(
 
 
 def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
-    whole, own = loader(), loader(shards=2, shard=1)
-    assert data_checks.other_ranks_samples(own, whole, shard=1) == 0
+    full, own = loader(), loader(shards=2, shard=1)
+    assert data_checks.other_ranks_samples(own, full, shard=1) == 0
     right, steps = own.indices, own.dataset.num_samples // 8
     own.indices = lambda step: right(step) - 1 * (step >= steps)  # type: ignore[method-assign]
-    assert data_checks.other_ranks_samples(own, whole, shard=1) == 5 * 4
+    assert data_checks.other_ranks_samples(own, full, shard=1) == 5 * 4
 
 
 def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
@@ -118,7 +118,7 @@ def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
     files = f"data.mix={{a: {{files: [{first}]}}, b: {{files: [{other}]}}}}"
     chosen = ["data=documents", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
     config = run_config([*chosen, files, "train.global_batch_size=4", *overrides])
-    return config, whole_loader(config, data.build_dataset(config.data, config.tokenizer))
+    return config, full_loader(config, data.build_dataset(config.data, config.tokenizer))
 
 
 def padding_counts(batch: Batch) -> Batch:
@@ -244,7 +244,7 @@ def test_a_row_count_cached_for_another_packing_is_noticed(
     assert problem.endswith("rows, but 3 were counted")
 
 
-def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:
+def test_evaluation_of_mix_source_reads_only_its_samples(tmp_path: Path) -> None:
     _, reading = text(tmp_path, "data.packing=none")
     parts = reading.dataset.info.eval_parts
     first, second = ([*reading.eval_batches(part=part)] for part in parts.values())
@@ -308,7 +308,7 @@ def test_a_dataset_that_augments_at_random_is_named_as_random(
     assert not by or problem.startswith("Reading the same sample twice gave different values")
 
 
-def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() -> None:
+def test_held_out_samples_are_compared_in_small_batches() -> None:
     class Counted(Pairs):
         def __len__(self) -> int:
             return 2048
@@ -340,7 +340,7 @@ def test_tied_weights_that_come_apart_are_seen(monkeypatch: Patch) -> None:
         PlainRun(config, ComparisonPlan(steps=1)).refuse_problems()
 
 
-def test_the_rates_of_the_whole_run_are_its_schedules(monkeypatch: Patch) -> None:
+def test_learning_rates_follow_schedule_over_run(monkeypatch: Patch) -> None:
     config = run_config(["train.steps=1000", "scheduler.warmup_ratio=0.1", "launch.nproc=2"])
     assert not [*schedule_problems(config)]
     monkeypatch.setattr(ConstantConfig, "warmup", lambda self, steps: steps // 5)

@@ -43,7 +43,7 @@ def test_the_reference_computes_in_float64() -> None:
     ],
     ids=" ".join,
 )
-def test_it_passes_what_is_right(overrides: list[str]) -> None:
+def test_verify_passes_correct_layouts(overrides: list[str]) -> None:
     config = configured(overrides)
     verdict = compare.on_mock(config, PLAN)
     assert verdict.failure is None

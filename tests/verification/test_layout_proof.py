@@ -108,7 +108,7 @@ def gradients_of_inputs_are_not_summed(patch: Patch) -> None:
         ],
     ),
 )
-def test_what_differs_is_refused_and_the_first_module_is_named(
+def test_wrong_layout_is_refused_with_first_wrong_module(
     fault: Any, module: str, monkeypatch: Patch
 ) -> None:
     large = run("llama", *TENSOR)
@@ -122,7 +122,7 @@ def test_what_differs_is_refused_and_the_first_module_is_named(
         layout_proof.prove(large)
 
 
-def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> None:
+def test_model_without_reduced_form_is_refused_with_alternative(monkeypatch: Patch) -> None:
     monkeypatch.setattr(reduced, "LARGEST", 10)
     result = layout_proof.prove(run("llama", *FSDP))
     assert result.outcome == "not proved"
@@ -140,11 +140,11 @@ def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> N
         ([*without_folder("llama"), "train.prove=never", *FSDP], False),
     ],
 )
-def test_what_is_proved(overrides: list[str], due: bool) -> None:
+def test_proof_kinds(overrides: list[str], due: bool) -> None:
     assert is_to_be_proved(run_config(overrides)) is due
 
 
-def test_a_model_of_one_s_own_is_proved_as_it_is() -> None:
+def test_custom_model_is_proved_unchanged() -> None:
     overrides = [
         "model=gpt",
         "model.num_hidden_layers=2",

@@ -129,7 +129,7 @@ def half_is_doubled(patch: Patch) -> None:
         ),
     ],
 )
-def test_what_differs_first_is_named_with_its_ranks_and_factor(
+def test_first_difference_is_named_with_ranks_and_factor(
     fault: Any, overrides: list[str], said: str, monkeypatch: Patch
 ) -> None:
     fault(monkeypatch)

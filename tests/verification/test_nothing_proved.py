@@ -77,7 +77,7 @@ def test_one_rank_beside_one_process_proves_nothing() -> None:
     assert "one rank was compared with one process" in verdict.reason
 
 
-def test_what_is_frozen_is_named() -> None:
+def test_frozen_parameters_are_named_as_unproved() -> None:
     verdict = verify(["model=custom", f"model.target={__name__}:frozen", "data=digits", *DDP])
     assert verdict.passed
     assert (verdict.parameters, verdict.parameters_with_gradient) == (4, 1)

@@ -73,7 +73,7 @@ def recomputation_draws_again(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("overrides", every(2, [DDP, TENSOR, RECOMPUTED, CONTEXT]), ids=" ".join)
-def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
+def test_verify_passes_correct_random_draws(overrides: list[str]) -> None:
     assert problems(overrides) == []
 
 

@@ -26,9 +26,7 @@ CUT = ["strategy.tensor.degree=2", "strategy.pipeline.degree=2"]
     ],
     ids=" ".join,
 )
-def test_both_files_have_the_whole_tensors_of_a_layout(
-    overrides: list[str], tmp_path: Path
-) -> None:
+def test_both_dump_files_have_full_tensors(overrides: list[str], tmp_path: Path) -> None:
     config = run_config(
         [*MODELS["llama"], *overrides, "train.global_batch_size=4", "model.num_hidden_layers=2"]
     )

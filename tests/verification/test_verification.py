@@ -46,14 +46,14 @@ def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Parit
     return compare.on_mock(chosen, ComparisonPlan(steps=steps))
 
 
-def test_it_passes_what_is_right() -> None:
+def test_verify_passes_correct_layouts() -> None:
     verdict = verify(TENSOR)
     assert verdict.passed
     assert verdict.differences == []
     assert 0 <= verdict.max_gradient_difference < verdict.tolerance == 1e-5
 
 
-def test_updates_of_an_own_optimizer_are_smooth_too() -> None:
+def test_custom_optimizer_updates_are_smooth() -> None:
     own = ["optimizer=custom", "optimizer.target=torch.optim:RMSprop", "optimizer.lr=0.01"]
     smooth = comparison_config.with_smooth_updates(run_config(own))
     assert smooth.optimizer.arguments == {"eps": 1e-4}
@@ -271,7 +271,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
     every(3, FAULTS),
     ids=[fault.__name__ for fault, *_ in FAULTS],
 )
-def test_it_names_what_a_broken_engine_gets_wrong(
+def test_verify_names_error_of_broken_engine(
     fault: Callable[[Patch], None],
     overrides: list[str],
     model: str,
@@ -347,7 +347,7 @@ def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatc
     assert verify(["model=custom", *overrides], model="user").passed
 
 
-def test_a_number_that_is_none_is_a_difference() -> None:
+def test_nan_counts_as_difference() -> None:
     difference = compare_numbers(0, "loss", float("nan"), 1.0)
     assert difference.relative == float("inf")
     assert str(dataclasses.replace(difference, actual=None)) == "step 1: no rank has the loss"

@@ -31,7 +31,7 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.reading.conversion import Computed, as_saved, conversion
-from axonlaunch.models.tensors.pieces import Laid
+from axonlaunch.models.tensors.tensor_origins import OriginTensor
 from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,7 +65,7 @@ class Reader(StorageReader):
         """
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
-        self._parameters: dict[str, Laid | Computed]
+        self._parameters: dict[str, OriginTensor | Computed]
         self._unused: tuple[str, ...]
         for file in _files(folder):
             with open_safetensors(file) as content:
@@ -79,7 +79,9 @@ class Reader(StorageReader):
             converted = conversion(structure(model).model, sizes)
             self._parameters, self._unused = dict(converted.parameters), converted.unexpected
         else:
-            self._parameters = {name: Laid.whole(name, shape) for name, shape in sizes.items()}
+            self._parameters = {
+                name: OriginTensor.full(name, shape) for name, shape in sizes.items()
+            }
             self._unused = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

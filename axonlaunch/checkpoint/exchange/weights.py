@@ -207,7 +207,7 @@ def _write_model(
         from axonlaunch.models.hf import exported
 
         content = exported.config_json(config.model)
-        copied = exported.copy_besides(config.model, folder)
+        copied = exported.copy_other_files(config.model, folder)
     else:
         content = to_tree(config.model)
     content[TRAINED_ON] = {"data": config.data.name}

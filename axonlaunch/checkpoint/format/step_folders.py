@@ -21,7 +21,13 @@ from zlib_ng.zlib_ng import crc32
 
 from axonlaunch.checkpoint.format import manifest
 from axonlaunch.checkpoint.format.manifest import MANIFEST, Checkpoint, CorruptCheckpointError, Sum
-from axonlaunch.checkpoint.format.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
+from axonlaunch.checkpoint.format.storage import (
+    CHECKPOINTS,
+    checkpoints_parent,
+    delete,
+    is_remote,
+    sizes,
+)
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.storage.files import (
     NotRegularError,
@@ -104,7 +110,11 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Checkpoint | None
     path = follow_link(path)
     if MANIFEST in sizes(path):
         return read_checkpoint(path)
-    return latest(path) if step is None else read_checkpoint(path_of(kept_by(path), step=step))
+    return (
+        latest(path)
+        if step is None
+        else read_checkpoint(path_of(checkpoints_parent(path), step=step))
+    )
 
 
 def follow_link(path: Path) -> Path:
@@ -346,7 +356,7 @@ def _folders(run_dir: Path) -> list[Path]:
     Raises:
         OSError: They can't be listed.
     """
-    checkpoints = kept_by(run_dir) / CHECKPOINTS
+    checkpoints = checkpoints_parent(run_dir) / CHECKPOINTS
     return [
         checkpoints / name for name in sorted(sizes(checkpoints)) if _step(checkpoints / name) >= 0
     ]

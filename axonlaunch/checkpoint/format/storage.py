@@ -53,7 +53,7 @@ def root(config: RunConfig) -> Path:
     return storage_path(config.checkpoint.path or config.run_dir)
 
 
-def kept_by(run_dir: Path) -> Path:
+def checkpoints_parent(run_dir: Path) -> Path:
     """Return the parent of the ``checkpoints`` folder of an existing run.
 
     Raises:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.format.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
+from axonlaunch.checkpoint.format.storage import (
+    CHECKPOINTS,
+    checkpoints_parent,
+    filesystem,
+    is_remote,
+    sizes,
+)
 from axonlaunch.checkpoint.loading import reader
 from axonlaunch.checkpoint.loading.resume_source import is_of
 from axonlaunch.system.storage.files import read_text, replace_text
@@ -45,7 +51,7 @@ class Resumed:
     aside: tuple[str, ...] = ()
 
 
-def newest_good(path: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+def newest_valid(path: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return the newest checkpoint without visible damage, and the faults of newer ones.
 
     Sizes and indices are checked; damaged tensors are found when they are loaded. If no checkpoint
@@ -122,7 +128,7 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
         CorruptCheckpointError: All checkpoints are corrupt, or ``passes_over`` is false and the
             newest one is corrupt.
     """
-    checkpoint, faults = newest_good(run_dir)
+    checkpoint, faults = newest_valid(run_dir)
     if faults and (checkpoint is None or not passes_over):
         reasons = "; ".join(f"{path} {reason}" for path, reason in faults.items())
         raise CorruptCheckpointError(f"{reasons}; {instead(checkpoint)}")
@@ -196,7 +202,7 @@ def put_aside_before(run_dir: Path) -> dict[Path, str]:
     Raises:
         OSError: They can't be listed.
     """
-    parent = kept_by(run_dir) / CHECKPOINTS
+    parent = checkpoints_parent(run_dir) / CHECKPOINTS
     folders = [parent / name for name in sorted(sizes(parent)) if _ASIDE.fullmatch(name)]
     return {folder: _reason(folder) for folder in folders}
 

@@ -126,10 +126,10 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
         CorruptCheckpointError: A file was changed or damaged.
     """
     refuse_damage(checkpoint)
-    read_whole_tensors(checkpoint, {"model": model})
+    read_full_tensors(checkpoint, {"model": model})
 
 
-def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+def read_full_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read full tensors in one process, in place; the caller calls ``refuse_damage`` first.
 
     Raises:
@@ -184,7 +184,7 @@ def tensors(
             for full_name, tensor in batch.items():
                 section, _, rest = full_name.partition(".")
                 state.setdefault(section, {})[rest] = tensor
-            read_whole_tensors(checkpoint, state)
+            read_full_tensors(checkpoint, state)
             yield from batch.values()
             batch = {}
 

@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Print the configuration that a run on this node would use."""
     from axonlaunch import config as configuration
-    from axonlaunch.config.code.written_out import written_out
+    from axonlaunch.config.code.resolve_auto import resolve_auto
     from axonlaunch.config.composition.origins import origins_of
 
     if explain and describe:
@@ -48,7 +48,7 @@ def command(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
     config = configuration.type_config(composed.tree, composed.problems, origins=composed.origins)
-    config = written_out(config, accelerators=_accelerators())
+    config = resolve_auto(config, accelerators=_accelerators())
     if explain:
         _explain(config, origins_of(composed, config), as_json)
     elif describe:

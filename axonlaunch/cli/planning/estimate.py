@@ -177,7 +177,7 @@ def show_remedy(remedy: Remedy, console: Console) -> None:
     console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
     lines = [f"{size(remedy.process_bytes)} per rank", *remedy.costs]
     if remedy.host_memory is not None:
-        lines.append(f"host memory: {memory_table.of_host(remedy.host_memory)}")
+        lines.append(f"host memory: {memory_table.host_memory_text(remedy.host_memory)}")
     for line in lines:
         filled = textwrap.fill(line, console.width - 2)
         console.print(textwrap.indent(filled, "  "), markup=False)

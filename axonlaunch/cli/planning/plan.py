@@ -125,7 +125,7 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
         remark = ""
         if number == 1:
-            remark = plan_table.spent(planned)
+            remark = plan_table.time_shares(planned)
         elif number == 2:
             remark = plan_table.why_slower(plan.candidates[0], planned)
         if remark:

@@ -77,7 +77,7 @@ def _read(
     Raises:
         ConfigError: A folder contains no readable trace; lists all such folders.
     """
-    from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
+    from axonlaunch.config import ConfigError, ConfigIssue, suggest_run_folder
     from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
     from axonlaunch.diagnostics.module_trace.files import (
         UnreadableModuleTraceError,
@@ -90,7 +90,7 @@ def _read(
     for folder in folders:
         paths = traced_steps(folder)
         if not folder.is_dir():
-            message = f"{folder}: {why_no_folder(folder)}{meant_below_runs(folder)}"
+            message = f"{folder}: {why_no_folder(folder)}{suggest_run_folder(folder)}"
             problems.append(ConfigIssue("", message))
         elif not paths:
             message = f"{folder}: no step was traced; train with train.trace.steps=[0]"

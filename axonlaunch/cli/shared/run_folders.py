@@ -19,7 +19,7 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
     Raises:
         ConfigError: Some are not folders of runs; lists all of them.
     """
-    from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
+    from axonlaunch.config import ConfigError, ConfigIssue, suggest_run_folder
     from axonlaunch.config.values.url import is_url
     from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
@@ -28,7 +28,7 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
         try:
             records.append(_read_remote(text) if is_url(text) else read_run(Path(text)))
         except NotARunError as error:
-            problems.append(ConfigIssue("", f"{error}{meant_below_runs(Path(text))}"))
+            problems.append(ConfigIssue("", f"{error}{suggest_run_folder(Path(text))}"))
     if problems:
         raise ConfigError(problems)
     return records

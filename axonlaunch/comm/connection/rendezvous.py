@@ -35,7 +35,7 @@ class RankEnvironment:
     Attributes:
         local_world_size: Number of ranks on this node, or None if unknown.
         master_addr: Host of rank 0, or None if it is not needed.
-        alone: Whether this is a world of one rank, because the environment sets no variables.
+        is_single: Whether this is a world of one rank, because the environment sets no variables.
     """
 
     rank: int = 0
@@ -44,12 +44,12 @@ class RankEnvironment:
     local_world_size: int | None = None
     master_addr: str | None = None
     master_port: int = 0
-    alone: bool = True
+    is_single: bool = True
 
     @property
     def on_loopback(self) -> bool:
         """Whether all ranks are on this node, so that nothing may listen on the network."""
-        return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
+        return self.is_single or (self.master_addr is not None and is_loopback(self.master_addr))
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that a torch launcher would set."""
@@ -72,7 +72,7 @@ def local_place(rank: int, world_size: int) -> RankEnvironment:
         local_rank=rank,
         local_world_size=world_size,
         master_addr="127.0.0.1",
-        alone=False,
+        is_single=False,
     )
 
 
@@ -122,7 +122,7 @@ def find_place(
         local_world_size=int(local_world_size) if local_world_size.isdigit() else None,
         master_addr=environment.get("MASTER_ADDR") or _host_of(store),
         master_port=numbers.get("MASTER_PORT", 0),
-        alone=False,
+        is_single=False,
     )
 
 
@@ -146,7 +146,7 @@ def open_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.Stor
     Raises:
         ValueError: Rank 0 can't listen at its address.
     """
-    if environment.alone:
+    if environment.is_single:
         return dist.HashStore()
     assert environment.master_addr is not None
     agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

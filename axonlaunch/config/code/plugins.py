@@ -61,7 +61,7 @@ def import_callable(
     arguments: Mapping[str, Any] | None = None,
     *,
     passed: int = 0,
-    beside: Collection[str] = (),
+    extra_keywords: Collection[str] = (),
 ) -> Callable[..., Any]:
     """Import a callable and check its arguments.
 
@@ -70,7 +70,7 @@ def import_callable(
         target: ``package.module:attribute``.
         arguments: Keyword arguments of the later call; None skips the check of arguments.
         passed: Number of leading parameters that are not arguments.
-        beside: Keywords that the later call passes in addition to the arguments.
+        extra_keywords: Keywords that the later call passes in addition to the arguments.
 
     Raises:
         ConfigError: The target can't be imported or called, or does not accept the arguments.
@@ -89,7 +89,9 @@ def import_callable(
         message = f"is {type(builder).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
     if arguments is not None:
-        _check_arguments(builder, arguments, key=key, target=target, passed=passed, beside=beside)
+        _check_arguments(
+            builder, arguments, key=key, target=target, passed=passed, extra_keywords=extra_keywords
+        )
     imported: Callable[..., Any] = builder
     return imported
 
@@ -101,7 +103,7 @@ def _check_arguments(
     key: str,
     target: str,
     passed: int,
-    beside: Collection[str],
+    extra_keywords: Collection[str],
 ) -> None:
     """Check that a callable accepts the arguments, and that all required ones are there.
 
@@ -122,9 +124,9 @@ def _check_arguments(
     except (ValueError, TypeError):
         return  # some objects written in C have no signature
     try:
-        signature.bind(*[None] * passed, **{**dict.fromkeys(beside), **arguments})
+        signature.bind(*[None] * passed, **{**dict.fromkeys(extra_keywords), **arguments})
     except TypeError as error:
-        takes = [name for name in [*signature.parameters][passed:] if name not in beside]
+        takes = [name for name in [*signature.parameters][passed:] if name not in extra_keywords]
         message = f"{error}; arguments that it takes: {', '.join(takes) or 'none'}"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
 

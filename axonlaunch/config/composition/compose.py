@@ -62,7 +62,7 @@ class Composed:
     Attributes:
         tree: Nested plain values with resolved interpolations; texts with values of environment
             variables are ``EnvironmentText``.
-        given: Maps the dotted key of each leaf that an override set to that override.
+        overridden: Maps the dotted key of each leaf that an override set to that override.
         in_files: Function that maps the dotted key of each leaf in a file to that file. It reads
             all files again, which takes as long as composing, so it is called only if needed.
         problems: Problems of overrides; the tree is composed without these overrides.
@@ -71,14 +71,14 @@ class Composed:
     """
 
     tree: dict[str, Any]
-    given: dict[str, str]
+    overridden: dict[str, str]
     in_files: Callable[[], dict[str, str]]
     problems: list[ConfigIssue]
     in_environment: dict[str, str] = field(default_factory=dict)
 
     def origins(self) -> dict[str, str]:
         """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
-        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.overridden.items()}
         return {**self.in_files(), **overridden, **self.in_environment}
 
 

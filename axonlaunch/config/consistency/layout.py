@@ -281,7 +281,7 @@ def nodes(config: RunConfig) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def of_ranks(world_size: int) -> dict[str, int]:
+def settings_for_ranks(world_size: int) -> dict[str, int]:
     """Return the settings that give a run ``world_size`` ranks, independent of nodes."""
     return {"launch.nproc": world_size, "launch.nnodes": 1}
 
@@ -374,7 +374,7 @@ def is_on_cpu(launch: LaunchConfig) -> bool:
     return launch.device == "cpu"
 
 
-def estimated_on(config: RunConfig) -> Literal["gpu", "gloo", "mock"]:
+def estimate_device(config: RunConfig) -> Literal["gpu", "gloo", "mock"]:
     """Return the kind of device that a run is estimated for.
 
     This is its ``hardware``, else the device that it computes on, else a GPU.

@@ -1,4 +1,4 @@
-"""Registry of user-defined losses; ``models.specs.own_loss`` calls them."""
+"""Registry of user-defined losses; ``models.specs.custom_loss`` calls them."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ class FreeLossConfig:
 LOSSES: Registry[Any, None] = Registry(
     "loss", entry_points="axonlaunch.losses", free_config=FreeLossConfig
 )
-"""Losses by name; each target creates a ``models.specs.own_loss.OwnLoss`` from its options."""
+"""Losses by name; each target creates a ``CustomLoss`` (``models.specs``) from its options."""

@@ -78,7 +78,7 @@ class Batch:
         return len(self.inputs)
 
     @property
-    def whole(self) -> dict[str, Tensor]:
+    def full(self) -> dict[str, Tensor]:
         """The batch as passed to a custom loss."""
         named = {"inputs": self.inputs, "targets": self.targets}
         return named if self.positions is None else {**named, "positions": self.positions}
@@ -96,7 +96,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.whole.values())
+        return sum(tensor.nbytes for tensor in self.full.values())
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a forward: inputs and, for packed rows only, positions."""

@@ -268,7 +268,7 @@ def rank_loader(
     )
 
 
-def whole_loader(config: RunConfig, dataset: Dataset) -> Loader:
+def full_loader(config: RunConfig, dataset: Dataset) -> Loader:
     """Return the loader of a run's global batches, undivided."""
     return _loader(config, dataset)
 

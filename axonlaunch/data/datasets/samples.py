@@ -24,19 +24,19 @@ class CollatedSamples:
     """Result of a collate function for one micro-batch.
 
     Attributes:
-        whole: Any nesting of dicts, tuples and lists of tensors; other objects are not changed.
+        full: Any nesting of dicts, tuples and lists of tensors; other objects are not changed.
         num_samples: Number of samples.
         is_counted: Whether its loss counts. At the end of an evaluation, ranks without samples left
             repeat a batch that does not count.
     """
 
-    whole: Any
+    full: Any
     num_samples: int
     is_counted: bool = True
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CollatedSamples:
         """Return a copy with a function applied to each tensor."""
-        return replace(self, whole=map_tensors(function, self.whole))
+        return replace(self, full=map_tensors(function, self.full))
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class CollatedSamples:
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
-        return sum(leaf.nbytes for leaf in tree_leaves(self.whole) if isinstance(leaf, Tensor))
+        return sum(leaf.nbytes for leaf in tree_leaves(self.full) if isinstance(leaf, Tensor))
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a forward.
@@ -52,9 +52,9 @@ class CollatedSamples:
         A dict passes the entries that the forward has parameters for. A tuple or list passes its
         first element, any other batch itself.
         """
-        if isinstance(self.whole, Mapping):
-            return [], {name: self.whole[name] for name in taken_names(forward, self.whole)}
-        return [self.whole[0] if isinstance(self.whole, tuple | list) else self.whole], {}
+        if isinstance(self.full, Mapping):
+            return [], {name: self.full[name] for name in taken_names(forward, self.full)}
+        return [self.full[0] if isinstance(self.full, tuple | list) else self.full], {}
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class Samples:
         return replace(self, parts=pinned)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], full: Any) -> Any:
     """Return a nesting with a function applied to each tensor in it."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, function, whole)
+    return tree_map_only(Tensor, function, full)
 
 
 def taken_names(forward: Callable[..., Any], batch: Mapping[str, Any]) -> list[str]:

@@ -95,8 +95,8 @@ class ParquetRows:
         """
         columns = [*self._columns(group)]
         if self._shares_values:
-            whole = sum(column.total_uncompressed_size for column in columns)
-            each = whole // max(1, self._about.row_group(group).num_rows)
+            full = sum(column.total_uncompressed_size for column in columns)
+            each = full // max(1, self._about.row_group(group).num_rows)
             rows = min(_BATCH_ROWS_SHARED, _BATCH_BYTES // max(1, each))
         else:
             dictionaries = [_dictionary_bytes(self._raw, column) for column in columns]
@@ -249,10 +249,10 @@ def _refuse_bomb(column: Any, *, number: int) -> None:
     Raises:
         ValueError: It claims too much.
     """
-    stored, whole = column.total_compressed_size, column.total_uncompressed_size
-    if whole > LARGEST_ROW and whole > _RATIO * stored:
-        what = f"{whole:,} bytes"
-    elif column.num_values > _MANY_VALUES and column.num_values > 8 * whole:
+    stored, full = column.total_compressed_size, column.total_uncompressed_size
+    if full > LARGEST_ROW and full > _RATIO * stored:
+        what = f"{full:,} bytes"
+    elif column.num_values > _MANY_VALUES and column.num_values > 8 * full:
         what = f"{column.num_values:,} values"
     else:
         return

@@ -152,10 +152,10 @@ class ShardedUpdate(Update):
             rows = rows.new_empty_strided(rows.shape, strides).copy_(rows)
         return self._dtensor(rows, parameter)
 
-    def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
+    def apply(self, *, rate: Callable[[float], float], skip: Tensor | None = None) -> None:
         """Update this rank's rows and start gathering the rows of all ranks."""
         self.finish()  # rows that no forward needed
-        super().apply(rate=rate, unless=unless)
+        super().apply(rate=rate, skip=skip)
         self._gather()
         if not self._readers:
             self.finish()

@@ -21,7 +21,7 @@ def clip_gradients(
     parameters: Iterable[Tensor],
     *,
     max_norm: float | None,
-    known: Tensor | None = None,
+    norm: Tensor | None = None,
     loss_scale: Tensor | None = None,
 ) -> Tensor:
     """Scale gradients so that the full model's 2-norm is at most ``max_norm``.
@@ -29,7 +29,7 @@ def clip_gradients(
     Args:
         parameters: Parameters with the gradients to scale: plain tensors, or DTensors of any mesh.
         max_norm: Maximum norm; None does not clip.
-        known: The norm, if ``gradient_norm`` has already computed it; None computes the norm of
+        norm: The norm, if ``gradient_norm`` has already computed it; None computes the norm of
             ``parameters``.
         loss_scale: Factor by which gradients are too large, 0-dim; None for 1. It is a power of
             two, so dividing by it together with clipping, in one pass, gives the same bits as
@@ -39,7 +39,7 @@ def clip_gradients(
         The norm before clipping, without the loss scale, 0-dim fp32, the same on every rank.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters) if known is None else known
+    norm = gradient_norm(parameters) if norm is None else norm
     if loss_scale is not None:
         norm = norm / loss_scale
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]

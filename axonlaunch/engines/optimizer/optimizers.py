@@ -79,7 +79,7 @@ def optimizer_class(config: Any) -> Callable[..., Optimizer]:
     if not isinstance(config, CustomOptimizerConfig):
         return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
     return import_callable(
-        "optimizer.target", config.target, config.arguments, passed=1, beside=("lr",)
+        "optimizer.target", config.target, config.arguments, passed=1, extra_keywords=("lr",)
     )
 
 
@@ -118,13 +118,13 @@ def new_state(
     if state.on_host:
         device = torch.device("cpu")
     dtype = _dtype(state, dtype or local.dtype)
-    whole = state.shape(tuple(parameter.shape))
-    assert whole is not None
+    full = state.shape(tuple(parameter.shape))
+    assert full is not None
     dims = state.kept_dims(parameter.ndim)
-    if len(whole) == parameter.ndim:
-        shape = tuple(local.shape[dim] if dim in dims else whole[dim] for dim in range(local.ndim))
+    if len(full) == parameter.ndim:
+        shape = tuple(local.shape[dim] if dim in dims else full[dim] for dim in range(local.ndim))
     else:
-        shape = whole
+        shape = full
     # Memory that is copied to a device in every update is page-locked, as in ``offload``.
     is_copied = local.is_cuda and device.type == "cpu" and not state.on_host
     place = torch.device("meta") if is_copied else device
@@ -153,16 +153,16 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
     if not local.ndim and state.dtype != "parameter":  # step counter
         return local
     dims = state.kept_dims(parameter.ndim)
-    whole = state.shape(tuple(parameter.shape))
-    assert whole is not None
+    full = state.shape(tuple(parameter.shape))
+    assert full is not None
     placements: list[Placement] = [
         placement if getattr(placement, "dim", None) in dims else Replicate()
         for placement in parameter.placements
     ]
-    stride = torch.empty(whole, device="meta").stride()
-    if whole == parameter.shape:
+    stride = torch.empty(full, device="meta").stride()
+    if full == parameter.shape:
         stride = parameter.stride()
-    return dtensor_of(local, parameter.device_mesh, placements, shape=whole, stride=stride)
+    return dtensor_of(local, parameter.device_mesh, placements, shape=full, stride=stride)
 
 
 def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: int) -> float:

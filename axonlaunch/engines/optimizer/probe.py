@@ -210,14 +210,14 @@ def _options(optimizer: Optimizer) -> dict[str, str]:
 
 def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
     """Return whether updating both halves separately gives the same as updating the parameter."""
-    whole, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
-    _try_update(config, whole)
+    full, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
+    _try_update(config, full)
     updated = []
     for place, tensors in enumerate(halves):
         half = [tensor.chunk(2, dim)[place].clone() for tensor in tensors]
         _try_update(config, half)
         updated.append(half[0])
-    return torch.allclose(torch.cat(updated, dim), whole[0], rtol=1e-5, atol=1e-6)
+    return torch.allclose(torch.cat(updated, dim), full[0], rtol=1e-5, atol=1e-6)
 
 
 def _always_fp32(config: Any, shape: Shape) -> set[str]:

@@ -83,12 +83,12 @@ def states_of_shape(
             yield OptimizerState(name=name, shape=like_parameter, dtype=dtype, initial=None)
         else:
             larger = grown.get(name)
-            whole = _extended(size, tuple(larger.shape), times) if larger is not None else None
-            if whole is None:
+            full = _extended(size, tuple(larger.shape), times) if larger is not None else None
+            if full is None:
                 message = f"keeps a state {name} of shape {list(size)} of a parameter of shape "
                 message += f"{list(tried)}, which does not grow with it evenly"
                 raise UnsavableStateError(message)
-            yield OptimizerState(name=name, shape=FixedShape(whole), dtype=dtype, initial=None)
+            yield OptimizerState(name=name, shape=FixedShape(full), dtype=dtype, initial=None)
 
 
 def large_shape(ndim: int) -> Shape:

@@ -102,12 +102,12 @@ class Update:
     def collect_gradients(self) -> None:
         """Move gradients to the updated tensors; full parameters already have theirs."""
 
-    def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
+    def apply(self, *, rate: Callable[[float], float], skip: Tensor | None = None) -> None:
         """Update every tensor and free the gradients.
 
         Args:
             rate: Maps a group's peak learning rate to its learning rate in this step.
-            unless: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
+            skip: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
                 skips.
         """
         for optimizer in self.optimizers:
@@ -116,10 +116,10 @@ class Update:
         self._hand_over()
         if self._made:  # the optimizer owns its states now; keep no second copy
             self._made, self._divided = {}, {}
-        if unless is None:
+        if skip is None:
             self._step()
         else:
-            self._step_unless(unless)
+            self._step_unless(skip)
         self.forget_gradients()
 
     def finish(self) -> None:
@@ -180,18 +180,18 @@ class Update:
         self,
         max_norm: float | None,
         *,
-        known: Tensor | None = None,
+        norm: Tensor | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Scale gradients to a maximum norm; return the full model's original norm, 0-dim.
 
         Args:
             max_norm: Maximum norm; None does not clip.
-            known: Norm if already computed, see ``clipping.clip_gradients``.
+            norm: Norm if already computed, see ``clipping.clip_gradients``.
             loss_scale: Loss scale to divide by, see ``clipping.clip_gradients``.
         """
         return clip_gradients(
-            self.tensors.values(), max_norm=max_norm, known=known, loss_scale=loss_scale
+            self.tensors.values(), max_norm=max_norm, norm=norm, loss_scale=loss_scale
         )
 
     def state_dict(self) -> dict[str, Tensor]:

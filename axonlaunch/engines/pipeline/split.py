@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.engines.pipeline import stand_ins
+from axonlaunch.engines.pipeline import placeholders
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.spec import BlockFlow, ModelSpec
@@ -136,7 +136,9 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
     """
     names = block_names(spec, model)
     if spec.flow is not None:
-        return stand_ins.cut_out(model, spec.flow(), blocks=names, first=part.first, last=part.last)
+        return placeholders.cut_out(
+            model, spec.flow(), blocks=names, first=part.first, last=part.last
+        )
     for index, name in enumerate(names):
         if not part.first <= index < part.last:
             parent, _, child = name.rpartition(".")
@@ -189,26 +191,26 @@ def balance(costs: Sequence[float], *, num_stages: int, first: float, last: floa
 
 
 def stage_blocks(
-    config: RunConfig, layout: Layout, whole: nn.Module, *, sample: Tensor
+    config: RunConfig, layout: Layout, full: nn.Module, *, sample: Tensor
 ) -> list[int]:
     """Return the number of blocks per pipeline stage, as configured or balanced.
 
     Args:
         config: Configuration of the run.
         layout: Layout of the run.
-        whole: The full model.
+        full: The full model.
         sample: Inputs of one sample [...]; only shape and type matter.
     """
     split = config.strategy.pipeline.split
     if split != "auto":
         return split
     shape = (layout.micro_batch_size, *sample.shape)
-    key = (layout.num_stages, layout.pipeline, shape, sample.dtype, _size_key(config, whole))
+    key = (layout.num_stages, layout.pipeline, shape, sample.dtype, _size_key(config, full))
     if key not in _balanced:
-        device = next(whole.parameters()).device
+        device = next(full.parameters()).device
         _balanced[key] = stage_counts(
             spec_for(config),
-            whole,
+            full,
             num_stages=layout.num_stages,
             sample=torch.zeros(shape, dtype=sample.dtype, device=device),
             in_flight=layout.pipeline,
@@ -278,7 +280,9 @@ def _saved_by_sample(
         return _saved_bytes(model, names, sample)
     skipped, measured = names[2:-1], [*names[:2], names[-1]]
     skipping = (
-        _without(model, skipped) if flow is None else stand_ins.without(model, flow, blocks=skipped)
+        _without(model, skipped)
+        if flow is None
+        else placeholders.without(model, flow, blocks=skipped)
     )
     with skipping:
         start, block, inner, end, rest = _saved_bytes(model, measured, sample)

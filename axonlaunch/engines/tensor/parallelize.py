@@ -24,7 +24,7 @@ from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.tensor.divided_layers.adapters import divide_adapter, divide_experts
 from axonlaunch.engines.tensor.divided_layers.fused_region import ColumnParallelGroup
 from axonlaunch.engines.tensor.divided_layers.heads import key_value_heads, set_local_head_counts
-from axonlaunch.engines.tensor.divided_layers.kinds import LinearSizes, linear_sizes
+from axonlaunch.engines.tensor.divided_layers.layer_detection import LinearSizes, linear_sizes
 from axonlaunch.engines.tensor.divided_layers.layers import (
     ColumnParallelEmbedding,
     ColumnParallelLinear,

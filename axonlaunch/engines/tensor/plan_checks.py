@@ -16,7 +16,7 @@ from torch import nn
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import divisor_of
 from axonlaunch.engines.tensor.divided_layers.heads import indivisible_heads, key_value_heads
-from axonlaunch.engines.tensor.divided_layers.kinds import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, empty_part
 from axonlaunch.models.modules.attention import Attention
 

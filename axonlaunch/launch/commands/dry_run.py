@@ -20,10 +20,13 @@ from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
 from axonlaunch.launch.runs import Request, Runs, accelerators_of, load_all
 from axonlaunch.planning import auto_strategy
-from axonlaunch.planning.estimate import forecast, prepared
+from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
-from axonlaunch.verification.proofs.runner import foresee_proof
+from axonlaunch.planning.tracing.shape_only_data import (
+    replace_with_synthetic,
+    with_file_placeholders,
+)
+from axonlaunch.verification.proofs.runner import preview_proof
 from axonlaunch.verification.result import Proof
 
 
@@ -70,7 +73,7 @@ def dry_runs(
 
     def with_files(overrides: Sequence[str]) -> Composed:
         said = composed[*overrides] = compose(overrides)
-        return dataclasses.replace(said, tree=naming_files(said.tree))
+        return dataclasses.replace(said, tree=with_file_placeholders(said.tree))
 
     def load(overrides: Sequence[str]) -> RunConfig:
         _, config = auto_strategy.load_auto_strategy(
@@ -91,7 +94,7 @@ def dry_runs(
 
 def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigIssue]) -> DryRun:
     context, issues, finished = options.context, list(missing), ""
-    ready = prepared(context, config)
+    ready = resolve_for_node(context, config)
     if missing:  # missing data files can't be checked
         synthetic = replace_with_synthetic(config)
         config = dataclasses.replace(config, data=synthetic.data, train=synthetic.train)
@@ -101,7 +104,7 @@ def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigI
             finished = "" if summary is None else run_dir.finished_text(config, summary)
         if not finished:
             check_function(config)(config, options)
-    proof = foresee_proof(context, ready)
+    proof = preview_proof(context, ready)
     return DryRun(ready, _estimate(context, ready), issues, proof, finished)
 
 
@@ -118,7 +121,7 @@ def _estimate(context: ForkServerContext, config: RunConfig) -> Forecast:
 
 def _missing(composed: Composed) -> list[ConfigIssue]:
     """Return the problems of missing data files, which a launch needs but an estimate does not."""
-    if naming_files(composed.tree) == composed.tree:
+    if with_file_placeholders(composed.tree) == composed.tree:
         return []
     try:
         configuration.type_config(composed.tree, composed.problems, origins=composed.origins)

@@ -27,7 +27,7 @@ from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.launcher import LaunchOptions, launch_function
 from axonlaunch.launch.runs import INTERRUPTED, Runs, accelerators_of
 from axonlaunch.planning import auto_strategy
-from axonlaunch.planning.estimate import forecast, prepared, with_changes
+from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
 from axonlaunch.planning.plan import plan_config
 from axonlaunch.planning.records import Forecast, Plan
 from axonlaunch.planning.search.keys import SEARCHED
@@ -151,7 +151,7 @@ def estimate(
         raise ConfigError([ConfigIssue("", message)])
     config = _check_again(config)
     with _tracing(config) as context:
-        config = prepared(context, config)
+        config = resolve_for_node(context, config)
         result = forecast(context, config, exact=exact, analytic=analytic)
         return with_changes(context, config, result) if changes else result
 

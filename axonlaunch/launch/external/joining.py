@@ -200,5 +200,5 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
             time.sleep(_REPORT_S)
         return int(frozen["status"])
     config = configuration.parse_frozen(frozen["config"])
-    run_dir.adopt(config)
+    run_dir.create_joined(config)
     return config

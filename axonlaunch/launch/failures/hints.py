@@ -16,7 +16,12 @@ from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
+from axonlaunch.planning.estimate import (
+    cached_estimate,
+    forecast,
+    resolve_for_node,
+    suggest_changes,
+)
 from axonlaunch.system.node import limits
 from axonlaunch.system.storage.cache import cache_folder
 from axonlaunch.system.storage.disk import free_bytes, shortage
@@ -126,7 +131,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         # If the run should have fit, look for changes that need 10% less than the estimate.
         memory = int(0.9 * estimate.process_bytes) if fits or available is None else available
         target = with_values(hardware, {"memory_gib": memory / GIB})
-        smaller = prepared(context, dataclasses.replace(config, hardware=target))
+        smaller = resolve_for_node(context, dataclasses.replace(config, hardware=target))
         changes = [*suggest_changes(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
         return f"axonlaunch estimate shows what each rank needs{note} ({error})"

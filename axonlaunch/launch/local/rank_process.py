@@ -140,7 +140,7 @@ def join_world(config: RunConfig, spec: RankSpec) -> World:
         local_world_size=spec.local_world_size,
         master_addr=spec.master_addr,
         master_port=spec.port,
-        alone=False,
+        is_single=False,
     )
     # For user code and libraries that read these variables; this package does not.
     os.environ.update(environment.variables())

@@ -17,7 +17,7 @@ from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
 from axonlaunch.launch.multinode import token
 from axonlaunch.launch.multinode.membership import NodeMembership
-from axonlaunch.launch.multinode.node_settings import unsaid
+from axonlaunch.launch.multinode.node_settings import missing_settings
 from axonlaunch.launch.multinode.run_end import finished_without_node_0
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
@@ -39,7 +39,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     issues: list[ConfigIssue] = []
     with gathering(issues):
         config = _resolve(config, options)
-    issues += unsaid(config)
+    issues += missing_settings(config)
     with gathering(issues):
         if token.read_token(config.launch) is None:
             token.missing_token(config.launch, address="")
@@ -79,7 +79,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     problems: list[ConfigIssue] = []
     with gathering(problems):  # problems are reported to the other nodes
         config = _resolve(config, options)
-    if missing := unsaid(config):
+    if missing := missing_settings(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     if not problems and (finished := finished_without_node_0(config)) is not None:

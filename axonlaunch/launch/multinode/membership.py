@@ -361,7 +361,7 @@ class NodeMembership:
             return
         self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
         self._frozen = configuration.parse_frozen(frozen["config"])
-        run_dir.adopt(self._frozen)
+        run_dir.create_joined(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
         if member == 0:

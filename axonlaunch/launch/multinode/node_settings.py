@@ -7,7 +7,7 @@ from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
 
 
-def unsaid(config: RunConfig) -> list[ConfigIssue]:
+def missing_settings(config: RunConfig) -> list[ConfigIssue]:
     """Report settings that a node needs to find the others and that are missing."""
     launch, missing = config.launch, []
     least, most = nodes(config)

@@ -43,7 +43,7 @@ def block_flow(model: nn.Module, *, layers: str) -> BlockFlow:
     silence_fake_tensors()
     try:
         runs = [_Run(copy.deepcopy(model), layers=layers, sample=sample) for sample in _SAMPLES]
-        runs[0].whole()
+        runs[0].full()
         runs[1].preamble()
         before, after = runs[0].ends()
         shapes = {name: _shape(name, [run.shapes for run in runs]) for name in before}
@@ -95,11 +95,11 @@ class _Run:
         """Run the part of the model before the blocks."""
         self._stops_at_blocks = True
         try:
-            self.whole()
+            self.full()
         except _StopRunError:
             return
 
-    def whole(self) -> None:
+    def full(self) -> None:
         """Run the whole model.
 
         Raises:

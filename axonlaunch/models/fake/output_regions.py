@@ -67,7 +67,7 @@ def join_outputs(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
 
 
 def region(
-    whole: Sequence[int],
+    full: Sequence[int],
     part: Sequence[int],
     place: MicroBatchPlace,
     *,
@@ -81,7 +81,7 @@ def region(
     by tensor ranks.
 
     Args:
-        whole: Shape of the full output for all samples.
+        full: Shape of the full output for all samples.
         part: Shape on the rank.
         place: Micro-batch and its layout.
         pieces: Number of tensors that are packed in the last dimension, each of them split.
@@ -92,17 +92,17 @@ def region(
         Index tensors, one for each dimension; None if the region is unknown.
     """
     layout = place.layout
-    if len(whole) != len(part) or len(part) < 2:
+    if len(full) != len(part) or len(part) < 2:
         return None
-    dims = [torch.arange(size) for size in whole]
+    dims = [torch.arange(size) for size in full]
     positions = 1
-    if (whole[0], part[0]) == (_samples(layout), layout.micro_batch_size):
+    if (full[0], part[0]) == (_samples(layout), layout.micro_batch_size):
         dims[0] = torch.arange(place.first_row, place.first_row + part[0])
     elif of_samples:
         return None
     elif len(part) == 2:
         positions = 0  # a table of positions, shared by all samples
-    elif (whole[0], part[0]) != (1, 1):
+    elif (full[0], part[0]) != (1, 1):
         return None  # tokens are distributed among experts
     coordinates = layout.coordinates(place.rank)
     if layout.context > 1 and len(dims[positions]) % (2 * layout.context) == 0:

@@ -29,7 +29,7 @@ class OutputShape:
     of_samples: bool
     shape: tuple[int, ...]
 
-    def whole(self, samples: int) -> tuple[int, ...]:
+    def full(self, samples: int) -> tuple[int, ...]:
         """Return the full shape for a batch of ``samples``."""
         return (samples, *self.shape) if self.of_samples else self.shape
 

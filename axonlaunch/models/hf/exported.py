@@ -42,7 +42,7 @@ def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
     return content
 
 
-def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
+def copy_other_files(config: HuggingFaceConfig, folder: Path) -> list[str]:
     """Copy tokenizer files and the generation configuration; return the names of the written files.
 
     If the model has no generation configuration, it is created from the model's configuration.

@@ -59,17 +59,17 @@ class Packing(NamedTuple):
         return cls.of_part(positions, positions, columns)
 
     @classmethod
-    def of_part(cls, positions: Tensor, whole: Tensor, places: Tensor) -> Packing:
+    def of_part(cls, positions: Tensor, full: Tensor, places: Tensor) -> Packing:
         """Find the documents in parts of rows.
 
         Args:
             positions: Positions of a part's tokens in their documents, [B, tokens].
-            whole: Positions of all tokens of the rows, [B, T].
+            full: Positions of all tokens of the rows, [B, T].
             places: Indices of the part's tokens in the rows, [tokens].
         """
-        documents = (whole == 0).cumsum(1)
+        documents = (full == 0).cumsum(1)
         is_same_document = documents[:, None, places, None] == documents[:, None, None, :]
-        earlier = places[:, None] >= torch.arange(whole.shape[1], device=whole.device)
+        earlier = places[:, None] >= torch.arange(full.shape[1], device=full.device)
         return cls(positions, is_same_document & earlier)
 
 

@@ -109,7 +109,7 @@ def local_region(tensor: Tensor) -> list[Interval]:
     return list(boxes[0].region)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank; all ranks of its mesh must call this.
 
     The axis that was cut last is gathered first, which torch can do in one operation.
@@ -157,7 +157,7 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
     try:
         boxes = local_boxes(tensor)
     except NotImplementedError:
-        return [((...,), whole(tensor.detach()).clone())]
+        return [((...,), full_tensor(tensor.detach()).clone())]
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return [
         (tuple(slice(start, start + length) for start, length in box.region), box.of(local).clone())

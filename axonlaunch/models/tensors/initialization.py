@@ -174,7 +174,7 @@ def fill(
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
         # For a device, draw in host memory that it reads directly, then copy once.
         drawn = staging.like(part) if part.is_cuda else part
-        _fill(drawn, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
+        _fill(drawn, box.region or ((0, 1),), initializer, full=parameter, key=(seed, name))
         if drawn is not part:
             part.copy_(drawn)
 
@@ -184,11 +184,11 @@ def _fill(
     region: Sequence[tuple[int, int]],
     initializer: Initializer,
     *,
-    whole: Tensor,
+    full: Tensor,
     key: tuple[int, str],
 ) -> None:
     """Fill a box of a full parameter by drawing the blocks of rows that overlap with it."""
-    shape = tuple(whole.shape) or (1,)
+    shape = tuple(full.shape) or (1,)
     (first, count), *columns = region
     is_blockwise = getattr(initializer, "blockwise", True)
     block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
@@ -199,7 +199,7 @@ def _fill(
         generator = torch.Generator()
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
-        shape_to_draw = (stop - start, *shape[1:]) if is_blockwise else tuple(whole.shape)
+        shape_to_draw = (stop - start, *shape[1:]) if is_blockwise else tuple(full.shape)
         values = initializer.draw(shape_to_draw, generator).view(stop - start, *shape[1:])
         for step in getattr(initializer, "constant_rows", ()):
             row, last = (min(max(bound, start), stop) - start for bound in step.rows)

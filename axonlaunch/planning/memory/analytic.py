@@ -17,7 +17,12 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks, of_ranks
+from axonlaunch.config.consistency.layout import (
+    Layout,
+    estimate_device,
+    num_ranks,
+    settings_for_ranks,
+)
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
@@ -96,7 +101,7 @@ class Formulas:
         """
         layout = layout or Layout.of(config, world_size=num_ranks(config))
         layers = -(-sum(self.single_device.layers) // layout.pipeline)
-        on_gpu = estimated_on(config) == "gpu"
+        on_gpu = estimate_device(config) == "gpu"
         tensors = peak_bytes(
             config,
             layout,
@@ -124,7 +129,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": SAMPLES,
             "train.activation_checkpointing": "none",
             "train.compile": False,
-            **of_ranks(1),
+            **settings_for_ranks(1),
         },
     )
 
@@ -140,7 +145,7 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     Raises:
         ConfigError: The run cannot be traced.
     """
-    two_ranks = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
+    two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
     figures = model_figures(config.model)
     depths = (figures.period, 2 * figures.period) if figures.num_blocks else (0, 0)

@@ -69,7 +69,7 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
         yield "weights", f"read with at most {size(read)} of host memory at once per rank", ""
     if forecast.host_memory is not None:
         style = "red" if forecast.host_memory.fits is False else ""
-        yield "host memory", of_host(forecast.host_memory), style
+        yield "host memory", host_memory_text(forecast.host_memory), style
     if forecast.memory_bytes is None:
         return
     spare = forecast.memory_bytes - estimate.process_bytes
@@ -106,7 +106,7 @@ def _outside_allocator(forecast: Forecast) -> str:
     return "; ".join([*from_hardware, f"{typical} {advice}"])
 
 
-def of_host(memory: HostMemory) -> str:
+def host_memory_text(memory: HostMemory) -> str:
     """Describe the host memory of a run and of a node."""
     text = f"{size(memory.bytes_per_rank)} per rank, {size(memory.bytes_per_node)} per node; "
     if memory.node_bytes is None:

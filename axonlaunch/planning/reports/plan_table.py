@@ -38,7 +38,7 @@ def _unfit(planned: Planned) -> str:
     return "too large" if planned.verdict == "too_large" else "too little host memory"
 
 
-def spent(planned: Planned) -> str:
+def time_shares(planned: Planned) -> str:
     """Describe the parts of a step's time, largest first."""
     shares = sorted(planned.breakdown.items(), key=lambda item: -item[1])
     times = [

@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import AXES, INNER, LIKE_DATA, OUTER
-from axonlaunch.config.consistency.layout import Layout, of_ranks
+from axonlaunch.config.consistency.layout import Layout, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
@@ -122,7 +122,7 @@ def candidates(
                 keys.RECOMPUTE: recompute,
             }
             if all(settings[key] == value for key, value in fixed.items()):
-                candidate_config = with_values(config, {**settings, **of_ranks(devices)})
+                candidate_config = with_values(config, {**settings, **settings_for_ranks(devices)})
                 layout = Layout.of(candidate_config, world_size=devices)
                 if not any(layout_problems(candidate_config, layout)):
                     yield Candidate(candidate_config, layout, settings)

@@ -13,7 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
-from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
@@ -293,7 +293,7 @@ def _offload(config: RunConfig, layout: Layout) -> Options:
 
     Source: Ren et al., "ZeRO-Offload", 2021, section 4.
     """
-    if estimated_on(config) != "gpu":
+    if estimate_device(config) != "gpu":
         return []  # host and device are one memory
     key, current = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
     costs = {

@@ -6,7 +6,7 @@ Everything follows from the configuration and an existing estimate.
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
@@ -46,7 +46,7 @@ def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
     bytes_per_rank = estimate.host_bytes
     if config.checkpoint.every and config.checkpoint.async_save:
         bytes_per_rank += estimate.saved_bytes
-    if not bytes_per_rank or estimated_on(config) != "gpu":
+    if not bytes_per_rank or estimate_device(config) != "gpu":
         return None
     assert nproc != "auto"
     ranks_per_node = nproc

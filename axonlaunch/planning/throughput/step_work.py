@@ -25,7 +25,7 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.consistency.layout import Layout, num_ranks, of_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.facts.figures import model_figures, of_blocks
@@ -221,7 +221,7 @@ def reduced_config(
         world_size = 2 * world_size // layout.pipeline
     if layers:
         settings |= of_blocks(config.model, layers * stages)
-    return with_values(config, {**settings, **of_ranks(world_size)})
+    return with_values(config, {**settings, **settings_for_ranks(world_size)})
 
 
 def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:

@@ -50,8 +50,8 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
     hide_gpus()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     patch_ddp_reducer()
-    let_pipelines_run_alone()
-    let_messages_hold_tensors()
+    use_static_pipeline_shapes()
+    keep_sent_tensors()
     hide_sharding_propagation()
     return World(
         rank=rank,
@@ -128,7 +128,7 @@ def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     return done
 
 
-def let_pipelines_run_alone() -> None:
+def use_static_pipeline_shapes() -> None:
     """Let torch's pipeline schedules use the given shapes, as in torch 2.11 and earlier."""
     schedule: Any = pipelining.schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):
@@ -155,7 +155,7 @@ class _InFlight:
             work.wait()
 
 
-def let_messages_hold_tensors() -> None:
+def keep_sent_tensors() -> None:
     """Keep the tensors that a pipeline sends alive until it has waited for them."""
     schedules: Any = pipelining.schedules
     original_batch = schedules._batch_p2p

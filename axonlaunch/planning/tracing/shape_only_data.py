@@ -23,7 +23,7 @@ from axonlaunch.config.schema import TrainConfig
 _MISSING = "???"
 
 
-def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
+def with_file_placeholders(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a composed tree with placeholders for the data files that the user did not set."""
     data = tree.get("data")
     name = str(data.get("name")) if isinstance(data, dict) else ""

@@ -17,7 +17,7 @@ import torch
 
 from axonlaunch.comm.backend import Backend
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.layout import estimated_on
+from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
@@ -219,7 +219,7 @@ def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
 
 
 def _is_on_gloo(config: RunConfig) -> bool:
-    return estimated_on(config) == "gloo"
+    return estimate_device(config) == "gloo"
 
 
 def _most_read_at_once(engine: Engine) -> int:
@@ -240,7 +240,7 @@ def _page_locking_overhead(engine: Engine, config: RunConfig) -> int:
     ``fully_shard`` allocates each parameter and gradient with it, which rounds sizes up. Optimizer
     states are page-locked at their exact size.
     """
-    if estimated_on(config) != "gpu" or "parameters" not in host_categories(config):
+    if estimate_device(config) != "gpu" or "parameters" not in host_categories(config):
         return 0
     locked = allocator_settings.settings_of_ranks().page_locked
     sizes = [

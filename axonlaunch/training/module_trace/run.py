@@ -22,6 +22,7 @@ from axonlaunch.diagnostics.module_trace.files import (
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.fake.output_shapes import output_shapes
+from axonlaunch.training.module_trace.full_tensors import WholeTensors
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,
@@ -29,7 +30,6 @@ from axonlaunch.training.module_trace.hooks import (
     TracedKey,
     in_order_of_computation,
 )
-from axonlaunch.training.module_trace.whole_tensors import WholeTensors
 
 _LAST = 2**40
 """Position of a module that no rank has called."""
@@ -92,7 +92,7 @@ class RunTracer:
         for name, parameter in model.named_parameters():
             shapes["parameter", name] = shapes["gradient", name] = tuple(parameter.shape)
         for name, output in output_shapes(model, sample).items():
-            shapes["output", name] = output.whole(train.global_batch_size)
+            shapes["output", name] = output.full(train.global_batch_size)
             shapes["output gradient", name] = shapes["output", name]
         return shapes
 

@@ -18,7 +18,7 @@ from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.datasets.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.own_loss import own_loss
+from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.verification.references import comparison_inputs
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import (
@@ -66,7 +66,7 @@ class ComparedEngine:
         """
         self._engine = engine
         self._reference, self._plan = reference, plan
-        self._custom_loss = own_loss(config.train)
+        self._custom_loss = build_custom_loss(config.train)
         self._is_scaled = PRECISIONS[config.train.precision].needs_loss_scale
         self._shard = Layout.of(config, world_size=world_size).data_shard(rank)
         self._dropout = comparison_inputs.Dropout(engine.modules)

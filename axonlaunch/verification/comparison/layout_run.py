@@ -24,7 +24,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
-from axonlaunch.data.datasets.loader import Loader, rank_loader, whole_loader
+from axonlaunch.data.datasets.loader import Loader, full_loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit
@@ -249,10 +249,10 @@ class _LayoutRun:
 
     def _epoch_ends(self) -> Difference:
         """Compare this rank's samples at the ends of epochs, after the compared steps."""
-        whole = whole_loader(self._config, self._loader.dataset)
+        full = full_loader(self._config, self._loader.dataset)
         layout = Layout.of(self._config, world_size=self._world.world_size)
         shard = layout.data_shard(self._world.rank)
-        wrong = other_ranks_samples(self._loader, whole, shard=shard)
+        wrong = other_ranks_samples(self._loader, full, shard=shard)
         return compare_numbers(0, "order", float(wrong), 0.0)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
@@ -317,8 +317,8 @@ class _LayoutRun:
         yield compare_numbers(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
         yield compare_numbers(half, "evaluation", float(sums[1]), counted)
         if self._reference.prediction is not None:
-            whole = whole_loader(self._config, self._loader.dataset)
-            whole_batch = next(whole.eval_batches(1, part=part))
+            full = full_loader(self._config, self._loader.dataset)
+            whole_batch = next(full.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
             outputs = self._engine.predict(
                 comparison_inputs.predicted_samples(self._config, whole_batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint.loading.reader import read_whole_tensors, refuse_damage
+from axonlaunch.checkpoint.loading.reader import read_full_tensors, refuse_damage
 from axonlaunch.comm import World
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of, packed_placement
 from axonlaunch.verification.references.differences import (
@@ -39,7 +39,7 @@ def read_by_one_process(saved: checkpoint.Checkpoint, reference: Reference) -> I
         for section, tensors in wanted.items()
     }
     read["counters"] = {"step": torch.tensor(0)}
-    read_whole_tensors(saved, read)
+    read_full_tensors(saved, read)
     floor = state_floors(reference.states)
     for section, tensors in wanted.items():
         for name, expected in tensors.items():

@@ -20,7 +20,7 @@ from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.output_regions import MicroBatchPlace, join_outputs, region
-from axonlaunch.models.specs.own_loss import own_loss
+from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.tensors.dtensor_regions import held_boxes
 from axonlaunch.verification.comparison.comparison_config import (
     lowered_thresholds,
@@ -244,7 +244,7 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         recorder.begin()
         engine.backward(
             comparison_inputs.make_uneven(
-                batch, step=number, shard=shard, custom_loss=own_loss(config.train)
+                batch, step=number, shard=shard, custom_loss=build_custom_loss(config.train)
             )
         )
         step = _Step(recorder.record)

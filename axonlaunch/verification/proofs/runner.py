@@ -141,7 +141,7 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
     return cast("Proof", call.result)
 
 
-def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
+def preview_proof(context: Starter, config: RunConfig) -> Proof | None:
     """Predict the outcome of ``prove_layout`` without running it; None if it is not required."""
     if not is_to_be_proved(config):
         return None

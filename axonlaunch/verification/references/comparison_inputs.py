@@ -21,7 +21,7 @@ from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.data.datasets.loader import Loader
-from axonlaunch.models.specs.own_loss import OwnLoss
+from axonlaunch.models.specs.custom_loss import CustomLoss
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 
 _PREDICTED = 2
@@ -37,7 +37,7 @@ _DROPOUTS = (
 
 
 def make_uneven(
-    batch: AnyBatch, *, step: int, shard: int = 0, custom_loss: OwnLoss | None = None
+    batch: AnyBatch, *, step: int, shard: int = 0, custom_loss: CustomLoss | None = None
 ) -> AnyBatch:
     """Mask targets; their number depends on the step and on the row's index in the global batch.
 

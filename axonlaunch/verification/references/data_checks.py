@@ -282,7 +282,7 @@ def _fingerprints(batch: AnyBatch) -> list[bytes]:
     For samples of arbitrary structure, return one hash of the batch that they are collated to.
     """
     if not isinstance(batch, Batch):
-        collated = [part.whole for part in batch.micro_batches(len(batch))]
+        collated = [part.full for part in batch.micro_batches(len(batch))]
         return [_digest([leaf for leaf in tree_leaves(collated) if isinstance(leaf, Tensor)])]
     counted = len(batch) - batch.surplus
     rows = zip(batch.inputs[:counted], batch.targets[:counted], strict=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from axonlaunch.models.tensors.dtensor_regions import local_boxes, whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor, local_boxes
 
 ORDER = (
     *(
@@ -179,7 +179,7 @@ def _pairs(actual: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     try:
         boxes = local_boxes(actual)
     except NotImplementedError:  # no rectangular parts; all ranks of its mesh are here
-        yield whole(actual.detach()), expected
+        yield full_tensor(actual.detach()), expected
         return
     local = actual.to_local()
     for box in boxes if local.numel() else ():

@@ -16,8 +16,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
+from axonlaunch.models.specs.custom_loss import CustomLoss
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.own_loss import OwnLoss
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_internals import BatchNorm
 
@@ -89,7 +89,7 @@ def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
     return total
 
 
-def loss_divisor(custom_loss: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
+def loss_divisor(custom_loss: CustomLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
     """Return the divisor of a global batch's summed loss, as defined by ``register_loss``."""
     if isinstance(batch, Batch) and (custom_loss is None or custom_loss.count is None):
         targets = batch.targets[: len(batch) - batch.surplus]
@@ -105,7 +105,7 @@ def loss_divisor(custom_loss: OwnLoss | None, batch: AnyBatch, *, micro_batch_si
 def loss_argument(batch: MicroBatch) -> Any:
     """Return the batch argument of a custom loss."""
     if isinstance(batch, CollatedSamples):
-        return batch.whole
+        return batch.full
     named = {"inputs": batch.inputs, "targets": batch.targets}
     return named if batch.positions is None else {**named, "positions": batch.positions}
 
@@ -130,7 +130,7 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
 def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
     """Apply a function to each tensor of a micro-batch."""
     if isinstance(batch, CollatedSamples):
-        return replace(batch, whole=map_tensors(function, batch.whole))
+        return replace(batch, full=map_tensors(function, batch.full))
     positions = None if batch.positions is None else function(batch.positions)
     return Batch(function(batch.inputs), function(batch.targets), positions, batch.surplus)
 
@@ -142,11 +142,11 @@ def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], d
     """
     if isinstance(batch, Batch):
         return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
-    whole = batch.whole
-    if isinstance(whole, Mapping):
+    full = batch.full
+    if isinstance(full, Mapping):
         names = signature(model.forward).parameters
-        return [], {name: value for name, value in whole.items() if name in names}
-    return [whole[0] if isinstance(whole, tuple | list) else whole], {}
+        return [], {name: value for name, value in full.items() if name in names}
+    return [full[0] if isinstance(full, tuple | list) else full], {}
 
 
 @dataclass

@@ -23,12 +23,12 @@ from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import state_format
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
-from axonlaunch.data.datasets.loader import whole_loader
+from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
 from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
-from axonlaunch.models.specs.own_loss import own_loss
+from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.references import comparison_inputs, data_checks, plain_model
@@ -83,8 +83,8 @@ class PlainRun:
         self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
-        self._loader = whole_loader(config, dataset)
-        self._custom_loss = own_loss(config.train)
+        self._loader = full_loader(config, dataset)
+        self._custom_loss = build_custom_loss(config.train)
         self._precision = precision_of(config)
         self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
         self._device = reference_device(config)

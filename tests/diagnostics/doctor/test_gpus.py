@@ -82,7 +82,7 @@ def test_healthy_gpus_have_a_topology_and_no_problem(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_what_is_wrong_is_said_of_the_gpu_that_has_it(
+def test_doctor_names_faulty_gpu(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], line: str
 ) -> None:
     [problem] = report(monkeypatch, **answers)["problems"]
@@ -101,7 +101,7 @@ def test_without_nvml_and_with_a_driver_that_fails_it_is_said_why_nothing_is_kno
     assert "NVML fails: Driver Not Loaded" in report(monkeypatch, nvmlInit=fail)["unknown"]
 
 
-def test_each_link_of_the_gpus_is_timed_by_their_own_clocks(
+def test_gpu_links_are_timed_with_cuda_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Event:
@@ -136,7 +136,7 @@ def test_each_link_of_the_gpus_is_timed_by_their_own_clocks(
 
 
 @pytest.mark.parametrize("known", [[], [{"between": [0, 1], "peer_access": True}]])
-def test_where_nvml_does_not_say_who_reaches_whom_cuda_does(
+def test_cuda_peer_access_is_used_if_nvml_reports_no_links(
     known: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = [{"between": [0, 1], "path": None, "nvlink": None, "peer_access": False}]

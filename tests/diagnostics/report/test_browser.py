@@ -142,9 +142,7 @@ def test_hovering_shows_the_value_that_was_logged(browser: Any, tmp_path: Path) 
     assert shown[:2] == ["50", f"{50 / 7:.7g}"]
 
 
-def test_zooming_one_chart_zooms_all_and_the_whole_range_comes_back(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_zooming_one_chart_zooms_all_and_resets(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver import ActionChains
 
     opened(browser, [run_folder(tmp_path / "demo", steps=100)])
@@ -258,7 +256,7 @@ def test_no_text_of_a_run_is_run(browser: Any, tmp_path: Path) -> None:
     assert complaints(browser) == []
 
 
-def test_two_runs_lie_over_each_other_beside_what_differs(browser: Any, tmp_path: Path) -> None:
+def test_compare_page_overlays_runs_and_lists_differences(browser: Any, tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / name, steps=n) for name, n in (("a", 10), ("b", 20))]
     opened(browser, folders)
     labels = [e.text for e in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
@@ -268,7 +266,7 @@ def test_two_runs_lie_over_each_other_beside_what_differs(browser: Any, tmp_path
     assert complaints(browser) == []
 
 
-def test_the_page_of_a_run_that_trains_shows_what_is_new(browser: Any, tmp_path: Path) -> None:
+def test_report_page_of_running_run_updates(browser: Any, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", steps=3, status=None)
     server = RunServer(LivePageData([folder]), title="demo")
     thread = threading.Thread(target=server.serve)

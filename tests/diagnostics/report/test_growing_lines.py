@@ -24,7 +24,7 @@ def steps(growing: GrowingLines) -> list[int]:
     return [line["step"] for line in growing.lines]
 
 
-def test_what_was_read_before_is_not_read_again(file: Path) -> None:
+def test_known_lines_are_not_read_again(file: Path) -> None:
     growing = GrowingLines(file)
     assert steps(growing) == [*range(100)]
     content = file.read_bytes().replace(b'"step": 7}', b'"step": 8}', 1)

@@ -48,14 +48,14 @@ def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
     assert HOSTILE in json.dumps(shown(page)).encode().decode("unicode_escape")
 
 
-def test_what_a_script_element_holds_is_read_back_as_it_was() -> None:
+def test_script_element_content_round_trips() -> None:
     data = {"text": "</script> & <!-- \u2028 ü"}
     text = as_script_data(data)
     assert not set("<>&") & set(text)
     assert json.loads(text) == data
 
 
-def test_the_page_names_no_address_but_its_own_parts(tmp_path: Path) -> None:
+def test_report_page_has_no_external_addresses(tmp_path: Path) -> None:
     page = page_of(page_data([read_run(run_folder(tmp_path / "demo"))]), title="demo")
     [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy.startswith("default-src 'none'; ")

@@ -57,7 +57,7 @@ def test_a_run_on_another_node_runs_while_it_writes_and_is_not_taken_to_be_kille
     assert read_run(folder).status == status
 
 
-def test_a_run_on_another_node_that_ended_is_what_it_said(tmp_path: Path) -> None:
+def test_ended_run_of_another_node_has_recorded_status(tmp_path: Path) -> None:
     assert read_run(run_folder(tmp_path / "demo", status="failed")).status == "failed"
 
 
@@ -90,14 +90,14 @@ def test_half_a_line_at_the_end_is_being_written_and_is_left_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "summary.json", "config.yaml"])
-def test_a_file_that_is_none_is_named_and_the_rest_is_read(name: str, tmp_path: Path) -> None:
+def test_unreadable_file_is_named_and_others_are_read(name: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo")
     (folder / name).write_bytes(b"\xff\xfe[]{\n\n")
     [note, *_] = read_run(folder).notes
     assert name in note
 
 
-def test_a_file_that_is_a_link_or_a_fifo_is_not_followed_nor_waited_for(tmp_path: Path) -> None:
+def test_links_and_fifos_are_skipped(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo")
     (folder / "summary.json").unlink()
     (folder / "summary.json").symlink_to("/etc/passwd")
@@ -198,7 +198,7 @@ def test_runs_are_found_at_any_depth_and_not_in_each_other(tmp_path: Path) -> No
     assert [run.name for run in find_runs(tmp_path)] == ["a", "0"]
 
 
-def test_what_differs_between_runs_is_listed_and_their_names_are_not(tmp_path: Path) -> None:
+def test_run_differences_are_listed_without_names(tmp_path: Path) -> None:
     runs = [
         read_run(run_folder(tmp_path / "a", steps=10)),
         read_run(run_folder(tmp_path / "b", steps=20, extra_config="seed: 3\n")),

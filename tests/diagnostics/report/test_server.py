@@ -70,7 +70,7 @@ def test_a_page_that_reaches_it_by_another_name_gets_nothing(host: str, server: 
         assert got.status == 404
 
 
-def test_what_a_run_logs_is_sent_to_who_follows_it(server: RunServer, folder: Path) -> None:
+def test_report_server_streams_new_metrics(server: RunServer, folder: Path) -> None:
     with answer(server, urlsplit(server.url).path + "events") as got:
         first = json.loads(got.readline().removeprefix(b"data: "))
         got.readline()

@@ -14,8 +14,8 @@ from torch import nn
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.placeholders import cut_out
 from axonlaunch.engines.pipeline.split import stage_counts
-from axonlaunch.engines.pipeline.stand_ins import cut_out
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.hf.analysis import structure
 from axonlaunch.preflight.inspection import inspect
@@ -91,18 +91,18 @@ def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:
 
 def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
     config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
-    spec, whole = spec_for(config), on_meta(config, seed=0)
+    spec, full = spec_for(config), on_meta(config, seed=0)
     assert spec.flow is not None
     names = [
         [n for n, _ in _cut(config, first, last).named_parameters()]
         for first, last in ((0, 1), (1, 3), (3, BLOCKS))
     ]
     assert sorted({n for of_stage in names for n in of_stage} - {"lm_head.weight"}) == sorted(
-        n for n, _ in whole.named_parameters()
+        n for n, _ in full.named_parameters()
     )
     assert "model.embed_tokens.weight" in names[0]
     assert "lm_head.weight" in names[2]
-    assert sum(map(len, names)) == len(list(whole.named_parameters())) + 1
+    assert sum(map(len, names)) == len(list(full.named_parameters())) + 1
 
 
 @pytest.mark.deferred
@@ -136,10 +136,10 @@ def test_placeholder_block_has_attributes_of_block() -> None:
 
 
 def _cut(config: object, first: int, last: int) -> nn.Module:
-    spec, whole = spec_for(config), on_meta(config, seed=0)
+    spec, full = spec_for(config), on_meta(config, seed=0)
     assert spec.flow is not None
-    blocks = [*spec.blocks(whole)]
-    return cut_out(whole, spec.flow(), blocks=blocks, first=first, last=last)
+    blocks = [*spec.blocks(full)]
+    return cut_out(full, spec.flow(), blocks=blocks, first=first, last=last)
 
 
 def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

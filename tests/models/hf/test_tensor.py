@@ -21,12 +21,12 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.engines.tensor.divided_layers.kinds import is_embedding, linear_sizes
-from axonlaunch.engines.tensor.trial import disagreement
+from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.models.hf.analysis import tensor_plans
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
-from axonlaunch.models.tensors.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 pytestmark = pytest.mark.costly
 
@@ -64,7 +64,7 @@ def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor
             engine.train_step(loader.batch(step))
         state = engine.state_dict()
         Saver(folder, world=world, retention=Retention(newest=1)).save(state, step=2, samples=8)
-        parameters = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+        parameters = {name: full_tensor(tensor).clone() for name, tensor in state["model"].items()}
         return parameters, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
     return on_ranks(overrides, write)[0]
@@ -81,7 +81,9 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
         newest = checkpoint.latest(tmp_path)
         assert newest is not None
         engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
-        parameters = {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
+        parameters = {
+            name: full_tensor(t).clone() for name, t in engine.state_dict()["model"].items()
+        }
         return parameters, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
     loaded, resumed = on_ranks([kind, *reader], resume)[0]
@@ -161,9 +163,9 @@ def test_fixed_head_counts_are_refused_before_start(
 ) -> None:
     analyzed = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
     plan = tensor_plan(analyzed.copy(), analyzed.layers)
-    assert disagreement(analyzed.copy(), plan, degree=2) is None
+    assert division_problem(analyzed.copy(), plan, degree=2) is None
     monkeypatch.setattr(dividing, "set_local_head_counts", lambda *_, **__: None)
-    wrong = disagreement(analyzed.copy(), plan, degree=2)
+    wrong = division_problem(analyzed.copy(), plan, degree=2)
     assert wrong is not None
     assert wrong.partition(" fails with ")[0].endswith(("h.0.attn", "layers.0.self_attn"))
 
@@ -180,7 +182,7 @@ def test_learned_slopes_on_feature_shards_are_refused_before_start(
     figures = {"model_type": "apertus", **sizes, **heads, "pad_token_id": None}
     analyzed = structure(HuggingFaceConfig(config=figures, init="random"))
     plan = tensor_plan(analyzed.copy(), analyzed.layers)
-    wrong = disagreement(analyzed.copy(), plan, degree=2)
+    wrong = division_problem(analyzed.copy(), plan, degree=2)
     if corrected:
         assert wrong is None
     else:
@@ -233,7 +235,7 @@ def test_saved_weights_load_into_expert_shards(tmp_path: Path) -> None:
     def start(engine: Any, loader: Any, world: World) -> Any:
         del loader
         weights.load_initial_weights(engine, chosen.model, world=world)
-        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
+        return {name: full_tensor(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     overrides = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
     chosen = run_config(overrides)

@@ -45,12 +45,12 @@ class ShardedAdafactor(Adafactor):
         return loss
 
     def _update(self, parts: list[_Part]) -> None:
-        sums = [(part.whole, *one) for part in parts for one in part.statistics()]
+        sums = [(part.full, *one) for part in parts for one in part.statistics()]
         _add_up(sums)
         totals = [part.average() for part in parts]
-        _add_up([(part.whole, *one) for part, of in zip(parts, totals, strict=True) for one in of])
+        _add_up([(part.full, *one) for part, of in zip(parts, totals, strict=True) for one in of])
         norms = [part.rescale() for part in parts]
-        _add_up([(part.whole, *one) for part, one in zip(parts, norms, strict=True)])
+        _add_up([(part.full, *one) for part, one in zip(parts, norms, strict=True)])
         for part in parts:
             part.apply()
 
@@ -63,29 +63,29 @@ class _Part:
     """This rank's part of one parameter, during one step.
 
     Attributes:
-        whole: The parameter.
+        full: The parameter.
     """
 
-    def __init__(self, whole: DTensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
-        assert isinstance(whole.grad, DTensor)
-        self.whole = whole
+    def __init__(self, full: DTensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
+        assert isinstance(full.grad, DTensor)
+        self.full = full
         self._group = group
         self._state = state
-        self._parameter, self._gradient = whole.to_local(), whole.grad.to_local()
+        self._parameter, self._gradient = full.to_local(), full.grad.to_local()
         if not state:
             state.update(_new_states(self._gradient))
         state["step"] += 1
         self._step = float(state["step"])
         self._fresh = self._step ** group["beta2_decay"]
         least = group["eps"][0]
-        self._least = torch.finfo(whole.dtype).eps if least is None else least
+        self._least = torch.finfo(full.dtype).eps if least is None else least
 
     def statistics(self) -> list[SumOverParts]:
         """Return the parameter's squared norm and the gradient's squared row and column norms."""
         self._size = self._parameter.square().sum()
-        if self.whole.ndim < 2:
+        if self.full.ndim < 2:
             return [(self._size, None)]
-        rows, columns = self.whole.ndim - 2, self.whole.ndim - 1
+        rows, columns = self.full.ndim - 2, self.full.ndim - 1
         squares = self._gradient.square()
         self._rows = squares.sum(-1, keepdim=True)
         self._columns = squares.sum(-2, keepdim=True)
@@ -93,29 +93,29 @@ class _Part:
 
     def average(self) -> list[SumOverParts]:
         """Update the running averages of squares; return a matrix's sum over rows."""
-        if self.whole.ndim < 2:
+        if self.full.ndim < 2:
             self._state["variance"].lerp_(self._gradient.square(), self._fresh)
             return []
-        rows, columns = self.whole.shape[-2:]
+        rows, columns = self.full.shape[-2:]
         self._state["row_var"].lerp_(self._rows.div_(columns), self._fresh)
         self._state["col_var"].lerp_(self._columns.div_(rows), self._fresh)
         self._total = self._state["row_var"].sum(-2, keepdim=True)
-        return [(self._total, (self.whole.ndim - 2,))]
+        return [(self._total, (self.full.ndim - 2,))]
 
     def rescale(self) -> SumOverParts:
         """Divide the gradient by the root of its estimated squares; return its squared norm."""
-        if self.whole.ndim < 2:
+        if self.full.ndim < 2:
             estimate = self._state["variance"].clone()
         else:
             estimate = self._state["row_var"] @ self._state["col_var"]
-            estimate.div_((self._total / self.whole.shape[-2]).clamp_(min=self._least))
+            estimate.div_((self._total / self.full.shape[-2]).clamp_(min=self._least))
         self._gradient.mul_(estimate.clamp_(min=self._least**2).rsqrt_())
         self._norm = self._gradient.square().sum()
         return self._norm, None
 
     def apply(self) -> None:
         """Apply weight decay and update the parameter."""
-        group, root = self._group, math.sqrt(self.whole.numel())
+        group, root = self._group, math.sqrt(self.full.numel())
         size = (self._size.sqrt() / root).clamp(min=group["eps"][1])
         rate = size * min(group["lr"], 1 / math.sqrt(self._step))
         excess = (self._norm.sqrt() / (root * group["d"])).clamp(min=1.0)
@@ -127,10 +127,10 @@ class _Part:
 def _add_up(sums: Sequence[tuple[DTensor, Tensor, tuple[int, ...] | None]]) -> None:
     """Sum tensors over the ranks that shard their dims, in place, one message per mesh axis."""
     divided: dict[tuple[DeviceMesh, int], list[Tensor]] = {}
-    for whole, part, dims in sums:
-        for division in divisions(whole):
+    for full, part, dims in sums:
+        for division in divisions(full):
             if dims is None or division.dim in dims:
-                divided.setdefault((whole.device_mesh, division.axis), []).append(part)
+                divided.setdefault((full.device_mesh, division.axis), []).append(part)
     for (mesh, axis), parts in divided.items():
         message = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(message, group=mesh.get_group(axis))

@@ -51,10 +51,12 @@ class ShardedMuon(Muon):
             updates = [orthogonalized(update.bfloat16(), **iteration) for update in updates]
         else:
             owned = OwnedMatrices(matrices, costs=[_cost(*p.shape) for p in matrices])
-            wholes = owned.gather([update.bfloat16() for update in updates])
+            full_tensors = owned.gather([update.bfloat16() for update in updates])
             del updates
-            wholes = {n: orthogonalized(whole, **iteration) for n, whole in wholes.items()}
-            updates = owned.scatter(wholes)
+            full_tensors = {
+                n: orthogonalized(full, **iteration) for n, full in full_tensors.items()
+            }
+            updates = owned.scatter(full_tensors)
         for p, update in zip(matrices, updates, strict=True):
             rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], *p.shape)
             part = p.to_local()

@@ -116,9 +116,9 @@ class OwnedMatrices:
             }
         return tensors
 
-    def scatter(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
+    def scatter(self, full_tensors: Mapping[int, Tensor]) -> list[Tensor]:
         """Return this rank's part of every matrix, from the full matrices of all owners."""
-        tensors = dict(wholes)
+        tensors = dict(full_tensors)
         for turn, axis in reversed([*enumerate(self._axes())]):
             shapes = self._shapes[turn]
             owned, mine = self._assign_owners(shapes, axis), self._mesh.get_local_rank(axis)

@@ -24,7 +24,7 @@ from axonlaunch.comm.autograd import collect_from
 from axonlaunch.engines.precision.lower_parameters import reading_lower
 from axonlaunch.engines.tensor.divided_layers.fused_region import enter_region
 from axonlaunch.engines.tensor.divided_layers.layers import ColumnParallelLinear
-from axonlaunch.engines.tensor.outputs.after_head import AfterHead
+from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsRecorder
 from axonlaunch.models.specs.loss import with_auxiliary_loss
 from axonlaunch.models.specs.spec import ModelOutputs
 
@@ -97,7 +97,7 @@ class _DeferredHead:
 
     def __init__(self, head: nn.Module, module: nn.Module) -> None:
         self.is_deferred = True
-        self._after = AfterHead()
+        self._after = LogitsRecorder()
         module.register_forward_hook(self._after.end, always_call=True)
         self._head = head
         self._apply = head.forward

@@ -22,8 +22,8 @@ from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.loss import gather_logits, vocab_parallel_cross_entropy_sum
+from axonlaunch.models.specs.custom_loss import CustomLoss, build_custom_loss
 from axonlaunch.models.specs.loss import cross_entropy_sum, with_auxiliary_loss
-from axonlaunch.models.specs.own_loss import OwnLoss, own_loss
 from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_tensor
 
 
@@ -41,7 +41,7 @@ class Losses:
     loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
     chunked: ChunkedLoss | None = None
-    custom: OwnLoss | None = None
+    custom: CustomLoss | None = None
 
     def sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
         """Return the loss of a micro-batch, 0-dim.
@@ -55,7 +55,7 @@ class Losses:
         """
         if self.custom is not None:
             assert not isinstance(batch, Tensor)
-            return self.custom.sum(outputs, batch.whole)
+            return self.custom.sum(outputs, batch.full)
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
         assert not isinstance(batch, CollatedSamples)
@@ -73,7 +73,7 @@ class Losses:
             return (targets != IGNORE_INDEX).sum()
         counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
         count = self.custom.count if self.custom else None
-        counts = [part.num_samples if count is None else int(count(part.whole)) for part in counted]
+        counts = [part.num_samples if count is None else int(count(part.full)) for part in counted]
         return torch.tensor(sum(counts))
 
     def whole_logits(self) -> AbstractContextManager[Any]:
@@ -103,7 +103,7 @@ def losses_of(
         # Eager cross entropy reads and writes the full fp32 logits in each of its five kernels.
         loss = torch.compile(cross_entropy_sum, mode=train.compile_mode)
     if train.loss_chunk is None:
-        return Losses(loss, gather, custom=own_loss(train))
+        return Losses(loss, gather, custom=build_custom_loss(train))
     chunked = ChunkedLoss(cross_entropy, chunk=train.loss_chunk)
     return Losses(chunked, gather, chunked)
 

@@ -63,8 +63,8 @@ def _falcon(config: Any) -> dict[str, str]:
 def _stablelm(config: Any) -> dict[str, str]:
     """Norms of query and key heads need all heads."""
     if config.qk_layernorm:
-        whole = dict.fromkeys(_ATTENTION, "colwise_gather_output")
-        return {**whole, "self_attn.o_proj": "rowwise_split_input", **_GATED}
+        full = dict.fromkeys(_ATTENTION, "colwise_gather_output")
+        return {**full, "self_attn.o_proj": "rowwise_split_input", **_GATED}
     return {**_ATTENTION, "self_attn.o_proj": "rowwise", **_GATED}
 
 

@@ -1,8 +1,8 @@
 """Maps model parameters to the tensors of a checkpoint, and back.
 
 transformers renames tensors and packs experts when it loads a checkpoint, and undoes both when it
-saves one. Its conversion code is run with ``Laid`` instead of tensors, or on the tensors if it
-computes with them.
+saves one. Its conversion code is run with ``OriginTensor`` instead of tensors, or on the tensors if
+it computes with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.hf.reading import library
-from axonlaunch.models.tensors.pieces import CannotPlaceError, Laid, Read
+from axonlaunch.models.tensors.tensor_origins import CannotPlaceError, OriginTensor, Read
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Conversion:
         unexpected: Names of tensors that the model does not use.
     """
 
-    parameters: Mapping[str, Laid | Computed]
+    parameters: Mapping[str, OriginTensor | Computed]
     unexpected: tuple[str, ...] = ()
 
 
@@ -97,7 +97,7 @@ def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Convers
             continue
         entry = collected.setdefault(target, _ConverterInputs(converter))
         entry.sources[pattern or source].append(source)
-    parameters: dict[str, Laid | Computed] = {}
+    parameters: dict[str, OriginTensor | Computed] = {}
     for target, entry in collected.items():
         parameters |= _find_sources(model, target, entry, shapes)
     ignored = library.ignored_patterns(model)
@@ -131,10 +131,10 @@ def as_saved(
 
 def _find_sources(
     model: nn.Module, target: str, entry: _ConverterInputs, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Laid | Computed]:
+) -> dict[str, OriginTensor | Computed]:
     if entry.converter is None:
         [[source, *_]] = entry.sources.values()
-        return {target: Laid.whole(source, shapes[source])}
+        return {target: OriginTensor.full(source, shapes[source])}
 
     def convert(values: Mapping[str, Any]) -> dict[str, Any]:
         converter = copy.deepcopy(entry.converter)
@@ -149,7 +149,9 @@ def _find_sources(
 
     names = [name for group in entry.sources.values() for name in group]
     try:
-        sources: dict[str, Laid | Computed] = convert({n: Laid.whole(n, shapes[n]) for n in names})
+        sources: dict[str, OriginTensor | Computed] = convert(
+            {n: OriginTensor.full(n, shapes[n]) for n in names}
+        )
     except (CannotPlaceError, TypeError, AttributeError):
         converted = convert(
             {name: torch.empty(tuple(shapes[name]), device="meta") for name in names}
@@ -162,8 +164,8 @@ def _find_sources(
 
 
 def _by_first_name(
-    model: nn.Module, parameters: dict[str, Laid | Computed]
-) -> dict[str, Laid | Computed]:
+    model: nn.Module, parameters: dict[str, OriginTensor | Computed]
+) -> dict[str, OriginTensor | Computed]:
     """Rename tied parameters to their first name; checkpoints may use any of their names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = dict(parameters)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.layout import estimated_on
+from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.models.modules import attention
 
 Workspaces: TypeAlias = Callable[[Any, Sequence[Any]], list[int]]
@@ -27,7 +27,7 @@ _QUERY_MULTIPLE = 128
 
 def runs_on_gpu(config: RunConfig) -> bool:
     """Return whether the run is estimated for a GPU."""
-    return estimated_on(config) == "gpu"
+    return estimate_device(config) == "gpu"
 
 
 def repeat_heads_as_on_cuda() -> None:

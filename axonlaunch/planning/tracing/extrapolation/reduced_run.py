@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.consistency.layout import Layout, num_ranks, of_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs, sample_targets
@@ -30,7 +30,7 @@ from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.modules.repeated_blocks import with_first_blocks
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
-from axonlaunch.preflight.own_data import first_batch
+from axonlaunch.preflight.custom_data import first_batch
 
 _MICROBATCHES = 3
 """Micro-batches without a pipeline.
@@ -204,7 +204,7 @@ class ReducedRun:
         settings: dict[str, Any] = {
             "train.micro_batch_size": layout.micro_batch_size,
             "train.global_batch_size": samples,
-            **of_ranks(world_size),
+            **settings_for_ranks(world_size),
         }
         if degree > 1:
             settings |= {

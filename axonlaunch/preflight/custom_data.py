@@ -20,7 +20,7 @@ _TRIED = 2
 _ANYTHING = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def own_data_problems(
+def custom_data_problems(
     config: RunConfig, model: nn.Module | None, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
     """Yield the reasons why a run can't use its custom loss or its structured batches.
@@ -32,7 +32,7 @@ def own_data_problems(
     """
     structured = dataset is not None and dataset.kind == "structured"
     name = config.data.name
-    if dataset is not None and needs_own_loss(dataset) and config.train.loss is None:
+    if dataset is not None and needs_custom_loss(dataset) and config.train.loss is None:
         returns = "structured batches, in which the model's loss can't identify the targets"
         returns = returns if structured else "float targets, but the model's loss needs classes"
         message = f"data={name} returns {returns}; use a loss registered with register_loss"
@@ -49,7 +49,7 @@ def own_data_problems(
         yield from _forward_problems(config, model, batch)
 
 
-def needs_own_loss(dataset: Dataset) -> bool:
+def needs_custom_loss(dataset: Dataset) -> bool:
     """Return whether the losses of models can't handle the dataset's targets."""
     return dataset.kind == "structured" or dataset.info.float_targets is not None
 
@@ -103,11 +103,11 @@ def _forward_problems(
     config: RunConfig, model: nn.Module, batch: CollatedSamples
 ) -> Iterator[ConfigIssue]:
     """Compare the names in a batch with the parameters of the model's forward."""
-    if not isinstance(batch.whole, Mapping):
+    if not isinstance(batch.full, Mapping):
         return
-    names = ", ".join(map(str, batch.whole))
+    names = ", ".join(map(str, batch.full))
     parameters = inspect.signature(model.forward).parameters
-    accepted = taken_names(model.forward, batch.whole)
+    accepted = taken_names(model.forward, batch.full)
     required = [
         name
         for name, parameter in parameters.items()

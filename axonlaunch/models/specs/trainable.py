@@ -15,7 +15,7 @@ from axonlaunch.config.optimization.parameter_groups import explain_unmatched
 from axonlaunch.config.schema import TrainConfig
 
 
-def choose_trained(module: nn.Module, train: TrainConfig) -> None:
+def choose_trainable(module: nn.Module, train: TrainConfig) -> None:
     """Freeze parameters of an unsharded model in place, then unfreeze some of them again.
 
     Patterns without a match are ignored, because a module may be smaller than the run's model.
@@ -34,7 +34,7 @@ def frozen_problems(module: nn.Module, train: TrainConfig) -> Iterator[ConfigIss
     """Yield patterns that match no parameter, and runs that would train nothing.
 
     Args:
-        module: Unsharded model, after ``choose_trained``.
+        module: Unsharded model, after ``choose_trainable``.
         train: Configuration with the patterns.
     """
     if not train.freeze and not train.unfreeze:

@@ -21,7 +21,7 @@ _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class CustomLoss:
     """A custom loss with its options.
 
     Attributes:
@@ -65,13 +65,13 @@ def register_loss(
     LOSSES.check_config(name, config)
 
     def register(loss: _Loss) -> _Loss:
-        def with_options(options: Any) -> OwnLoss:
+        def with_options(options: Any) -> CustomLoss:
             def total(outputs: Any, batch: Any) -> Tensor:
                 if config is not None:
                     return loss(outputs, batch, options)  # type: ignore[no-any-return]
                 return loss(outputs, batch, **options.arguments)  # type: ignore[no-any-return]
 
-            return OwnLoss(total, count)
+            return CustomLoss(total, count)
 
         description = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
         arguments = None if config else keywords_of(loss, passed=2)
@@ -81,9 +81,9 @@ def register_loss(
     return register
 
 
-def own_loss(train: TrainConfig) -> OwnLoss | None:
+def build_custom_loss(train: TrainConfig) -> CustomLoss | None:
     """Return the custom loss that a run selects; None selects the model's loss."""
     if train.loss is None:
         return None
-    loss: OwnLoss = LOSSES.get(train.loss)(train.loss_options)
+    loss: CustomLoss = LOSSES.get(train.loss)(train.loss_options)
     return loss

@@ -15,7 +15,7 @@ from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.plain import with_values
 
 
-def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
+def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
     """Return a configuration with the layout that its run would have on this node.
 
     Args:

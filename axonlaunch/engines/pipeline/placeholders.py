@@ -40,7 +40,7 @@ class _MicroBatch:
     received: Tensor | None = None
 
 
-class StandIn(nn.Module):
+class Placeholder(nn.Module):
     """Placeholder for a module on another stage: same attributes, no parameters."""
 
     is_stand_in = True
@@ -59,7 +59,7 @@ class StandIn(nn.Module):
             return getattr(absent, name)
 
 
-class PassingBlock(StandIn):
+class PassingBlock(Placeholder):
     """Placeholder for a block: returns its input, or the stage's received hidden states."""
 
     def __init__(
@@ -79,7 +79,7 @@ class PassingBlock(StandIn):
         return (hidden, *[None] * (self._returns - 1))
 
 
-class LeavingBlock(StandIn):
+class LeavingBlock(Placeholder):
     """Placeholder for the next stage's first block, which ends this stage's forward."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> None:
@@ -87,7 +87,7 @@ class LeavingBlock(StandIn):
         raise _Leaving(hidden)
 
 
-class End(StandIn):
+class End(Placeholder):
     """Placeholder for a module before or after the blocks; returns zeros of the original shape.
 
     The zeros use no storage, unless the model writes to them.

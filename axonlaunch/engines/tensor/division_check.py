@@ -30,7 +30,7 @@ _LENGTHS = (13, 17)
 Shapes = dict[str, tuple[int, ...]]
 
 
-def disagreement(
+def division_problem(
     model: nn.Module, plan: Mapping[str, str], *, degree: int, blocks: Iterable[str] = ()
 ) -> str | None:
     """Return an error message for the first module with wrong output shape; None if all agree.

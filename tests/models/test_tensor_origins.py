@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axonlaunch.models.tensors.pieces import CannotPlaceError, Laid
+from axonlaunch.models.tensors.tensor_origins import CannotPlaceError, OriginTensor
 
 SOURCES = {
     name: torch.arange(100.0 * n, 100.0 * n + 24).reshape(4, 6) for n, name in enumerate("abcd")
@@ -39,7 +39,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_pieces_equal_torch_slices(operation: Any) -> None:
     expected = operation(SOURCES)
-    laid = operation({name: Laid.whole(name, (4, 6)) for name in SOURCES})
+    laid = operation({name: OriginTensor.full(name, (4, 6)) for name in SOURCES})
     assert laid.shape == expected.shape
     for offsets in [[0] * expected.ndim, [1] * expected.ndim]:
         lengths = [min(2, size - o) for size, o in zip(expected.shape, offsets, strict=True)]
@@ -56,11 +56,11 @@ def test_pieces_read_only_their_region() -> None:
         asked.append((name, SOURCES[name][region].numel()))
         return read(name, region)
 
-    laid = packed_experts({name: Laid.whole(name, (4, 6)) for name in SOURCES})
+    laid = packed_experts({name: OriginTensor.full(name, (4, 6)) for name in SOURCES})
     laid.read(counted, [1, 0, 0], [1, 4, 3], torch.empty(1, 4, 3))
     assert asked == [("b", 12)]
 
 
 def test_an_operation_that_computes_is_refused() -> None:
     with pytest.raises(CannotPlaceError):
-        torch.add(Laid.whole("a", (4, 6)), 1)  # type: ignore[call-overload]
+        torch.add(OriginTensor.full("a", (4, 6)), 1)  # type: ignore[call-overload]

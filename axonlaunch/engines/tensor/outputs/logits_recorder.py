@@ -26,7 +26,7 @@ class LogitsUsedError(Exception):
     """The model uses its logits in an operation that cannot be applied to chunks."""
 
 
-class AfterHead(TorchFunctionMode):
+class LogitsRecorder(TorchFunctionMode):
     """Records the operations on the placeholder for the logits until the model returns it."""
 
     def __init__(self) -> None:

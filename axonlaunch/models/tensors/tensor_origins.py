@@ -1,7 +1,7 @@
 """Traces tensor values through slices, concatenations and transpositions without reading them.
 
-``Laid`` replaces a tensor in torch's functions, so that code that converts weights shows where each
-part comes from. Operations that do more than move boxes of numbers raise an error.
+``OriginTensor`` replaces a tensor in torch's functions, so that code that converts weights shows
+where each part comes from. Operations that do more than move boxes of numbers raise an error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Laid:
+class OriginTensor:
     """A tensor composed of pieces of other tensors; replaces a tensor in torch functions.
 
     Attributes:
@@ -83,7 +83,7 @@ class Laid:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> Self:
+    def full(cls, name: str, shape: Sequence[int]) -> Self:
         """Return a tensor that equals a source."""
         sizes, dims = tuple(shape), tuple(range(len(shape)))
         origin = (0,) * len(sizes)
@@ -139,11 +139,11 @@ class Laid:
         """Return the tensor unchanged, because it has no strides."""
         return self
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Laid, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[OriginTensor, ...]:
         """Split along a dimension as ``torch.chunk`` does."""
         return _chunk(self, chunks, dim)
 
-    def squeeze(self, dim: int) -> Laid:
+    def squeeze(self, dim: int) -> OriginTensor:
         """Remove a dimension of size 1."""
         dim %= self.ndim
         assert self.shape[dim] == 1
@@ -156,10 +156,10 @@ class Laid:
             )
             for piece in self.pieces
         ]
-        return Laid(torch.Size(_without(tuple(self.shape), dim)), tuple(pieces))
+        return OriginTensor(torch.Size(_without(tuple(self.shape), dim)), tuple(pieces))
 
     @property
-    def T(self) -> Laid:  # noqa: N802 - torch's name
+    def T(self) -> OriginTensor:  # noqa: N802 - torch's name
         """The transposed matrix."""
         return _transpose(self, 0, 1) if self.ndim == 2 else self
 
@@ -168,7 +168,7 @@ class Laid:
         return prod(self.shape)
 
 
-def _cat(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+def _cat(tensors: Sequence[OriginTensor], dim: int = 0) -> OriginTensor:
     dim %= tensors[0].ndim
     pieces, end = [], 0
     for tensor in tensors:
@@ -177,10 +177,10 @@ def _cat(tensors: Sequence[Laid], dim: int = 0) -> Laid:
             pieces.append(replace(piece, at=at))
         end += tensor.shape[dim]
     first = tensors[0].shape
-    return Laid(torch.Size([*first[:dim], end, *first[dim + 1 :]]), tuple(pieces))
+    return OriginTensor(torch.Size([*first[:dim], end, *first[dim + 1 :]]), tuple(pieces))
 
 
-def _stack(tensors: Sequence[Laid], dim: int = 0) -> Laid:
+def _stack(tensors: Sequence[OriginTensor], dim: int = 0) -> OriginTensor:
     dim %= tensors[0].ndim + 1
     wider = []
     for tensor in tensors:
@@ -193,11 +193,11 @@ def _stack(tensors: Sequence[Laid], dim: int = 0) -> Laid:
             )
             for piece in tensor.pieces
         ]
-        wider.append(Laid(torch.Size(_with(tuple(tensor.shape), dim, 1)), tuple(pieces)))
+        wider.append(OriginTensor(torch.Size(_with(tuple(tensor.shape), dim, 1)), tuple(pieces)))
     return _cat(wider, dim)
 
 
-def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
+def _transpose(tensor: OriginTensor, dim0: int, dim1: int) -> OriginTensor:
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
 
@@ -208,10 +208,12 @@ def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
         replace(piece, at=swap(piece.at), shape=swap(piece.shape), along=swap(piece.along))
         for piece in tensor.pieces
     ]
-    return Laid(torch.Size(swap(tensor.shape)), tuple(pieces))
+    return OriginTensor(torch.Size(swap(tensor.shape)), tuple(pieces))
 
 
-def _split(tensor: Laid, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laid, ...]:
+def _split(
+    tensor: OriginTensor, sizes: int | Sequence[int], dim: int = 0
+) -> tuple[OriginTensor, ...]:
     dim %= tensor.ndim
     total = tensor.shape[dim]
     if isinstance(sizes, int):
@@ -221,12 +223,12 @@ def _split(tensor: Laid, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laid
         offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
         offsets[dim], lengths[dim] = start, size
         pieces = [piece.within(offsets, lengths) for piece in tensor.pieces]
-        parts.append(Laid(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
+        parts.append(OriginTensor(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
         start += size
     return tuple(parts)
 
 
-def _chunk(tensor: Laid, chunks: int, dim: int = 0) -> tuple[Laid, ...]:
+def _chunk(tensor: OriginTensor, chunks: int, dim: int = 0) -> tuple[OriginTensor, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
