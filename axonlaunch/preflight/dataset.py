@@ -1,4 +1,4 @@
-"""Builds and checks a run's dataset before a rank starts.
+"""Builds a run's dataset, and checks it and its match with the model, before a rank starts.
 
 Text is tokenized only after all other checks have passed, because it may take hours.
 """
@@ -9,11 +9,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import nn
+
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
 from axonlaunch.data.shards.encoding import OnProgress
@@ -139,3 +143,93 @@ def packing_problems(
         message += f"apart with {axis.word} parallelism; "
         message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)
+
+
+def model_data_mismatches(
+    config: RunConfig, spec: ModelSpec, dataset: Dataset, module: nn.Module | None
+) -> Iterator[ConfigIssue]:
+    """Yield mismatches between the settings of the model and those of the data.
+
+    Args:
+        config: Configuration of the run.
+        spec: Specification of the model.
+        dataset: Dataset of the run.
+        module: The model without storage; None if it can't be built.
+    """
+    model, name = config.model, config.data.name
+    if dataset.kind == "structured":
+        return
+    if spec.inputs not in ("any", dataset.kind):
+        message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
+        yield ConfigIssue("model.name", message, model.name)
+        return
+    size = getattr(model, "vocab_size", None)
+    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
+        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
+        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        yield ConfigIssue("model.vocab_size", message, size)
+    yield from _too_long_rows(config, spec, module)
+    classes = getattr(model, "num_classes", None)
+    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
+        yield ConfigIssue("model.num_classes", message, classes)
+    yield from _image_shape(config, dataset)
+
+
+def _too_long_rows(
+    config: RunConfig, spec: ModelSpec, module: nn.Module | None
+) -> Iterator[ConfigIssue]:
+    """Yield a problem if rows are longer than the model's longest sequence."""
+    longest, length = getattr(config.model, "max_position_embeddings", None), _length(config)
+    longest = longest if spec.max_positions is None else spec.max_positions
+    if longest is None or length is None or length <= longest:
+        return
+    group, remedy = "model", "shorten it or raise that"
+    if isinstance(config.model, HuggingFaceConfig):
+        group = "model.config"
+        remedy = f"shorten it, or set model.config={{max_position_embeddings: {length}}}"
+        if config.is_pretrained and module is not None and _learns_positions(module, longest):
+            remedy = "shorten it, because its weights have a row for each position"
+    message = f"longer than {group}.max_position_embeddings={longest}; {remedy}"
+    yield ConfigIssue("data.sequence_length", message, length)
+
+
+def _learns_positions(model: Any, longest: int) -> bool:
+    """Return whether a model of transformers has a table of learned positions.
+
+    Some tables have two more rows, for padding (OPT).
+    """
+    tokens = model.get_input_embeddings()
+    return any(
+        isinstance(part, nn.Embedding) and part.num_embeddings in (longest, longest + 2)
+        for part in model.modules()
+        if part is not tokens
+    )
+
+
+def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Compare the sizes in an image model's configuration with those of the images."""
+    if dataset.kind != "images":
+        return
+    shape = dataset.sample_shape
+    numel = torch.Size(shape).numel()
+    input_size = getattr(config.model, "input_size", None)
+    if input_size is not None and input_size != numel:
+        yield ConfigIssue(
+            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
+        )
+    for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
+        configured = getattr(config.model, field, None)
+        if configured is not None and configured != actual:
+            yield ConfigIssue(
+                f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
+            )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _length(config: RunConfig) -> int | None:
+    length = getattr(config.data, "sequence_length", None)
+    return length if isinstance(length, int) else None
