@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-"""Values of ``train.precision``."""
+"""Precisions that a run can compute in."""
+PrecisionSetting = Literal["auto", "fp32", "bf16", "fp16"]
+"""Values of ``train.precision``; ``auto`` is decided by the devices of the run."""
 StoredFormatName = Literal["fp32", "bf16"]
 """Values of ``train.param_dtype`` and ``strategy.reduce_dtype``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]

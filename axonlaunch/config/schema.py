@@ -26,7 +26,7 @@ from axonlaunch.config.options.losses import LOSSES
 from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
 from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionSetting, StoredFormatName
 from axonlaunch.config.registry import Registry
 
 
@@ -182,8 +182,11 @@ class TrainConfig:
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the gradient of all parameters; null: no clipping"""
-    precision: PrecisionName = "fp32"
-    """dtype of forward and backward; see param_dtype for parameters"""
+    precision: PrecisionSetting = "fp32"
+    """dtype of forward and backward; see param_dtype for parameters. auto: bf16 on devices that
+    compute in it, else fp32, as on CPUs; a resumed run keeps the precision that it began with.
+    Models of transformers and pretrained language models have auto by default
+    """
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """precision of fp32 matrix products (torch.set_float32_matmul_precision). highest: fp32; high:
     TF32 on GPUs, several times as fast, with 10 instead of 23 bits of mantissa; medium: bf16, if
@@ -244,8 +247,9 @@ class TrainConfig:
     """steps between Python garbage collections, which run on all ranks at once; 0: Python's
     automatic collections, during which other ranks wait
     """
-    log_every: int = field(default=10, metadata={"min": 1})
-    """steps between lines of metrics.jsonl"""
+    log_every: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """steps between lines of metrics.jsonl; auto: 10, or a tenth of a run with less than 100 steps
+    """
     eval_every: int = field(default=0, metadata={"min": 0})
     """steps between evaluations; 0: only at the end"""
     eval_batches: int = field(default=16, metadata={"min": 0})
@@ -262,6 +266,13 @@ class TrainConfig:
         """Number of optimizer steps; may be read only after ``auto`` was resolved from the data."""
         assert self.steps != "auto"
         return self.steps
+
+    @property
+    def steps_per_log(self) -> int:
+        """Steps between lines of metrics.jsonl, at least ten lines for a run of ten steps."""
+        if self.log_every != "auto":
+            return self.log_every
+        return max(1, min(10, self.num_steps // 10))
 
     @property
     def parameter_bytes(self) -> int:

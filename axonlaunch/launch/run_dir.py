@@ -41,6 +41,7 @@ from axonlaunch.config.values.plain import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
 from axonlaunch.system.storage.files import (
@@ -95,13 +96,15 @@ def open_run_dir(
             another run uses the same checkpoint folder.
     """
     try:
-        config = _with_threads(_make_folder(config), sharing)
+        config = _make_folder(config)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         path = "runs" if config.run_dir == "auto" else config.run_dir
         raise _cannot_create(error, Path(path)) from None
     with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
+        if not is_submitted:  # the nodes of a job have other cores
+            config = _with_threads(config, sharing, announce)
         requested, config = config.checkpoint.resume, _with_resume(config)
         if requested != config.checkpoint.resume:
             announce(
@@ -189,13 +192,20 @@ def check_run_dir(config: RunConfig) -> None:
         raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)), folder)
 
 
-def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
+def _with_threads(
+    config: RunConfig, sharing: int | None, announce: Callable[[str], object]
+) -> RunConfig:
     """Resolve ``launch.threads`` for every node, so that the frozen configuration records it."""
     if config.launch.threads != "auto":
         return config
     assert config.launch.nproc != "auto"
     ranks = 1 if config.launch.backend == "mock" else sharing or config.launch.nproc
-    return with_values(config, {"launch.threads": host.threads(ranks=ranks)})
+    threads, name = host.threads(ranks=ranks), host.OMP_NUM_THREADS
+    reason = f"{host.cores()} cores for {ranks} process{'es' * (ranks > 1)}; {name} is not set"
+    if host.requested_threads() is not None:
+        reason = f"set by {name}"
+    announce(f"launch.threads={threads} ({reason})")
+    return with_values(config, {"launch.threads": threads})
 
 
 def _refuse_special_files(folder: Path) -> None:
@@ -260,7 +270,8 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     try:
-        changed = settings_unlike_resumed(config, frozen_settings(folder / CONFIG))
+        previous = frozen_settings(folder / CONFIG)
+        changed = settings_unlike_resumed(with_absolute_paths(config), previous)
     except (OSError, ValueError):
         changed = []  # the settings don't matter, because no step is left to train
     if changed:

@@ -15,14 +15,22 @@ from axonlaunch.checkpoint.exchange import weights
 from axonlaunch.checkpoint.exchange.base_weights import find_base_problems
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint
+from axonlaunch.checkpoint.format.step_folders import find_checkpoint
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
-from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
+from axonlaunch.config.precision import (
+    FP32,
+    NUMBER_FORMATS,
+    PRECISIONS,
+    StoredFormatName,
+    state_format,
+)
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
@@ -40,6 +48,24 @@ if TYPE_CHECKING:
 
 _DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
 """Types by their names in ``train.param_dtype``."""
+
+
+def with_resumed_precision(config: RunConfig) -> RunConfig:
+    """Decide ``train.precision=auto`` of a run that resumes: the precision that it began with.
+
+    A run that began on a GPU thus continues on a CPU with the same arithmetic.
+    """
+    root = checkpoint_root(config)
+    if config.train.precision != "auto" or root is None:
+        return config
+    try:
+        with reaching(root):
+            if resume_of(config) != "auto" or find_checkpoint(root) is None:
+                return config
+            began = frozen_settings(root / CONFIG).get("train.precision")
+    except (ConfigError, OSError, ValueError):
+        return config  # reported where the run is resumed
+    return with_values(config, {"train.precision": began}) if began in PRECISIONS else config
 
 
 def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -20,6 +19,7 @@ from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.code.plugins import import_callable, import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
 from axonlaunch.config.values.url import is_url
@@ -37,17 +37,24 @@ from axonlaunch.preflight.checkpoint import (
     checkpoint_problems,
     epochs_problems,
     first_row_at,
+    with_resumed_precision,
 )
 from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
+    model_data_mismatches,
     packing_problems,
     sample_problems,
     with_packing,
     with_steps,
 )
-from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
+from axonlaunch.preflight.devices import (
+    accelerators,
+    device_problems,
+    memory_of_a_rank,
+    with_device_precision,
+)
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
@@ -112,6 +119,8 @@ def _resolve(
     config = resolved(config, accelerators=devices)
     if here:
         config = with_backend(config, accelerators=devices)
+        config = with_device_precision(with_resumed_precision(config))
+    config = with_precision(config)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = with_packing(with_adapter_settings(with_absolute_paths(config)))
@@ -157,7 +166,7 @@ def _examine(
     if here and dataset is not None and not isinstance(dataset, Untokenised):
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
-        mismatches = list(_model_data_mismatches(config, spec, dataset))
+        mismatches = list(model_data_mismatches(config, spec, dataset, model))
         if needs_custom_loss(dataset) or config.train.loss is not None:
             mismatches = list(custom_data_problems(config, model, dataset))
         elif not mismatches and model is not None and source.code != "included":
@@ -247,59 +256,6 @@ def _model(
             message = f"initializers= returns no entry for {first_four(missing)}; add it"
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
-
-
-def _model_data_mismatches(
-    config: RunConfig, spec: ModelSpec, dataset: Dataset
-) -> Iterator[ConfigIssue]:
-    """Yield mismatches between the settings of the model and those of the data."""
-    source, name = source_of(config), config.data.name
-    if dataset.kind == "structured":
-        return
-    if spec.inputs not in ("any", dataset.kind):
-        message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
-        yield ConfigIssue("model.name", message, config.model.name)
-        return
-    size = source.size("vocab_size")
-    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
-        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
-        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
-        yield ConfigIssue("model.vocab_size", message, size)
-    longest, length = spec.max_positions, config.sequence_length
-    longest = source.size("max_position_embeddings") if longest is None else longest
-    if longest is not None and length is not None and length > longest:
-        # The number of positions of a pretrained model can't be changed.
-        remedy = "shorten it" if config.is_pretrained else "shorten it or raise that"
-        message = f"longer than {source.sizes_key}.max_position_embeddings={longest}; {remedy}"
-        yield ConfigIssue("data.sequence_length", message, length)
-    classes = source.size("num_classes")
-    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
-        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
-        yield ConfigIssue("model.num_classes", message, classes)
-    yield from _image_shape(config, dataset)
-
-
-def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Compare the sizes in an image model's configuration with those of the images."""
-    if dataset.kind != "images":
-        return
-    shape, source = dataset.sample_shape, source_of(config)
-    numel = torch.Size(shape).numel()
-    input_size = source.size("input_size")
-    if input_size is not None and input_size != numel:
-        yield ConfigIssue(
-            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
-        )
-    for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        configured = source.size(field)
-        if configured is not None and configured != actual:
-            yield ConfigIssue(
-                f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
-            )
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:

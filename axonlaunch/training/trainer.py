@@ -16,7 +16,7 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.datasets.dataset import AnyBatch
+from axonlaunch.data.datasets.dataset import AnyBatch, counted_in
 from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
@@ -172,7 +172,7 @@ def _do_steps(loop: _Loop, collection: GarbageCollection) -> bool:
         step = engine.step + 1
         last = step == num_steps
         is_saved = saver is not None and _due(step, saver.every, last=last)
-        is_logged = _due(step, config.log_every, last=last) or not loop.progress.started
+        is_logged = _due(step, config.steps_per_log, last=last) or not loop.progress.started
         interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
         if _due(step, config.eval_every, last=last) and config.eval_batches:
             loop.evaluate()
@@ -260,7 +260,7 @@ class _Loop:
                 loss,
                 int(count),
                 None if entropy is None else entropy(),
-                perplexity_of(loss) if dataset.kind == "tokens" else None,
+                perplexity_of(loss) if counted_in(dataset) == "tokens" else None,
                 dict(zip(held_out, means, strict=False)),
             )
         )

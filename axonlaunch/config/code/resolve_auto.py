@@ -10,6 +10,7 @@ from typing import Any
 
 from axonlaunch.config.consistency.layout import Layout, nodes, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import broken_sizes
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.plain import with_values
@@ -29,6 +30,7 @@ def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
     if config.strategy.auto:
         return config
     config = with_backend(resolved(config, accelerators=accelerators), accelerators=accelerators)
+    config = with_precision(config)
     if problems := list(broken_sizes(config)):
         raise ConfigError(problems)
     settings: dict[str, Any] = {}

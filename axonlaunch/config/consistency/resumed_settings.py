@@ -18,6 +18,8 @@ from axonlaunch.system.storage.files import read_text
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 """Settings that the result depends on; the layout and the number of steps are not included."""
+_DECIDED = ("data.packing", "train.precision")
+"""Settings of which ``auto`` is decided for the model, or by the resumed run."""
 
 
 def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
@@ -36,7 +38,7 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
     return [
         f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in keys
-        if now.get(key) != before.get(key)
+        if now.get(key) != before.get(key) and not (key in _DECIDED and now.get(key) == "auto")
     ]
 
 

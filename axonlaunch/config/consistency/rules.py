@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from axonlaunch.config.consistency.layout import (
     replicas,
 )
 from axonlaunch.config.consistency.run_name import run_name_issues
-from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.consistency.run_precision import precision_of, with_precision
 from axonlaunch.config.optimization.optimizer import WSDConfig
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
@@ -38,6 +39,7 @@ from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.plain import with_values
 from axonlaunch.config.values.url import is_url
+from axonlaunch.system.node import host
 from axonlaunch.system.storage.files import why_no_folder
 
 _FULL_STEPS = 16
@@ -52,6 +54,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
         message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
+    config = with_precision(config)
     problems = [
         *run_name_issues(config),
         *_unused_settings(config),
@@ -69,6 +72,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_tokenizer(config),
         *_saving(config),
         *_device(config),
+        *_threads(config),
         *_node_count(config),
         *_profile(config),
         *_trace(config),
@@ -330,6 +334,17 @@ def _device(config: RunConfig) -> Iterator[ConfigIssue]:
             "which this strategy needs; use mock"
         )
         yield ConfigIssue("launch.backend", message, launch.backend)
+
+
+def _threads(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem with the environment variable that ``launch.threads=auto`` reads."""
+    if config.launch.threads != "auto":
+        return
+    try:
+        host.requested_threads()
+    except ValueError as error:
+        message = f"{error}; correct or unset this variable, or set launch.threads"
+        yield ConfigIssue(host.OMP_NUM_THREADS, message, os.environ[host.OMP_NUM_THREADS])
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:

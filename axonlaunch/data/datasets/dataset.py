@@ -17,6 +17,7 @@ from axonlaunch.config.options.data import IGNORE_INDEX, Kind
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets.samples import CollatedSamples, Samples
 from axonlaunch.data.datasets.shuffle import Indices
+from axonlaunch.system.text.units import Counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,6 +195,8 @@ class DatasetInfo:
         tokenizer: Tokenizer of the text; None for other data.
         tokenising_ahead: Returns a context in which a separate process tokenises the remaining
             shards; None: no data is tokenised during a run.
+        counted: What the loss counts, which names metrics; None: the kind of the inputs, and
+            samples for structured ones.
     """
 
     notes: tuple[str, ...] = ()
@@ -206,6 +209,7 @@ class DatasetInfo:
     file_sums: Callable[[int | None], FileSums] | None = None
     tokenizer: Tokenizer | None = None
     tokenising_ahead: Callable[[TokenizerConfig], AbstractContextManager[object]] | None = None
+    counted: Counted | None = None
 
 
 class Dataset(Protocol):
@@ -251,6 +255,13 @@ class Dataset(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to text; only if ``is_text``."""
+
+
+def counted_in(dataset: Dataset) -> Counted:
+    """Return what a loss over a dataset counts: the unit that has one target."""
+    if dataset.info.counted is not None:
+        return dataset.info.counted
+    return "samples" if dataset.kind == "structured" else dataset.kind
 
 
 def sample_inputs(dataset: Dataset) -> Tensor:

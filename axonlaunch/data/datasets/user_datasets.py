@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from axonlaunch.data.datasets.dataset import Batch, Dataset, DatasetInfo, Kind, NoText, Split
 from axonlaunch.data.datasets.samples import Collate, Samples, collating
+from axonlaunch.system.text.units import Counted
 
 _DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
 _EVAL_FRACTION = 0.05
@@ -116,6 +117,7 @@ class PairsDataset(NoText):
         self._float_targets = targets.shape if _is_float(targets) else None
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
+        self._counted = _counted(self.kind, inputs.shape, targets.shape)
         has_classes = self._float_targets is None
         self.num_classes = _num_classes(pairs, num_classes, refusal) if has_classes else 0
         self.num_eval_samples = self._pairs.num_eval_samples
@@ -124,7 +126,7 @@ class PairsDataset(NoText):
     @property
     def info(self) -> DatasetInfo:
         """Optional facts."""
-        return DatasetInfo(float_targets=self._float_targets)
+        return DatasetInfo(float_targets=self._float_targets, counted=self._counted)
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
         """Return the samples with these indices, in this order.
@@ -292,6 +294,16 @@ def _is_pair(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
+
+
+def _counted(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
+    """Return what the targets of samples with these shapes belong to.
+
+    Inputs [C, H, W] are images even if their elements are integers.
+    """
+    if not targets:
+        return "images" if len(inputs) == 3 else "samples"
+    return "tokens" if kind == "tokens" and targets == inputs else "targets"
 
 
 def _is_float(array: npt.NDArray[Any]) -> bool:

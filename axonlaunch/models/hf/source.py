@@ -67,6 +67,10 @@ class HuggingFaceSource(ModelSource):
         del name
         return None
 
+    def setting(self, name: str, value: int) -> str:
+        """Return the override that changes a size."""
+        return f"{self.sizes_key}={{{name}: {value}}}"
+
     def figures(self) -> ModelFigures:
         """Return the sizes that planning scales, from the model's structure."""
         from axonlaunch.models.hf.analysis.figures import model_figures

@@ -155,6 +155,10 @@ class ModelSource:
         value: int | None = getattr(self.model, name, None)
         return value
 
+    def setting(self, name: str, value: int) -> str:
+        """Return the override that changes a size."""
+        return f"{self.sizes_key}.{name}={value}"
+
     def figures(self) -> ModelFigures:
         """Return the sizes that planning scales.
 

@@ -12,6 +12,7 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_of
@@ -62,6 +63,7 @@ def verify(
             config,
             task="counting accelerators",
         )
+        config = with_precision(config, has_bf16=devices > 0)  # that of a run on this node
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(
