@@ -18,7 +18,8 @@ from axonlaunch.checkpoint.format.manifest import Checkpoint
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
@@ -162,6 +163,25 @@ def _newest(config: RunConfig) -> Checkpoint | None:
         return None
     with reaching(folder):
         return fallback.newest_valid(folder)[0]
+
+
+def resumed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+
+    Returns:
+        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
+        is reported elsewhere.
+    """
+    if config.checkpoint.changed_data == "restart":
+        return {}
+    try:
+        checkpoint = _newest(config)
+        if checkpoint is None:
+            return {}
+        with reaching(checkpoint.path):
+            return frozen_settings(checkpoint.path.parent.parent / CONFIG)
+    except (ConfigError, OSError, ValueError):
+        return {}
 
 
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:
