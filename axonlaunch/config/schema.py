@@ -326,6 +326,14 @@ class CheckpointConfig:
     checkpoint. error: refuse to start; restart: keep weights, optimizer states and step, and read
     the data from its first row
     """
+    push: str | None = None
+    """model repository of the Hugging Face Hub, ORG/NAME, to which the weights of the last
+    checkpoint are uploaded at the end of the run; null: none
+    """
+    push_private: bool = False
+    """create the repository of push as a private one; false: as the account's settings say, which
+    is public by default, as transformers does. An existing repository stays as it is
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,6 +191,25 @@ def _newest(config: RunConfig) -> Checkpoint | None:
         return fallback.newest_valid(folder)[0]
 
 
+def resumed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+
+    Returns:
+        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
+        is reported elsewhere.
+    """
+    if config.checkpoint.changed_data == "restart":
+        return {}
+    try:
+        checkpoint = _newest(config)
+        if checkpoint is None:
+            return {}
+        with reaching(checkpoint.path):
+            return frozen_settings(checkpoint.path.parent.parent / CONFIG)
+    except (ConfigError, OSError, ValueError):
+        return {}
+
+
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:
     """Yield a problem if a run has already done more steps than its epochs take.
 

@@ -7,23 +7,28 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
 from torch import nn
 
+from axonlaunch.checkpoint.exchange.hub_push import push_problems
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.code.plugins import import_callable, import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import with_precision
+from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.hub.pinning import fetch_data
+from axonlaunch.data.hub.repository import Downloading
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
@@ -37,6 +42,7 @@ from axonlaunch.preflight.checkpoint import (
     checkpoint_problems,
     epochs_problems,
     first_row_at,
+    resumed_settings,
     with_resumed_precision,
 )
 from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
@@ -46,6 +52,7 @@ from axonlaunch.preflight.dataset import (
     model_data_mismatches,
     packing_problems,
     sample_problems,
+    with_hub_data,
     with_packing,
     with_steps,
 )
@@ -68,6 +75,9 @@ from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.text.formatting import size
 
+OnState = Callable[[Tokenising | Downloading], None]
+"""Receives the progress of the checks that may take minutes."""
+
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
     """Resolve values that depend on this node, and run all checks that need no rank.
@@ -86,14 +96,14 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
 
 def resolving(
     config: RunConfig, *, devices: int | None = None
-) -> Generator[Tokenising, None, RunConfig]:
-    """Resolve and check as ``resolve`` does, and yield the progress of tokenization.
+) -> Generator[Tokenising | Downloading, None, RunConfig]:
+    """Resolve and check as ``resolve`` does; yield the progress of downloads and tokenization.
 
     Raises:
         ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if devices is None else devices
-    states: SimpleQueue[Tokenising | None] = SimpleQueue()
+    states: SimpleQueue[Tokenising | Downloading | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
         checking = pool.submit(_resolve, config, devices=devices, here=True, report=states.put)
         checking.add_done_callback(lambda _: states.put(None))
@@ -113,7 +123,7 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
 
 
 def _resolve(
-    config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
+    config: RunConfig, *, devices: int, here: bool, report: OnState = lambda state: None
 ) -> RunConfig:
     import_plugins(config.plugins)  # the parent has imported them, but in another process
     config = resolved(config, accelerators=devices)
@@ -121,7 +131,11 @@ def _resolve(
         config = with_backend(config, accelerators=devices)
         config = with_device_precision(with_resumed_precision(config))
     config = with_precision(config)
-    if problems := fetch_model(config, here=here):
+    problems = fetch_model(config, here=here)
+    with gathering(problems):
+        resumed = resumed_settings(config)
+        config = with_hub_data(config, here=here, resumed=resumed, report=report)
+    if problems:
         raise ConfigError(problems)
     config = with_packing(with_adapter_settings(with_absolute_paths(config)))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
@@ -159,6 +173,8 @@ def _examine(
         problems += device_problems(config, devices)
         problems += _custom_loggers(config)
         problems += source.device_problems(config.launch.device)
+        if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
+            problems += push_problems(config.checkpoint.push)
     dataset, issues = described_dataset(config)
     problems += issues
     spec, model, issues = _model(config)
@@ -196,6 +212,20 @@ def _examine(
     if here and dataset is not None and not isinstance(dataset, Untokenised) and not problems:
         problems += changed_data_problems(config, dataset)
     return problems, None if isinstance(dataset, Untokenised) else dataset
+
+
+def fetch_for_node(config: RunConfig) -> None:
+    """Download the model and the data of a frozen configuration to this node.
+
+    Raises:
+        ConfigError: They can't be downloaded.
+    """
+    problems = fetch_model(config, here=True)
+    if isinstance(config.data, TextRowsConfig):
+        with gathering(problems):
+            fetch_data(config.data)
+    if problems:
+        raise ConfigError(problems)
 
 
 def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:

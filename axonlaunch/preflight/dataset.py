@@ -6,7 +6,7 @@ Text is tokenized only after all other checks have passed, because it may take h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.hub.pinning import commits_in, fetch_data, pinned_data
+from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.models.build import spec_for
@@ -27,6 +29,32 @@ from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
+
+
+def with_hub_data(
+    config: RunConfig,
+    *,
+    here: bool,
+    resumed: Mapping[str, Any],
+    report: OnDownload = lambda state: None,
+) -> RunConfig:
+    """Return a configuration with the commit of each data set of the Hub, after downloading them.
+
+    Args:
+        config: Configuration of the run.
+        here: Whether ranks of this node read the data; if not, nothing is downloaded.
+        resumed: Frozen configuration of the run that is resumed, by dotted key; {}: there is none.
+        report: Called from time to time during a download.
+
+    Raises:
+        ConfigError: A data set can't be found or downloaded.
+    """
+    if not isinstance(config.data, TextRowsConfig):
+        return config
+    data = pinned_data(config.data, earlier=commits_in(resumed))
+    if here:
+        fetch_data(data, report=report)
+    return with_values(config, {"data": data})
 
 
 def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:

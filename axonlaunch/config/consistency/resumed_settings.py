@@ -12,6 +12,7 @@ from typing import Any
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.environment_values import to_interpolations
+from axonlaunch.config.values.hub_reference import without_commits
 from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
@@ -38,8 +39,14 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
     return [
         f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in keys
-        if now.get(key) != before.get(key) and not (key in _DECIDED and now.get(key) == "auto")
+        if not _is_same(now.get(key), before.get(key))
+        and not (key in _DECIDED and now.get(key) == "auto")
     ]
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Return whether a value is that of the resumed run, which may have added a commit to it."""
+    return bool(now == before or (without_commits(now) == now == without_commits(before)))
 
 
 def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:

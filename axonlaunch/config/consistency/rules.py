@@ -37,6 +37,7 @@ from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.plain import with_values
 from axonlaunch.config.values.url import is_url
 from axonlaunch.system.node import host
@@ -301,6 +302,15 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    push = config.checkpoint.push
+    if push is not None and (reason := why_no_repo(push)) is not None:
+        yield ConfigIssue("checkpoint.push", reason, push)
+    elif push is not None and not config.checkpoint.every:
+        message = "no checkpoint is saved that could be uploaded; set checkpoint.every"
+        yield ConfigIssue("checkpoint.push", message, push)
+    if push is None and config.checkpoint.push_private:
+        message = "nothing is uploaded; write checkpoint.push=ORG/NAME, or use false"
+        yield ConfigIssue("checkpoint.push_private", message, True)
 
 
 def _trace(config: RunConfig) -> Iterator[ConfigIssue]:

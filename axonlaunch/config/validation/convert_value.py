@@ -45,7 +45,7 @@ def convert(value: Any, hint: Any) -> Any:
             raise Rejected("expected keys with values, as in {key: value}")
         return {str(key): convert(item, get_args(hint)[1]) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        raise Rejected("expected a group's option")
+        raise Rejected("expected a group of keys, as in {key: value}")
     return _scalar(value, hint)
 
 

@@ -258,11 +258,13 @@ def _default(spec: Any) -> Any:
 
 
 def _nested_dataclass(hint: Any, value: Any) -> type | None:
-    """Return the dataclass in a type hint; None if the value is null and the hint allows it."""
+    """Return the dataclass in a type hint; None if the hint allows another type for the value."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     candidates = [option for option in options if dataclasses.is_dataclass(option)]
     if not candidates or (value is None and type(None) in options):
         return None
+    if not isinstance(value, dict) and {*options} - {*candidates, type(None)}:
+        return None  # another option of the union
     return typing.cast("type", candidates[0])
 
 

@@ -20,7 +20,8 @@ from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, Tex
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
-from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.files.selection import training_sources
+from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder, token_cache
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.chat_rows import chat_columns, read_chat
@@ -64,8 +65,8 @@ def load_or_learn(
         message = "needs transformers; pip install 'axonlaunch[hf]'"
         raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
     configs = [*(data.sources().values() or [data])]
-    files = [(config, file) for config in configs for file in find_sources(config.files)]
-    named = [[source.name, source.size, source.stamp, *_fields(config)] for config, source in files]
+    files = [(config, file) for config in configs for file in training_sources(config)]
+    named = [[*source.identity, *_fields(config)] for config, source in files]
     text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     complete = token_cache.folder_of(data.cache_dir) / f"tokenizer-{name}"

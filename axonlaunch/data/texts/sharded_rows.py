@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
-from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.files.selection import training_sources
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Shard
@@ -69,11 +70,13 @@ class ShardedRows:
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
         self.folder = token_cache.folder_of(config.cache_dir)
-        sources = find_sources(config.files)
+        sources = training_sources(config)
         refuse_overlap(config, sources)
         self._corpus = corpus(config, sources, tokenizer, report)
         # It stays open: another thread evaluates its held-out samples.
-        self._first = self._rows_of_shard(0, held_out=config.held_out)
+        self._first = self._rows_of_shard(
+            0, held_out=config.held_out, validation_split=config.validation_split
+        )
         if not self._first.num_samples:
             message = (
                 "the first shard has no training rows; data.shuffle=all uses all files at once"
@@ -199,7 +202,9 @@ class ShardedRows:
             self._open.popitem(last=False)
         return rows
 
-    def _rows_of_shard(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
+    def _rows_of_shard(
+        self, number: int, *, held_out: Any, validation_split: str | None = None
+    ) -> TextRows:
         """Return the rows of a shard, tokenised if it is missing or has changed.
 
         Raises:
@@ -210,7 +215,7 @@ class ShardedRows:
                 self._corpus.verify([number])
             shard = self._corpus.shard(number)
         assert shard is not None
-        config = replace(self._config, held_out=held_out)
+        config = replace(self._config, held_out=held_out, validation_split=validation_split)
         return TextRows(config, self.tokenizer, report=self._report, shards=[shard])
 
     def _count_up_to(self, row: int) -> bool:

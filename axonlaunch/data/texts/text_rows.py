@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,8 @@ from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetInfo, F
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import permute
 from axonlaunch.data.files.rows import UnreadableFileError
-from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.files.selection import held_out_sources, training_sources
+from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.shard_maker import BadRowsError, EncodingError
@@ -70,12 +72,11 @@ class TextRows:
         self.sample_shape = (config.sequence_length,)
         self._is_packed = config.packing != "none"
         self._config = config
-        held_out = config.held_out if isinstance(config.held_out, list) else []
         self.folder = token_cache.folder_of(config.cache_dir)
-        eval_sources = find_sources(held_out, key="data.held_out")
+        eval_sources = held_out_sources(config)
         is_all = shards is None
         if shards is None:
-            sources = find_sources(config.files)
+            sources = training_sources(config)
             refuse_overlap(config, sources)
             with explain_failures(config):
                 shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
@@ -279,13 +280,22 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     Raises:
         ConfigError: There is such a file.
     """
-    trained = {source.name for source in sources}
-    held_out = config.held_out if isinstance(config.held_out, list) else []
-    for source in find_sources(held_out, key="data.held_out"):
-        if source.name in trained:
-            message = f"{source.name} is also in data.files and would be trained on; "
-            message += "remove it there"
-            raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
+    for held_out in held_out_sources(config):
+        if any(held_out.overlaps(source) for source in sources):
+            key, value = held_out_key(config)
+            what = (
+                f"{held_out.name} is" if held_out.last is None else f"rows of {held_out.name} are"
+            )
+            message = f"{what} also in data.files and would be trained on; remove "
+            message += "it there" if held_out.last is None else "them there, as in train[:90%]"
+            raise ConfigError([ConfigIssue(key, message, value)])
+
+
+def held_out_key(config: TextRowsConfig) -> tuple[str, Any]:
+    """Return the configuration key of held-out files, and its value."""
+    if config.validation_split is not None:
+        return "data.validation_split", config.validation_split
+    return "data.held_out", config.held_out_files.files
 
 
 def corpus(
@@ -359,7 +369,7 @@ def _choose_held_out(config: TextRowsConfig, documents: int) -> npt.NDArray[np.i
         ConfigError: All documents would be held out.
     """
     held_out = config.held_out
-    assert not isinstance(held_out, list)
+    assert isinstance(held_out, int | float)
     # A small fraction of few documents is rounded up to one, so that evaluation is possible.
     least = 1 if held_out and documents > 1 else 0
     count = held_out if isinstance(held_out, int) else max(least, round(documents * held_out))
