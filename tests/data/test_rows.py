@@ -15,7 +15,7 @@ import pytest
 from axonlaunch.config import ConfigError
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.files.selection import FileSelection
-from axonlaunch.data.texts.chat_rows import chat_columns
+from axonlaunch.data.texts.chats.chat_rows import chat_columns
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -96,11 +96,11 @@ def test_only_requested_columns_are_read(name: str, tmp_path: Path) -> None:
 
 def test_a_chat_of_a_table_is_read_of_the_columns_of_its_form() -> None:
     names = ["id", "image", "tools", "messages", "input"]
-    assert chat_columns(names, field=None) == ["tools", "messages"]
-    assert chat_columns(names, field="input") == ["tools", "input"]
-    assert chat_columns(["id", "prompt", "tools"], field=None) == ["id", "prompt", "tools"]
+    assert chat_columns(names, fields={}) == ["tools", "messages"]
+    assert chat_columns(names, fields={"messages": "input"}) == ["tools", "input"]
+    assert chat_columns(["id", "prompt", "tools"], fields={}) == ["id", "prompt", "tools"]
     alpaca = ["instruction", "input", "output"]
-    assert chat_columns([*alpaca, "text"], field=None) == alpaca
+    assert chat_columns([*alpaca, "text"], fields={}) == alpaca
 
 
 def test_a_text_file_is_one_row(tmp_path: Path) -> None:

@@ -10,11 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.values.hub_reference import parse_hub_reference
 from axonlaunch.config.values.split_text import parse_splits
 
 _LIMIT = "data.limit takes the first rows of any file"
 _OF_HUB_DATA = ("subset", "split", "validation_split")
+FIELDS = (
+    *("messages", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "tools"),
+)
+"""Names that ``data.fields`` of chats gives columns and keys for."""
+_FORMS = (("messages", "role", "content"), ("prompt", "completion"), FIELDS[5:8])
+"""Names of ``FIELDS`` that belong to one form of a row."""
 _OF_THE_MIX = {"of_all_groups": True}
 """Metadata of keys that have the same value for all sources of a mix."""
 
@@ -230,9 +238,21 @@ class ChatConfig(TextRowsConfig):
 
     name: str = "chat"
     """name of the dataset"""
-    messages_field: str | None = None
-    """field that contains the messages; null: messages (role, content), conversations (from,
-    value), prompt and completion, or instruction, input and output
+    fields: dict[str, str] = field(
+        default_factory=dict, metadata={"allowed": f"{{NAME: COLUMN}} with {', '.join(FIELDS)}"}
+    )
+    """names of columns, {prompt: question, completion: answer}, and of the keys of a message,
+    {messages: talk, role: from, content: value}. What is not named is recognised: messages (role,
+    content), conversations (from, value), prompt and completion, or instruction, input and output
+    """
+    prompt_format: str | None = None
+    """writes the prompt of a row from its columns, and its completion without a chat template:
+    alpaca, dolly, question, a file, or text with {COLUMN} or in Jinja; null: messages are rendered
+    by the chat template
+    """
+    chat_template: str | None = field(default=None, metadata=_OF_THE_MIX)
+    """chat template instead of the tokenizer's, which is kept and exported with it: chatml, llama3,
+    gemma, phi3, zephyr, alpaca, a file, or text in Jinja; null: that of the tokenizer
     """
     train_on: Literal["assistant", "all"] = "assistant"
     """tokens that count in the loss. assistant: tokens of the assistant, found by the generation
@@ -246,3 +266,30 @@ class ChatConfig(TextRowsConfig):
     but a small number of chats is spread over 64 rows so that there is more than one batch, and
     none if the model cannot separate chats. Chats never attend to each other
     """
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for each invalid combination of values."""
+        problems = super().problems()
+        for name, column in self.fields.items():
+            if name not in FIELDS and self.prompt_format is None:
+                message = unknown("field", name, [*FIELDS])
+                problems.append((f"fields.{name}", message))
+            elif not column:
+                problems.append((f"fields.{name}", "is empty; write the name of a column"))
+        used = [form for form in _FORMS if {*form} & self.fields.keys()]
+        if len(used) > 1 and self.prompt_format is None:
+            both = [next(name for name in form if name in self.fields) for form in used]
+            message = f"{both[0]} and {both[1]} are of different forms of a row; name one form"
+            problems.append(("fields", message))
+        if self.prompt_format is not None and {*_FORMS[0]} & self.fields.keys():
+            message = "data.prompt_format takes columns of text, not messages; use one of them"
+            problems.append(("fields", message))
+        if self.prompt_format is not None and self.chat_template is not None:
+            message = "data.prompt_format writes rows without a chat template; use one of them"
+            problems.append(("chat_template", message))
+        problems += [
+            (name, "is empty; write a name, a file or a text, or null")
+            for name in ("prompt_format", "chat_template")
+            if getattr(self, name) == ""
+        ]
+        return problems

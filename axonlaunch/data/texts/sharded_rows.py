@@ -40,6 +40,8 @@ from axonlaunch.system.text.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
 """Distinguish the orders of shards, and of the rows in them, from other orders."""
+_FILLING = 2
+"""Changed whenever rows are filled differently; the noted numbers of rows are then invalid."""
 _LARGEST_NOTE = 1 << 10
 _OPEN = 4
 """Number of shards with rows kept in memory; other shards are mapped again when needed."""
@@ -235,7 +237,7 @@ class ShardedRows:
         A resumed run therefore opens the shard at its position, and no earlier shards.
         """
         config = self._config
-        filling = [config.sequence_length, config.packing, config.too_long]
+        filling = [_FILLING, config.sequence_length, config.packing, config.too_long]
         digest = hashlib.sha256(json.dumps(filling).encode()).hexdigest()[:16]
         note = shard.folder / f"rows-{digest}.json"
         try:

@@ -206,20 +206,24 @@ class TextRows:
     def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
         """Pack documents into rows.
 
+        A whole document has at most as many tokens as a row has positions, although the last one,
+        from which nothing is predicted, takes none: a model never sees more tokens than that.
+
         Raises:
             ConfigError: A document is too long, and ``data.too_long`` is ``error``.
         """
         (length,) = self.sample_shape
         starts, places = self._starts[documents], self._places[documents]
         if self._config.packing != "concat":
-            is_long = places > length
+            longest = length - 1
+            is_long = places > longest
             self._too_long += int(is_long.sum())
             if is_long.any() and self._config.too_long == "error":
                 raise ConfigError([self._length_issue(documents[is_long])])
             if self._config.too_long == "drop":
                 starts, places = starts[~is_long], places[~is_long]
             elif is_long.any():
-                places = np.minimum(places, length)
+                places = np.minimum(places, longest)
                 counts = ~is_long
                 counts[is_long] = [
                     self._counts(*span)
@@ -235,7 +239,7 @@ class TextRows:
         more = f" (and {len(documents) - 1} more)" if len(documents) > 1 else ""
         message = (
             f"{self._source(first)}: {int(self._places[first]) + 1} tokens{more}; a row takes "
-            f"{self.sample_shape[0] + 1}; use data.sequence_length={longest - 1}, truncate or drop"
+            f"{self.sample_shape[0]}; use data.sequence_length={longest}, truncate or drop"
         )
         return ConfigIssue("data.too_long", message, "error")
 

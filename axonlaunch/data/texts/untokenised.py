@@ -9,7 +9,7 @@ from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets.dataset import DatasetInfo, Kind
 from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.texts.encoders import make_encoder
-from axonlaunch.data.tokenizers.tokenizer import load_tokenizer
+from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Unto
     if tokenizer.name == "train":
         vocab_size = tokenizer.vocab_size
     else:
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_or_learn(tokenizer, config, report=lambda state: None)
         for source in config.sources().values() or [config]:
             make_encoder(source, loaded)
         vocab_size = loaded.vocab_size
