@@ -8,14 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.optimization.optimizer import (
-    OPTIMIZERS,
-    SCHEDULERS,
-    AdamWConfig,
-    CosineConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, AdamWConfig, OptimizerConfig
+from axonlaunch.config.optimization.schedules import SCHEDULERS, CosineConfig, SchedulerConfig
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
@@ -219,6 +213,14 @@ class TrainConfig:
         metadata={"typed_by": "loss", "allowed": "keys of a registered loss, or null"},
     )
     """keys of the registered loss"""
+    label_smoothing: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    """share of the target's probability that cross entropy spreads evenly over all classes in
+    training; evaluations report the loss without it
+    """
+    z_loss: float = field(default=0.0, metadata={"min": 0})
+    """factor of the squared log of the softmax's denominator, which is added to the cross entropy
+    of each target in training, usually 1e-4; evaluations report the loss without it
+    """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks
@@ -250,8 +252,10 @@ class TrainConfig:
     log_every: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """steps between lines of metrics.jsonl; auto: 10, or a tenth of a run with less than 100 steps
     """
-    eval_every: int = field(default=0, metadata={"min": 0})
-    """steps between evaluations; 0: only at the end"""
+    eval_every: int | str = field(
+        default=0, metadata={"min": 0, "allowed": "steps from 0, or epochs as in '0.5 epoch'"}
+    )
+    """steps between evaluations, or epochs as in '0.5 epoch'; 0: only at the end"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, limited by the held-out data; 0: no evaluation"""
     eval_at_start: bool = False
@@ -299,8 +303,16 @@ class EstimateConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = field(default=0, metadata={"min": 0})
-    """steps between checkpoints; the last step is saved too; 0: no checkpoints"""
+    every: int | str | list[int] = field(
+        default=0,
+        metadata={
+            "min": 0,
+            "allowed": "steps from 0, epochs as in '0.5 epoch', or a list of steps",
+        },
+    )
+    """steps between checkpoints, or epochs as in '0.5 epoch', or a list of steps, whose checkpoints
+    are all kept; the last step is saved too; 0: no checkpoints
+    """
     keep_last: int = field(default=2, metadata={"min": 1})
     """number of newest checkpoints to keep"""
     keep_every_n_steps: int = field(default=0, metadata={"min": 0})
@@ -320,6 +332,10 @@ class CheckpointConfig:
     resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
     """checkpoint to resume from. auto: the newest of this run folder; never: start from step 0; or
     the path of a run folder or a checkpoint
+    """
+    overwrite: bool = False
+    """start from step 0 in a run folder that contains a run, which is first moved aside: to the
+    same name with a number, runs/demo.1
     """
     changed_data: Literal["error", "restart"] = "error"
     """behaviour if data files, chat template or options of data differ from those of the resumed

@@ -39,7 +39,7 @@ from axonlaunch.engines.forward_backward import (
 )
 from axonlaunch.engines.mesh_engine import EngineParts, MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
-from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.engines.pipeline.split import (
     Part,
     around_blocks,
@@ -299,7 +299,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
-            ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
+            ChunkedLoss(chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:

@@ -18,7 +18,12 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import storage
-from axonlaunch.checkpoint.loading.resume_source import resume_of, resume_of_restart
+from axonlaunch.checkpoint.loading.resume_source import (
+    is_launched_by,
+    is_of,
+    resume_of,
+    resume_of_restart,
+)
 from axonlaunch.checkpoint.loading.run_lock import lock_checkpoints
 from axonlaunch.config import (
     CONFIG,
@@ -96,7 +101,7 @@ def open_run_dir(
             another run uses the same checkpoint folder.
     """
     try:
-        config = _make_folder(config)
+        config = _make_folder(config, announce)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
@@ -167,7 +172,8 @@ def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConf
     except NotARunError:
         return config
     resume = resume_of_restart(resolved, events, launched_by=identity.name)
-    return with_values(config, {"checkpoint.resume": resume})
+    overwrites = config.checkpoint.overwrite and not is_launched_by(events, identity.name)
+    return with_values(config, {"checkpoint.resume": resume, "checkpoint.overwrite": overwrites})
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -287,7 +293,8 @@ def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
     """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
     return (
         f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
-        "steps; to continue, use more train.steps; to start over, use another name"
+        "steps; to continue, use more train.steps; to start over, use another name "
+        "or checkpoint.overwrite=true"
     )
 
 
@@ -320,15 +327,32 @@ def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     return ConfigError([ConfigIssue("run_dir", message)])
 
 
-def _make_folder(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir``, and create the folder."""
+def _make_folder(config: RunConfig, announce: Callable[[str], object]) -> RunConfig:
+    """Resolve ``name`` and ``run_dir``, and create the folder.
+
+    With ``checkpoint.overwrite`` a run in it is moved aside first. The returned configuration does
+    not have this setting, so that a restart resumes.
+    """
     if config.name == config.run_dir == "auto":
         folder = create_unique(default_name(config))
-        return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+        config = dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+        return with_values(config, {"checkpoint.overwrite": False})
     config = with_run_dir(config)
     _refuse_overwriting(config)
-    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return config
+    folder = Path(config.run_dir)
+    if config.checkpoint.overwrite and (folder / CONFIG).exists():
+        with _hold(folder), lock_checkpoints(config):
+            kept = _free_path(folder)
+            folder.rename(kept)
+        announce(f"{config.name}: starting over; the earlier run was moved to {kept}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return with_values(config, {"checkpoint.overwrite": False})
+
+
+def _free_path(folder: Path) -> Path:
+    """Return the first path beside a folder, with a number, that does not exist."""
+    paths = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return next(path for path in paths if not is_there(path))
 
 
 def with_run_dir(config: RunConfig) -> RunConfig:
@@ -369,12 +393,23 @@ def default_name(config: RunConfig) -> str:
 
 
 def _refuse_overwriting(config: RunConfig) -> None:
-    if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
+    resume, overwrite = config.checkpoint.resume, config.checkpoint.overwrite
+    if not (Path(config.run_dir) / CONFIG).exists():
+        return
+    message = ""
+    if resume == "never" and not overwrite:
         message = (
-            f"{config.run_dir} already contains a run; choose another name, "
-            "or continue it with checkpoint.resume=auto"
+            f"{config.run_dir} already contains a run; choose another name, continue it with "
+            "checkpoint.resume=auto, or move it aside with checkpoint.overwrite=true"
         )
-        raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])
+    is_path = resume not in ("auto", "never")
+    if overwrite and is_path and is_of(storage.storage_path(resume), Path(config.run_dir)):
+        message = (
+            "is in the run that checkpoint.overwrite=true moves aside; remove that setting, or "
+            "choose another name"
+        )
+    if message:
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -62,9 +62,13 @@ from axonlaunch.preflight.devices import (
     memory_of_a_rank,
     with_device_precision,
 )
-from axonlaunch.preflight.model_outputs import head_problems, output_problems
+from axonlaunch.preflight.model_outputs import (
+    head_problems,
+    loss_term_problems,
+    output_problems,
+)
 from axonlaunch.preflight.module_trace import trace_problems
-from axonlaunch.preflight.optimizer import optimizer_problems
+from axonlaunch.preflight.optimizer import optimizer_problems, rate_problems
 from axonlaunch.preflight.parallelism import (
     AXIS_PROBLEMS,
     first_four,
@@ -144,6 +148,7 @@ def _resolve(
         config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
         problems = find_rule_violations(config)  # again, because the number of steps is now known
         problems += epochs_problems(config, epochs=epochs)
+        problems += rate_problems(config)
     if problems:
         raise ConfigError(problems)
     return config
@@ -181,6 +186,8 @@ def _examine(
     problems += issues
     if here and dataset is not None and not isinstance(dataset, Untokenised):
         problems += sample_problems(config, dataset)
+    if spec is not None:
+        problems += loss_term_problems(config.train, spec)
     if spec is not None and dataset is not None:
         mismatches = list(model_data_mismatches(config, spec, dataset, model))
         if needs_custom_loss(dataset) or config.train.loss is not None:

@@ -103,6 +103,17 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
                 reason = "is not known, because its stream has no __len__; use"
             message = f"the number of samples in the data {reason} train.steps"
             yield ConfigIssue("train.epochs", message, config.train.epochs)
+        intervals = {
+            "train.eval_every": config.train.eval_every,
+            "checkpoint.every": config.checkpoint.every,
+        }
+        for key, interval in intervals.items():
+            if isinstance(interval, str):
+                reason = "all of it is tokenized; use data.shuffle=all, or a number of steps"
+                if is_stream:
+                    reason = "the stream ends; use a number of steps, or give it __len__"
+                message = f"the number of samples in an epoch is not known before {reason}"
+                yield ConfigIssue(key, message, interval)
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         if isinstance(config.data, TextRowsConfig):

@@ -225,6 +225,7 @@ def _saver(
         retention=Retention(
             newest=config.checkpoint.keep_last,
             every=config.checkpoint.keep_every_n_steps,
+            steps=tuple(every) if isinstance(every := config.checkpoint.every, list) else (),
             best=config.checkpoint.keep_best,
         ),
         every=config.checkpoint.every,

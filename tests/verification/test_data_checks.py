@@ -18,7 +18,7 @@ from corpus import functions, write_jsonl
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig
-from axonlaunch.config.optimization.optimizer import ConstantConfig
+from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig

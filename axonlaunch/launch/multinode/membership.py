@@ -291,7 +291,7 @@ class NodeMembership:
         """Return whether a node waits that can join, and a restart loses no progress."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
-        return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
+        return bool(self._given.checkpoint.every) and self._rounds.newcomers() > 0
 
     def _about(self) -> dict[str, Any]:
         return {

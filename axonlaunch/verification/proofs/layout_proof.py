@@ -26,7 +26,8 @@ from axonlaunch.config import (
 from axonlaunch.config.axes import AXES
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.optimization.optimizer import AdamWConfig, ConstantConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
+from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
