@@ -13,6 +13,7 @@ from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
 from axonlaunch.data.datasets.registry import register_dataset
+from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
 
 if TYPE_CHECKING:
     from axonlaunch.data.datasets.dataset import Dataset
@@ -45,8 +46,13 @@ def build_dataset(
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
-        built = build(config)
-        return built if DATASETS.is_included(config.name) else _as_dataset(built, config)
+        if DATASETS.is_included(config.name):
+            return build(config)
+        with kept_generators():
+            # Every rank builds the same dataset, even if it is shuffled here.
+            seed_generators(0)
+            built = build(config)
+        return _as_dataset(built, config)
     from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
     loaded = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
@@ -68,4 +74,6 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
         eval_fraction=getattr(config, "eval_fraction", None),
         num_classes=getattr(config, "num_classes", None),
         refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
+        description=f"data={config.name}",
+        num_workers=getattr(config, "workers", 0),
     )

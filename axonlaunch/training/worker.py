@@ -81,6 +81,7 @@ def run(
         layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
+        num_workers=getattr(config.data, "workers", 0),
     )
     peak_memory = _peak_memory(config, world, cpu_peak)
     source = Source(storing=peak_memory.storing)

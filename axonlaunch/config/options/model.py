@@ -193,6 +193,8 @@ class TransformersModel:
     """branch, tag or commit of the model id; null: the main branch"""
     trust_remote_code: bool = False
     """run Python code that is distributed with the model"""
+    router_aux_loss: float | bool | None = field(default=None, metadata={"min": 0})
+    """weight of the loss that balances experts; null: that of the model's config; false: no loss"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,8 @@ class HuggingFaceConfig(TransformersModel):
             return [("path", "is empty; write a folder or a model id, or null")]
         if self.path is None and self.init == "pretrained" and self.weights is None:
             return [("init", "model.path names no weights to read; use random, or set model.path")]
+        if self.router_aux_loss is True:
+            return [("router_aux_loss", "names no weight; use null for that of the model's config")]
         if self.path is None and self.revision is not None:
             return [
                 ("revision", "applies to a model id, but model.path is null; remove this setting")

@@ -128,12 +128,7 @@ class TextMix:
             batches.append(self._sources[number].samples(rows[here], split=split))
             order.append(here)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
-        positions = [batch.positions for batch in batches if batch.positions is not None]
-        return Batch(
-            torch.cat([batch.inputs for batch in batches])[back],
-            torch.cat([batch.targets for batch in batches])[back],
-            torch.cat(positions)[back] if positions else None,
-        )
+        return Batch.join(batches).map(lambda tensor: tensor[back])
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield (source name, file and row; document part) for each document in a packed row."""

@@ -120,16 +120,9 @@ class ShardedRows:
         """Return the rows with these indices, in this order."""
         if split == "eval" or not len(indices):
             return self._first.samples(indices, split=split)
-        import torch
-
         locations = [self._locate(int(index)) for index in indices]
         batches = [self._rows(shard).samples([row], split=split) for shard, row in locations]
-        positions = [part.positions for part in batches if part.positions is not None]
-        return Batch(
-            torch.cat([part.inputs for part in batches]),
-            torch.cat([part.targets for part in batches]),
-            torch.cat(positions) if positions else None,
-        )
+        return Batch.join(batches)
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield (file and row; document part) for each document in a packed training row."""

@@ -133,6 +133,7 @@ class TextRows:
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         # The rest of a row forms a separate document without targets.
         positions = np.zeros(shape, dtype=np.int64)
+        present = np.zeros(shape, dtype=np.bool_)
         for row, index in enumerate(indices):
             start = 0
             for piece in self.pieces(int(index), split=split):
@@ -142,8 +143,9 @@ class TextRows:
                 targets[row, start:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
                 positions[row, start:end] = np.arange(length)
                 start = end
+            present[row, :start] = True
             positions[row, start:] = np.arange(shape[1] - start)
-        return Batch.from_numpy(inputs, targets, positions if self._is_packed else None)
+        return Batch.from_numpy(inputs, targets, positions if self._is_packed else None, present)
 
     def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
         """Yield the documents, or parts of them, in a row."""

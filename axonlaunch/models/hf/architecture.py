@@ -12,7 +12,7 @@ from typing import Any
 
 from axonlaunch.config.options.model import MOST_LAYERS, TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, plain
 from axonlaunch.models.hf.reading import files, library
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
@@ -25,6 +25,10 @@ _COUNTS = ("layers", "n_layer", "experts", "blocks")
 """Endings of keys for numbers of blocks and experts."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which transformers converts to ``rope_parameters``."""
+_ROUTER_LOGITS = "output_router_logits"
+"""Key that makes a model compute the auxiliary loss of its routers."""
+ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Keys, and attributes of models, with the weight of this loss."""
 _EACH_BLOCK = "per_layer_config"
 """Key for per-block settings by block number, which newer versions accept in every class."""
 
@@ -48,8 +52,39 @@ def architecture(config: TransformersModel) -> Any:
         _refuse_kind(model_type, config)
         typed = _type_content(config, content, str(model_type))
     _refuse_untrainable(typed, config)
+    _choose_router_loss(typed, config)
     typed.use_cache = False
     return typed
+
+
+def _choose_router_loss(typed: Any, config: TransformersModel) -> None:
+    """Turn the auxiliary loss of routers on or off, and set its weight.
+
+    As in trl, it is on if the configuration has a weight for it, even if the file says
+    ``output_router_logits: false``, the default of transformers.
+
+    Raises:
+        ConfigError: The model has no such loss, but a weight is given.
+    """
+    weight, key = config.router_aux_loss, f"model.config.{_ROUTER_LOGITS}"
+    if not hasattr(typed, _ROUTER_LOGITS):
+        if weight:
+            message = f"model_type={typed.model_type} has no routers with an auxiliary loss"
+            raise ConfigError(
+                [ConfigIssue("model.router_aux_loss", f"{message}; use null", weight)]
+            )
+        return
+    configured = config.config.get(_ROUTER_LOGITS)
+    if weight is not None:
+        if configured is not None and bool(configured) != bool(weight):
+            message = f"contradicts model.router_aux_loss={plain(weight)}; remove this setting"
+            raise ConfigError([ConfigIssue(key, message, configured)])
+        setattr(typed, _ROUTER_LOGITS, bool(weight))
+        for name in ROUTER_LOSS_WEIGHTS:
+            if weight and hasattr(typed, name):
+                setattr(typed, name, float(weight))
+    elif configured is None and any(getattr(typed, name, None) for name in ROUTER_LOSS_WEIGHTS):
+        setattr(typed, _ROUTER_LOGITS, True)
 
 
 def _type_content(config: TransformersModel, content: dict[str, Any], kind: str) -> Any:

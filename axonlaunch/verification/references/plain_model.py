@@ -131,13 +131,15 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
             surplus = 0 if part.start < end else len(batch.inputs[part])
             part = part if surplus else slice(part.start, min(part.stop, end))
             positions = None if batch.positions is None else batch.positions[part]
-            yield Batch(batch.inputs[part], batch.targets[part], positions, surplus)
+            present = None if batch.present is None else batch.present[part]
+            yield Batch(batch.inputs[part], batch.targets[part], positions, surplus, present)
             continue
         items = batch.items[part]
         counted = [True] * len(items) if batch.counted is None else batch.counted[part]
         # If no item is counted, the model still computes all of them.
         kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
-        yield CollatedSamples(batch.collate(kept), len(kept), is_counted=any(counted))
+        full_one = batch.combine(kept, start=part.start, stop=part.stop)
+        yield CollatedSamples(full_one, len(kept), is_counted=any(counted))
 
 
 def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -145,7 +147,9 @@ def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroB
     if isinstance(batch, CollatedSamples):
         return replace(batch, full=map_tensors(function, batch.full))
     positions = None if batch.positions is None else function(batch.positions)
-    return Batch(function(batch.inputs), function(batch.targets), positions, batch.surplus)
+    present = None if batch.present is None else function(batch.present)
+    inputs, targets = function(batch.inputs), function(batch.targets)
+    return Batch(inputs, targets, positions, batch.surplus, present)
 
 
 def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:
@@ -154,7 +158,10 @@ def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], d
     Of a batch that is a mapping, the entries that the forward has parameters for are passed.
     """
     if isinstance(batch, Batch):
-        return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
+        named = {} if batch.positions is None else {"positions": batch.positions}
+        if batch.present is not None and getattr(model, "takes_present", False):
+            named["present"] = batch.present
+        return [batch.inputs], named
     full = batch.full
     if isinstance(full, Mapping):
         names = signature(model.forward).parameters
