@@ -157,7 +157,7 @@ _PRECISIONS = (
     ),
 )
 PRECISIONS: dict[str, Precision] = {each.name: each for each in _PRECISIONS}
-MIXED_PRECISION = PRECISIONS["bf16"]
+FULL_PRECISION, MIXED_PRECISION = PRECISIONS["fp32"], PRECISIONS["bf16"]
 """Precision that ``mixed_precision=True`` selects in the Python interface."""
 
 

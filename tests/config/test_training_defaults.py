@@ -12,7 +12,8 @@ from axonlaunch.config import flatten, to_tree
 from axonlaunch.config.composition.origins import origins_of
 from axonlaunch.config.consistency.resumed_settings import settings_unlike_resumed
 from axonlaunch.config.consistency.run_precision import with_precision
-from axonlaunch.config.optimization.optimizer import AdamWConfig, CosineConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
+from axonlaunch.config.optimization.schedules import CosineConfig
 from axonlaunch.config.optimization.training_defaults import note_on_defaults
 
 PRETRAINED = ["model=hf", "model.path=/models/qwen"]

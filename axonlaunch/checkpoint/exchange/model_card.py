@@ -17,9 +17,9 @@ from typing import Any
 from axonlaunch.checkpoint.format.manifest import Checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.documents import TextRowsConfig
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.values.hub_reference import parse_hub_reference
 from axonlaunch.config.values.plain import LARGEST_YAML
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.system.storage.files import read_text
 from axonlaunch.system.storage.run_files import ORIGINS
 
@@ -41,9 +41,9 @@ def model_card(checkpoint: Checkpoint, config: RunConfig, *, is_adapter: bool) -
     import yaml
 
     head: dict[str, Any] = {"tags": ["axonlaunch"]}
-    if isinstance(config.model, HuggingFaceConfig):
+    if source_of(config).code == "library":
         head["library_name"] = "peft" if is_adapter else "transformers"
-        if (base := _base_model(config.model)) is not None:
+        if (base := _base_model(config)) is not None:
             head["base_model"] = base
     if datasets := [name for name, is_of_hub in _data(config) if is_of_hub]:
         head["datasets"] = [*dict.fromkeys(name.partition("@")[0] for name in datasets)]
@@ -72,13 +72,11 @@ def model_card(checkpoint: Checkpoint, config: RunConfig, *, is_adapter: bool) -
 
 
 def _rows(checkpoint: Checkpoint, config: RunConfig) -> Iterator[tuple[str, str]]:
-    model = config.model
-    if not isinstance(model, HuggingFaceConfig):
-        yield "base model", f"none; {model.name} trained from scratch"
-    elif model.path is None or model.init == "random":
-        yield "base model", "none; trained from scratch"
+    path = config.model_path
+    if path is not None and config.is_pretrained:
+        yield "base model", _base_model(config) or Path(path).name
     else:
-        yield "base model", _base_model(model) or Path(model.path).name
+        yield "base model", f"none; {config.model.name} trained from scratch"
     if config.adapter is not None:
         yield "adapter", config.adapter.name
     yield "data", ", ".join(name for name, _ in _data(config)) or config.data.name
@@ -89,11 +87,12 @@ def _rows(checkpoint: Checkpoint, config: RunConfig) -> Iterator[tuple[str, str]
         yield "evaluation loss", f"{checkpoint.eval_loss:.4f}"
 
 
-def _base_model(model: HuggingFaceConfig) -> str | None:
+def _base_model(config: RunConfig) -> str | None:
     """Return the id of the pretrained model; None for a folder, or a model from scratch."""
-    if model.path is None or model.init == "random" or Path(model.path).exists():
+    path = config.model_path
+    if path is None or not config.is_pretrained or Path(path).exists():
         return None
-    return model.path if parse_hub_reference(model.path) is not None else None
+    return path if parse_hub_reference(path) is not None else None
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, bool]]:

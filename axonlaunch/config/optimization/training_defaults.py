@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.precision import FULL_PRECISION, MIXED_PRECISION
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.registry import EntryPointError, UnknownNameError
 from axonlaunch.config.values.plain import flatten
 
 Trained = Literal["full", "adapter", "scratch"]
 
-LABELS: dict[Trained, str] = {
+TRAINED_NAMES: dict[Trained, str] = {
     "full": "full fine-tuning",
     "adapter": "an adapter of a pretrained model",
     "scratch": "a model of transformers from scratch",
@@ -110,14 +111,15 @@ def note_on_defaults(tree: Mapping[str, Any]) -> str:
         reason = ""
         if key == "train.precision":
             on_cpu = values["launch.device"] == "cpu"
-            value, reason = ("fp32", " (on a CPU)") if on_cpu else ("bf16", "")
+            value = (FULL_PRECISION if on_cpu else MIXED_PRECISION).name
+            reason = " (on a CPU)" if on_cpu else ""
         if plain(values[key]) == plain(value):
             shown.append(f"{key}={plain(value)}{reason}")
     if trained is None or not shown:
         return ""
     first, *others = shown
     also = f"; also {', '.join(others)}" if others else ""
-    return f"{first}, the default for {LABELS[trained]}{also}"
+    return f"{first}, the default for {TRAINED_NAMES[trained]}{also}"
 
 
 def _name(tree: Mapping[str, Any], group: str) -> str:
