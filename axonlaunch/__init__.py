@@ -162,6 +162,7 @@ if TYPE_CHECKING:
     )
     from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
     from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
+    from axonlaunch.engines.optimizer.registry import register_scheduler as register_scheduler
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
     )
@@ -278,7 +279,7 @@ _NAMES_BY_MODULE = {
         "GradSyncStrategy",
         "GradientSynchronizer",
     ),
-    "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
+    "axonlaunch.engines.optimizer.registry": ("register_optimizer", "register_scheduler"),
     "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
     "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),

@@ -15,8 +15,8 @@ _LARGEST_EXPONENT = 709.0
 class Started:
     """Every rank is ready for the first step.
 
-    ``counted`` is the unit that has one target each: tokens, or whole images. ``samples`` is None
-    if a stream does not know its length.
+    ``counted`` is what the loss counts: tokens, images or samples with one target each, or targets.
+    ``samples`` is None if a stream does not know its length.
     """
 
     run_dir: str
@@ -24,7 +24,7 @@ class Started:
     device: str
     parameters: int
     samples: int | None
-    counted: Literal["tokens", "images", "samples"]
+    counted: Literal["tokens", "images", "samples", "targets"]
     step: int
     steps: int
     resumed_from: str | None
@@ -59,8 +59,8 @@ class Straggler:
 class StepLogged:
     """A logged step, with the fields of a line of ``metrics.jsonl``.
 
-    If targets are images or other samples, files and loggers use ``images`` or ``samples`` instead
-    of ``tokens`` in these names (``system.text.units``).
+    If the loss does not count tokens, files and loggers use ``images``, ``samples`` or ``targets``
+    instead of ``tokens`` in these names (``system.text.units``).
 
     Attributes:
         step: Number of optimizer steps done.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +31,7 @@ EXAMPLES = """Examples:
   axonlaunch checkpoint diff runs/a/checkpoints/step_100 \\
       runs/b/checkpoints/step_100
   axonlaunch checkpoint export runs/gpt-fsdp exported
+  axonlaunch checkpoint export runs/gpt-fsdp --push ORG/NAME
   axonlaunch checkpoint import exported runs/imported
 """
 MAX_SHOWN_TENSORS = 10
@@ -211,7 +214,10 @@ def _show_differences(differences: list[TensorDifference]) -> None:
 )
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="Folder to create.", show_default=False),
+    ] = None,
     form: Annotated[
         str,
         typer.Option("--format", metavar="FORMAT", help="File format; only safetensors."),
@@ -236,34 +242,80 @@ def export(
             "PEFT's format.",
         ),
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="ORG/NAME",
+            help="Upload to this model repository of the Hugging Face Hub, with a model card.",
+            show_default=False,
+        ),
+    ] = None,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private",
+            help="Create the repository as a private one. Otherwise your account's settings on "
+            "the Hub decide, which is public by default.",
+        ),
+    ] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Export weights as safetensors files."""
+    """Export weights as safetensors files, and upload them to the Hugging Face Hub."""
+    from axonlaunch.config import ConfigError
     from axonlaunch.config.precision import NUMBER_FORMATS
     from axonlaunch.config.problems.errors import one_of
 
+    if out is None and push is None:
+        refuse("OUT: is missing; give a folder to create, or --push ORG/NAME")
+    if private and push is None:
+        refuse("--private: nothing is uploaded; add --push ORG/NAME")
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in NUMBER_FORMATS:
         refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
     checkpoint = _checkpoint(run_dir)
     config = _config(checkpoint, trust)
-    with spinner("writing"):
+    with ExitStack() as stack:
+        show = stack.enter_context(spinner("writing"))
         import torch
 
-        from axonlaunch.checkpoint.exchange import weights
+        from axonlaunch.checkpoint.exchange import hub_push, weights
 
+        if push is not None and (problems := hub_push.push_problems(push, key="--push")):
+            raise ConfigError(problems)
+        folder = out
+        if folder is None:
+            parent = stack.enter_context(TemporaryDirectory(prefix="axonlaunch-"))
+            folder = Path(parent, "exported")
         chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
         size = int(file_gb * GB)
         written = weights.export_weights(
-            checkpoint, config, out, dtype=chosen, file_bytes=size, merge=merge
+            checkpoint, config, folder, dtype=chosen, file_bytes=size, merge=merge
         )
+        pushed = None
+        if push is not None:
+            show(f"uploading to {push}")
+            pushed = hub_push.push_export(
+                folder,
+                checkpoint,
+                config,
+                push,
+                private=private,
+                is_merged=merge,
+                key="--push",
+            )
     if as_json:
-        print_json({"checkpoint": str(checkpoint.path), "folder": str(out), "files": written})
+        kept = None if out is None else str(out)
+        content = {"checkpoint": str(checkpoint.path), "folder": kept, "files": written}
+        print_json({**content, "pushed": pushed})
         return
-    for name in written:
-        typer.echo(f"{out / name}")
+    if out is not None:
+        for name in written:
+            typer.echo(f"{out / name}")
+    if pushed is not None:
+        typer.echo(f"uploaded to {pushed}")
     if config.model.name in ("gpt", "llama"):
         typer.echo(_NOT_FOR_TRANSFORMERS, err=True)
 

@@ -1,4 +1,4 @@
-"""Arranges ranks on named axes and creates the process group of each axis."""
+"""Arranges ranks on named axes with a process group each, and finds their parts of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm.process_group import (
     ProcessGroup,
@@ -140,6 +142,11 @@ class Mesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"Mesh({axes})"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, differentiable; return other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _high_priority() -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.code.trust import foreign_code
 from axonlaunch.config.composition.compose import OVERRIDE_ORIGIN, Composed, Composer
+from axonlaunch.config.composition.unset_values import with_training_defaults, without_alternatives
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.schema import REGISTRIES, RunConfig
@@ -100,7 +101,8 @@ def compose(
     """
     composer = composer_of(config_dirs) if config_dirs else _included_composer()
     composed, issues = _compose_with_plugins(composer, overrides, config_name)
-    return _resolve_alternatives(dataclasses.replace(composed, problems=issues + composed.problems))
+    composed = dataclasses.replace(composed, problems=issues + composed.problems)
+    return with_training_defaults(without_alternatives(composed))
 
 
 def _compose_with_plugins(
@@ -125,22 +127,6 @@ def _compose_with_plugins(
         if composer.are_registered(unregistered):
             return composed, issues
     return composer.compose(overrides, config_name=config_name), issues
-
-
-def _resolve_alternatives(composed: Composed) -> Composed:
-    """Let a key replace its alternative if the user did not set that one.
-
-    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.texts.mix`` replaces
-    ``data.files``.
-    """
-    tree = dict(composed.tree)
-    data, train = tree.get("data"), tree.get("train")
-    if isinstance(data, dict) and data.get("mix") and data.get("files") == "???":
-        tree["data"] = {**data, "files": []}
-    has_epochs = isinstance(train, dict) and train.get("epochs") is not None
-    if has_epochs and composed.origins().get("train.steps") == CONFIG:
-        tree["train"] = {**tree["train"], "steps": "auto"}
-    return dataclasses.replace(composed, tree=tree)
 
 
 def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:
@@ -223,6 +209,7 @@ def _with_file(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
 def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
     """Import the modules in ``plugins``, which register options; return the problems."""
     modules = tree.get("plugins")
+    modules = [modules] if isinstance(modules, str) else modules
     return import_plugins(modules) if isinstance(modules, list) else []
 
 

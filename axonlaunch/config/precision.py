@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-"""Values of ``train.precision``."""
+"""Precisions that a run can compute in."""
+PrecisionSetting = Literal["auto", "fp32", "bf16", "fp16"]
+"""Values of ``train.precision``; ``auto`` is decided by the devices of the run."""
 StoredFormatName = Literal["fp32", "bf16"]
 """Values of ``train.param_dtype`` and ``strategy.reduce_dtype``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]
@@ -155,7 +157,7 @@ _PRECISIONS = (
     ),
 )
 PRECISIONS: dict[str, Precision] = {each.name: each for each in _PRECISIONS}
-MIXED_PRECISION = PRECISIONS["bf16"]
+FULL_PRECISION, MIXED_PRECISION = PRECISIONS["fp32"], PRECISIONS["bf16"]
 """Precision that ``mixed_precision=True`` selects in the Python interface."""
 
 

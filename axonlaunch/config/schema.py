@@ -8,14 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.optimization.optimizer import (
-    OPTIMIZERS,
-    SCHEDULERS,
-    AdamWConfig,
-    CosineConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, AdamWConfig, OptimizerConfig
+from axonlaunch.config.optimization.schedules import SCHEDULERS, CosineConfig, SchedulerConfig
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
@@ -26,7 +20,7 @@ from axonlaunch.config.options.losses import LOSSES
 from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
 from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionSetting, StoredFormatName
 from axonlaunch.config.registry import Registry
 
 
@@ -193,8 +187,11 @@ class TrainConfig:
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the gradient of all parameters; null: no clipping"""
-    precision: PrecisionName = "fp32"
-    """dtype of forward and backward; see param_dtype for parameters"""
+    precision: PrecisionSetting = "fp32"
+    """dtype of forward and backward; see param_dtype for parameters. auto: bf16 on devices that
+    compute in it, else fp32, as on CPUs; a resumed run keeps the precision that it began with.
+    Models of transformers and pretrained language models have auto by default
+    """
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """precision of fp32 matrix products (torch.set_float32_matmul_precision). highest: fp32; high:
     TF32 on GPUs, several times as fast, with 10 instead of 23 bits of mantissa; medium: bf16, if
@@ -227,6 +224,14 @@ class TrainConfig:
         metadata={"typed_by": "loss", "allowed": "keys of a registered loss, or null"},
     )
     """keys of the registered loss"""
+    label_smoothing: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    """share of the target's probability that cross entropy spreads evenly over all classes in
+    training; evaluations report the loss without it
+    """
+    z_loss: float = field(default=0.0, metadata={"min": 0})
+    """factor of the squared log of the softmax's denominator, which is added to the cross entropy
+    of each target in training, usually 1e-4; evaluations report the loss without it
+    """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks
@@ -255,10 +260,13 @@ class TrainConfig:
     """steps between Python garbage collections, which run on all ranks at once; 0: Python's
     automatic collections, during which other ranks wait
     """
-    log_every: int = field(default=10, metadata={"min": 1})
-    """steps between lines of metrics.jsonl"""
-    eval_every: int = field(default=0, metadata={"min": 0})
-    """steps between evaluations; 0: only at the end"""
+    log_every: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """steps between lines of metrics.jsonl; auto: 10, or a tenth of a run with less than 100 steps
+    """
+    eval_every: int | str = field(
+        default=0, metadata={"min": 0, "allowed": "steps from 0, or epochs as in '0.5 epoch'"}
+    )
+    """steps between evaluations, or epochs as in '0.5 epoch'; 0: only at the end"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, limited by the held-out data; 0: no evaluation"""
     eval_at_start: bool = False
@@ -273,6 +281,13 @@ class TrainConfig:
         """Number of optimizer steps; may be read only after ``auto`` was resolved from the data."""
         assert self.steps != "auto"
         return self.steps
+
+    @property
+    def steps_per_log(self) -> int:
+        """Steps between lines of metrics.jsonl, at least ten lines for a run of ten steps."""
+        if self.log_every != "auto":
+            return self.log_every
+        return max(1, min(10, self.num_steps // 10))
 
     @property
     def parameter_bytes(self) -> int:
@@ -299,8 +314,16 @@ class EstimateConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = field(default=0, metadata={"min": 0})
-    """steps between checkpoints; the last step is saved too; 0: no checkpoints"""
+    every: int | str | list[int] = field(
+        default=0,
+        metadata={
+            "min": 0,
+            "allowed": "steps from 0, epochs as in '0.5 epoch', or a list of steps",
+        },
+    )
+    """steps between checkpoints, or epochs as in '0.5 epoch', or a list of steps, whose checkpoints
+    are all kept; the last step is saved too; 0: no checkpoints
+    """
     keep_last: int = field(default=2, metadata={"min": 1})
     """number of newest checkpoints to keep"""
     keep_every_n_steps: int = field(default=0, metadata={"min": 0})
@@ -321,10 +344,22 @@ class CheckpointConfig:
     """checkpoint to resume from. auto: the newest of this run folder; never: start from step 0; or
     the path of a run folder or a checkpoint
     """
+    overwrite: bool = False
+    """start from step 0 in a run folder that contains a run, which is first moved aside: to the
+    same name with a number, runs/demo.1
+    """
     changed_data: Literal["error", "restart"] = "error"
     """behaviour if data files, chat template or options of data differ from those of the resumed
     checkpoint. error: refuse to start; restart: keep weights, optimizer states and step, and read
     the data from its first row
+    """
+    push: str | None = None
+    """model repository of the Hugging Face Hub, ORG/NAME, to which the weights of the last
+    checkpoint are uploaded at the end of the run; null: none
+    """
+    push_private: bool = False
+    """create the repository of push as a private one; false: as the account's settings say, which
+    is public by default, as transformers does. An existing repository stays as it is
     """
 
 
@@ -372,8 +407,18 @@ class RunConfig:
     @property
     def saves_frozen(self) -> bool:
         """Whether checkpoints include frozen weights; false for adapters of pretrained models."""
-        path = getattr(self.model, "path", None)
-        return self.adapter is None or not self.is_pretrained or path is None
+        return self.adapter is None or not self.is_pretrained or self.model_path is None
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample; None for data without ``data.sequence_length``."""
+        length = getattr(self.data, "sequence_length", None)
+        return length if isinstance(length, int) else None
+
+    @property
+    def model_path(self) -> str | None:
+        """Folder or model id of the model's files, with weights and tokenizer; None without."""
+        return self.model.path if isinstance(self.model, HuggingFaceConfig) else None
 
     @property
     def is_pretrained(self) -> bool:

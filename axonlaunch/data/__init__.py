@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
 from axonlaunch.data.datasets.registry import register_dataset
+from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
 
 if TYPE_CHECKING:
     from axonlaunch.data.datasets.dataset import Dataset
@@ -41,19 +42,17 @@ def build_dataset(
         UnknownNameError: No dataset with that name is registered.
         ConfigError: The dataset can't be built from this configuration.
     """
-    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if problems:
-        raise ConfigError(
-            [
-                ConfigIssue(f"data.{name}", message, getattr(config, name, ...))
-                for name, message in problems
-            ]
-        )
+    refuse_invalid("data", config)
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
-        built = build(config)
-        return built if DATASETS.is_included(config.name) else _as_dataset(built, config)
+        if DATASETS.is_included(config.name):
+            return build(config)
+        with kept_generators():
+            # Every rank builds the same dataset, even if it is shuffled here.
+            seed_generators(0)
+            built = build(config)
+        return _as_dataset(built, config)
     from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
     loaded = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
@@ -75,4 +74,6 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
         eval_fraction=getattr(config, "eval_fraction", None),
         num_classes=getattr(config, "num_classes", None),
         refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
+        description=f"data={config.name}",
+        num_workers=getattr(config, "workers", 0),
     )

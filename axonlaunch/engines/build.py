@@ -23,7 +23,6 @@ from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -43,7 +42,7 @@ from axonlaunch.engines.forward_backward import (
 )
 from axonlaunch.engines.mesh_engine import EngineParts, MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
-from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.engines.pipeline.split import (
     Part,
     around_blocks,
@@ -69,6 +68,7 @@ from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, 
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_dtypes import torch_dtype
 
@@ -317,7 +317,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
-            ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
+            ChunkedLoss(chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
@@ -356,7 +356,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return modules called before and after the blocks, if their weights are used only there."""
-    if type(plan.config.model) not in OWN_MODEL_CONFIGS:  # unknown for other models
+    if source_of(plan.config).code != "included":  # unknown for other models
         return [], []
     before, after = around_blocks(plan.spec, model)
     return before, after if plan.chunked is None else []  # a chunked head runs after forward
@@ -364,8 +364,8 @@ def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
     """Return blocks, and modules called after them, whose weights no other module reads."""
-    is_known = type(plan.config.model) in (*OWN_MODEL_CONFIGS, HuggingFaceConfig)
-    blocks = plan.spec.blocks(model).values() if is_known else ()
+    is_unknown = source_of(plan.config).code == "user"
+    blocks = () if is_unknown else plan.spec.blocks(model).values()
     return [*blocks, *_around_blocks(plan, model)[1]]
 
 

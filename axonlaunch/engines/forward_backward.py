@@ -96,7 +96,7 @@ class LocalForwardBackward:
     def _loss(self, batch: MicroBatch, loss: Loss) -> Tensor:
         batch = batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         [module] = self.modules
-        inputs, named = batch.forward_arguments(module.forward)
+        inputs, named = batch.forward_arguments(module)
         total = loss(self._forward(*inputs, **named), batch)
         return total if batch.is_counted else total * 0
 

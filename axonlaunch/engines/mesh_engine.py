@@ -218,7 +218,7 @@ class MeshEngine:
         self._agree_on_buffers()
         batch = self._local_part(batch)
         with evaluating(self.modules):
-            losses = self._parts.passes.losses(batch, loss=self._parts.losses.sum)
+            losses = self._parts.passes.losses(batch, loss=self._parts.losses.evaluation_sum)
         if not self._reports_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._parts.world.device)
         total = torch.stack([loss.double() for loss in losses]).sum()

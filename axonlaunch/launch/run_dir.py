@@ -18,7 +18,12 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import storage
-from axonlaunch.checkpoint.loading.resume_source import resume_of, resume_of_restart
+from axonlaunch.checkpoint.loading.resume_source import (
+    is_launched_by,
+    is_of,
+    resume_of,
+    resume_of_restart,
+)
 from axonlaunch.checkpoint.loading.run_lock import lock_checkpoints
 from axonlaunch.config import (
     CONFIG,
@@ -41,6 +46,7 @@ from axonlaunch.config.values.plain import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
 from axonlaunch.system.storage.files import (
@@ -95,13 +101,15 @@ def open_run_dir(
             another run uses the same checkpoint folder.
     """
     try:
-        config = _with_threads(_make_folder(config), sharing)
+        config = _make_folder(config, announce)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         path = "runs" if config.run_dir == "auto" else config.run_dir
         raise _cannot_create(error, Path(path)) from None
     with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
+        if not is_submitted:  # the nodes of a job have other cores
+            config = _with_threads(config, sharing, announce)
         requested, config = config.checkpoint.resume, _with_resume(config)
         if requested != config.checkpoint.resume:
             announce(
@@ -164,7 +172,8 @@ def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConf
     except NotARunError:
         return config
     resume = resume_of_restart(resolved, events, launched_by=identity.name)
-    return with_values(config, {"checkpoint.resume": resume})
+    overwrites = config.checkpoint.overwrite and not is_launched_by(events, identity.name)
+    return with_values(config, {"checkpoint.resume": resume, "checkpoint.overwrite": overwrites})
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -189,13 +198,20 @@ def check_run_dir(config: RunConfig) -> None:
         raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)), folder)
 
 
-def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
+def _with_threads(
+    config: RunConfig, sharing: int | None, announce: Callable[[str], object]
+) -> RunConfig:
     """Resolve ``launch.threads`` for every node, so that the frozen configuration records it."""
     if config.launch.threads != "auto":
         return config
     assert config.launch.nproc != "auto"
     ranks = 1 if config.launch.backend == "mock" else sharing or config.launch.nproc
-    return with_values(config, {"launch.threads": host.threads(ranks=ranks)})
+    threads, name = host.threads(ranks=ranks), host.OMP_NUM_THREADS
+    reason = f"{host.cores()} cores for {ranks} process{'es' * (ranks > 1)}; {name} is not set"
+    if host.requested_threads() is not None:
+        reason = f"set by {name}"
+    announce(f"launch.threads={threads} ({reason})")
+    return with_values(config, {"launch.threads": threads})
 
 
 def _refuse_special_files(folder: Path) -> None:
@@ -260,7 +276,8 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     try:
-        changed = settings_unlike_resumed(config, frozen_settings(folder / CONFIG))
+        previous = frozen_settings(folder / CONFIG)
+        changed = settings_unlike_resumed(with_absolute_paths(config), previous)
     except (OSError, ValueError):
         changed = []  # the settings don't matter, because no step is left to train
     if changed:
@@ -276,7 +293,8 @@ def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
     """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
     return (
         f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
-        "steps; to continue, use more train.steps; to start over, use another name"
+        "steps; to continue, use more train.steps; to start over, use another name "
+        "or checkpoint.overwrite=true"
     )
 
 
@@ -309,15 +327,32 @@ def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     return ConfigError([ConfigIssue("run_dir", message)])
 
 
-def _make_folder(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir``, and create the folder."""
+def _make_folder(config: RunConfig, announce: Callable[[str], object]) -> RunConfig:
+    """Resolve ``name`` and ``run_dir``, and create the folder.
+
+    With ``checkpoint.overwrite`` a run in it is moved aside first. The returned configuration does
+    not have this setting, so that a restart resumes.
+    """
     if config.name == config.run_dir == "auto":
         folder = create_unique(default_name(config))
-        return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+        config = dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+        return with_values(config, {"checkpoint.overwrite": False})
     config = with_run_dir(config)
     _refuse_overwriting(config)
-    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return config
+    folder = Path(config.run_dir)
+    if config.checkpoint.overwrite and (folder / CONFIG).exists():
+        with _hold(folder), lock_checkpoints(config):
+            kept = _free_path(folder)
+            folder.rename(kept)
+        announce(f"{config.name}: starting over; the earlier run was moved to {kept}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return with_values(config, {"checkpoint.overwrite": False})
+
+
+def _free_path(folder: Path) -> Path:
+    """Return the first path beside a folder, with a number, that does not exist."""
+    paths = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return next(path for path in paths if not is_there(path))
 
 
 def with_run_dir(config: RunConfig) -> RunConfig:
@@ -358,12 +393,23 @@ def default_name(config: RunConfig) -> str:
 
 
 def _refuse_overwriting(config: RunConfig) -> None:
-    if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
+    resume, overwrite = config.checkpoint.resume, config.checkpoint.overwrite
+    if not (Path(config.run_dir) / CONFIG).exists():
+        return
+    message = ""
+    if resume == "never" and not overwrite:
         message = (
-            f"{config.run_dir} already contains a run; choose another name, "
-            "or continue it with checkpoint.resume=auto"
+            f"{config.run_dir} already contains a run; choose another name, continue it with "
+            "checkpoint.resume=auto, or move it aside with checkpoint.overwrite=true"
         )
-        raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])
+    is_path = resume not in ("auto", "never")
+    if overwrite and is_path and is_of(storage.storage_path(resume), Path(config.run_dir)):
+        message = (
+            "is in the run that checkpoint.overwrite=true moves aside; remove that setting, or "
+            "choose another name"
+        )
+    if message:
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

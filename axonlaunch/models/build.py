@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.options.model import MODELS, HuggingFaceConfig
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.model import MODELS
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
 from axonlaunch.models.adapters.lora import adapter_initializers, add_adapters, start_magnitudes
+from axonlaunch.models.specs.source import model_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import choose_trainable
 from axonlaunch.models.tensors.initialization import Staging, fill, initialize, materialize
@@ -39,11 +40,6 @@ def spec_for(config: Any) -> ModelSpec:
     )
 
 
-def model_of(config: Any) -> Any:
-    """Return the model's configuration, from a run's configuration or unchanged."""
-    return config.model if isinstance(config, RunConfig) else config
-
-
 def construct(config: Any, *, seed: int) -> nn.Module:
     """Build the module on the meta device, or on the CPU if it initializes itself.
 
@@ -53,7 +49,7 @@ def construct(config: Any, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: Values of the configuration contradict each other.
     """
-    refuse_problems(config)
+    refuse_invalid("model", model_of(config))
     spec = spec_for(config)
     if spec.initializers is not None:
         with torch.device("meta"):
@@ -71,7 +67,7 @@ def on_meta(config: Any, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: Values of the configuration contradict each other.
     """
-    refuse_problems(config)
+    refuse_invalid("model", model_of(config))
     try:
         with torch.device("meta"):
             return _call_builder(spec_for(config), config)
@@ -139,36 +135,3 @@ def build_model(config: Any, *, seed: int = 0, device: torch.device | str = "cpu
     module = construct(config, seed=seed)
     initialize_weights(module, config, seed=seed, device=device)
     return module
-
-
-def initial_weights(config: Any) -> tuple[str, str] | None:
-    """Return the configuration key of saved initial weights and their path, or None.
-
-    Raises:
-        ConfigError: The weights are on the Hugging Face Hub and not in its local cache.
-    """
-    config = model_of(config)
-    if (path := getattr(config, "weights", None)) is not None:
-        return "model.weights", path
-    if isinstance(config, HuggingFaceConfig) and config.init == "pretrained":
-        from axonlaunch.models.hf.reading import files
-
-        return "model.path", str(files.folder(config))
-    return None
-
-
-def refuse_problems(config: Any) -> None:
-    """Check values of the configuration that depend on each other.
-
-    Raises:
-        ConfigError: Values of the configuration contradict each other.
-    """
-    config = model_of(config)
-    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if problems:
-        raise ConfigError(
-            [
-                ConfigIssue(f"model.{name}", message, getattr(config, name))
-                for name, message in problems
-            ]
-        )

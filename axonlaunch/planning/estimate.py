@@ -17,6 +17,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import Layout, estimate_device, resolved
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
@@ -81,7 +82,7 @@ def resolve_for_node(context: ForkServerContext, config: RunConfig) -> RunConfig
             replace_with_synthetic(config),
             task="checking the configuration",
         )
-    return _with_device_memory(resolved(config, accelerators=0))
+    return _with_device_memory(with_precision(resolved(config, accelerators=0)))
 
 
 def forecast(

@@ -16,6 +16,7 @@ from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunC
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import nodes
 from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
@@ -96,6 +97,7 @@ def plan_config(
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})
+    config = with_precision(config)
     values = configuration.flatten(config)
     plan: Plan = forked_call.call(
         context,

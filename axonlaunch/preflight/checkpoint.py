@@ -15,22 +15,31 @@ from axonlaunch.checkpoint.exchange import weights
 from axonlaunch.checkpoint.exchange.base_weights import find_base_problems
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint
+from axonlaunch.checkpoint.format.step_folders import find_checkpoint
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
-from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
+from axonlaunch.config.precision import (
+    FP32,
+    NUMBER_FORMATS,
+    PRECISIONS,
+    StoredFormatName,
+    state_format,
+)
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
-from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
@@ -39,6 +48,24 @@ if TYPE_CHECKING:
 
 _DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
 """Types by their names in ``train.param_dtype``."""
+
+
+def with_resumed_precision(config: RunConfig) -> RunConfig:
+    """Decide ``train.precision=auto`` of a run that resumes: the precision that it began with.
+
+    A run that began on a GPU thus continues on a CPU with the same arithmetic.
+    """
+    root = checkpoint_root(config)
+    if config.train.precision != "auto" or root is None:
+        return config
+    try:
+        with reaching(root):
+            if resume_of(config) != "auto" or find_checkpoint(root) is None:
+                return config
+            began = frozen_settings(root / CONFIG).get("train.precision")
+    except (ConfigError, OSError, ValueError):
+        return config  # reported where the run is resumed
+    return with_values(config, {"train.precision": began}) if began in PRECISIONS else config
 
 
 def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -66,7 +93,7 @@ def _explain_unreached(error: ConfigError, key: str, path: str) -> Iterator[Conf
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     try:
-        named = initial_weights(config.model)
+        named = source_of(config).initial_weights()
     except ConfigError as error:
         yield from error.problems
         return
@@ -162,6 +189,25 @@ def _newest(config: RunConfig) -> Checkpoint | None:
         return None
     with reaching(folder):
         return fallback.newest_valid(folder)[0]
+
+
+def resumed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+
+    Returns:
+        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
+        is reported elsewhere.
+    """
+    if config.checkpoint.changed_data == "restart":
+        return {}
+    try:
+        checkpoint = _newest(config)
+        if checkpoint is None:
+            return {}
+        with reaching(checkpoint.path):
+            return frozen_settings(checkpoint.path.parent.parent / CONFIG)
+    except (ConfigError, OSError, ValueError):
+        return {}
 
 
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:

@@ -7,28 +7,33 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
 from torch import nn
 
+from axonlaunch.checkpoint.exchange.hub_push import push_problems
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.code.plugins import import_callable, import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.consistency.run_precision import with_precision
+from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.hub.pinning import fetch_data
+from axonlaunch.data.hub.repository import Downloading
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
@@ -37,20 +42,33 @@ from axonlaunch.preflight.checkpoint import (
     checkpoint_problems,
     epochs_problems,
     first_row_at,
+    resumed_settings,
+    with_resumed_precision,
 )
 from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
+    model_data_mismatches,
     packing_problems,
     sample_problems,
+    with_hub_data,
     with_packing,
     with_steps,
 )
-from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
-from axonlaunch.preflight.model_outputs import head_problems, output_problems
+from axonlaunch.preflight.devices import (
+    accelerators,
+    device_problems,
+    memory_of_a_rank,
+    with_device_precision,
+)
+from axonlaunch.preflight.model_outputs import (
+    head_problems,
+    loss_term_problems,
+    output_problems,
+)
 from axonlaunch.preflight.module_trace import trace_problems
-from axonlaunch.preflight.optimizer import optimizer_problems
+from axonlaunch.preflight.optimizer import optimizer_problems, rate_problems
 from axonlaunch.preflight.parallelism import (
     AXIS_PROBLEMS,
     first_four,
@@ -60,6 +78,9 @@ from axonlaunch.preflight.parallelism import (
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.text.formatting import size
+
+OnState = Callable[[Tokenising | Downloading], None]
+"""Receives the progress of the checks that may take minutes."""
 
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
@@ -79,14 +100,14 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
 
 def resolving(
     config: RunConfig, *, devices: int | None = None
-) -> Generator[Tokenising, None, RunConfig]:
-    """Resolve and check as ``resolve`` does, and yield the progress of tokenization.
+) -> Generator[Tokenising | Downloading, None, RunConfig]:
+    """Resolve and check as ``resolve`` does; yield the progress of downloads and tokenization.
 
     Raises:
         ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if devices is None else devices
-    states: SimpleQueue[Tokenising | None] = SimpleQueue()
+    states: SimpleQueue[Tokenising | Downloading | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
         checking = pool.submit(_resolve, config, devices=devices, here=True, report=states.put)
         checking.add_done_callback(lambda _: states.put(None))
@@ -106,13 +127,19 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
 
 
 def _resolve(
-    config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
+    config: RunConfig, *, devices: int, here: bool, report: OnState = lambda state: None
 ) -> RunConfig:
     import_plugins(config.plugins)  # the parent has imported them, but in another process
     config = resolved(config, accelerators=devices)
     if here:
         config = with_backend(config, accelerators=devices)
-    if problems := fetch_model(config, here=here):
+        config = with_device_precision(with_resumed_precision(config))
+    config = with_precision(config)
+    problems = fetch_model(config, here=here)
+    with gathering(problems):
+        resumed = resumed_settings(config)
+        config = with_hub_data(config, here=here, resumed=resumed, report=report)
+    if problems:
         raise ConfigError(problems)
     config = with_packing(with_adapter_settings(with_absolute_paths(config)))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
@@ -121,6 +148,7 @@ def _resolve(
         config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
         problems = find_rule_violations(config)  # again, because the number of steps is now known
         problems += epochs_problems(config, epochs=epochs)
+        problems += rate_problems(config)
     if problems:
         raise ConfigError(problems)
     return config
@@ -141,7 +169,7 @@ def _examine(
     config: RunConfig, *, devices: int | None, report: OnProgress
 ) -> tuple[list[ConfigIssue], Dataset | None]:
     """Return the problems of a configuration, and its dataset if it was built."""
-    here = devices is not None
+    here, source = devices is not None, source_of(config)
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
     # Check the rules again after resolving, because each rank checks its configuration too.
@@ -149,19 +177,24 @@ def _examine(
     if devices is not None:
         problems += device_problems(config, devices)
         problems += _custom_loggers(config)
-        problems += _attention(config)
+        problems += source.device_problems(config.launch.device)
+        if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
+            problems += push_problems(config.checkpoint.push)
     dataset, issues = described_dataset(config)
     problems += issues
     spec, model, issues = _model(config)
     problems += issues
     if here and dataset is not None and not isinstance(dataset, Untokenised):
         problems += sample_problems(config, dataset)
+    if spec is not None:
+        problems += loss_term_problems(config.train, spec)
     if spec is not None and dataset is not None:
-        mismatches = list(_model_data_mismatches(config, spec, dataset))
+        mismatches = list(model_data_mismatches(config, spec, dataset, model))
         if needs_custom_loss(dataset) or config.train.loss is not None:
             mismatches = list(custom_data_problems(config, model, dataset))
-        elif not mismatches and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
-            mismatches = list(_with_model_key(config, output_problems(model, spec, dataset)))
+        elif not mismatches and model is not None and source.code != "included":
+            problems_of_outputs = output_problems(model, spec, dataset)
+            mismatches = [source.problem(each.message) for each in problems_of_outputs]
         problems += mismatches
         chunk = config.train.loss_chunk
         if not mismatches and model is not None and chunk is not None:
@@ -188,14 +221,24 @@ def _examine(
     return problems, None if isinstance(dataset, Untokenised) else dataset
 
 
-def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
-    """Download the model from the Hugging Face Hub to its cache, once for all ranks."""
-    if not isinstance(config.model, HuggingFaceConfig):
-        return []
-    from axonlaunch.models.hf.reading import files
+def fetch_model_and_data(config: RunConfig) -> None:
+    """Download the model and the data of a frozen configuration to this node.
 
+    Raises:
+        ConfigError: They can't be downloaded.
+    """
+    problems = fetch_model(config, here=True)
+    if isinstance(config.data, TextRowsConfig):
+        with gathering(problems):
+            fetch_data(config.data)
+    if problems:
+        raise ConfigError(problems)
+
+
+def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
+    """Download the files of the model that this node lacks, once for all ranks."""
     try:
-        files.fetch(config.model, weights=here and config.model.init == "pretrained")
+        source_of(config).fetch(weights=here)
     except ConfigError as error:
         return error.problems
     return []
@@ -209,14 +252,6 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
                 import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
             except ConfigError as error:
                 yield from error.problems
-
-
-def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
-    model = config.model
-    on_cpu = config.launch.device != "cuda"
-    if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
-        message = "torch can't train with it on CPUs; use sdpa"
-        yield ConfigIssue("model.attention", message, "flex")
 
 
 def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:
@@ -258,77 +293,6 @@ def _model(
             message = f"initializers= returns no entry for {first_four(missing)}; add it"
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
-
-
-def _model_data_mismatches(
-    config: RunConfig, spec: ModelSpec, dataset: Dataset
-) -> Iterator[ConfigIssue]:
-    """Yield mismatches between the settings of the model and those of the data."""
-    model, name = config.model, config.data.name
-    if dataset.kind == "structured":
-        return
-    if spec.inputs not in ("any", dataset.kind):
-        message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
-        yield ConfigIssue("model.name", message, model.name)
-        return
-    size = getattr(model, "vocab_size", None)
-    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
-        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
-        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
-        yield ConfigIssue("model.vocab_size", message, size)
-    longest, length = getattr(model, "max_position_embeddings", None), _length(config)
-    longest = longest if spec.max_positions is None else spec.max_positions
-    if longest is not None and length is not None and length > longest:
-        group = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
-        # The number of positions of a pretrained model can't be changed.
-        remedy = "shorten it" if config.is_pretrained else "shorten it or raise that"
-        message = f"longer than {group}.max_position_embeddings={longest}; {remedy}"
-        yield ConfigIssue("data.sequence_length", message, length)
-    classes = getattr(model, "num_classes", None)
-    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
-        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
-        yield ConfigIssue("model.num_classes", message, classes)
-    yield from _image_shape(config, dataset)
-
-
-def _with_model_key(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
-    """Yield the problems with the configuration key by which the user chose the model."""
-    for problem in problems:
-        if isinstance(config.model, CustomConfig):
-            yield ConfigIssue("model.target", problem.message, config.model.target)
-        elif isinstance(config.model, HuggingFaceConfig):
-            key = "model.config" if config.model.path is None else "model.path"
-            yield ConfigIssue(key, problem.message, config.model.path or ...)
-        else:
-            yield ConfigIssue("model.name", problem.message, config.model.name)
-
-
-def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Compare the sizes in an image model's configuration with those of the images."""
-    if dataset.kind != "images":
-        return
-    shape = dataset.sample_shape
-    numel = torch.Size(shape).numel()
-    input_size = getattr(config.model, "input_size", None)
-    if input_size is not None and input_size != numel:
-        yield ConfigIssue(
-            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
-        )
-    for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        configured = getattr(config.model, field, None)
-        if configured is not None and configured != actual:
-            yield ConfigIssue(
-                f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
-            )
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _length(config: RunConfig) -> int | None:
-    length = getattr(config.data, "sequence_length", None)
-    return length if isinstance(length, int) else None
 
 
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 import numpy as np
 from torch import nn
@@ -14,6 +13,7 @@ from axonlaunch.config.axes import AXES
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.samples import CollatedSamples, Samples, taken_names
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.reading.sample_error import original
 
 _TRIED = 2
 """Samples in the trial batch. A single sample can always be collated, so it would show nothing."""
@@ -63,7 +63,7 @@ def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
     try:
         samples = _first(dataset, size)
     except Exception as error:  # user code may fail in any way
-        issue = ConfigIssue.of_failure("data", "reading its first sample", error)
+        issue = ConfigIssue.of_failure("data", "reading its first sample", original(error))
         raise ConfigError([issue]) from error
     if not len(samples):
         raise ConfigError([ConfigIssue("data", "the dataset is empty: it gives no sample")])
@@ -71,14 +71,15 @@ def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
         [batch] = samples.micro_batches(size)
     except Exception as error:
         remedy = "give it a collate function that takes a list of samples"
-        issue = ConfigIssue.of_failure("data", "collating its samples", error, then=remedy)
+        cause = original(error)
+        issue = ConfigIssue.of_failure("data", "collating its samples", cause, then=remedy)
         raise ConfigError([issue]) from error
     return batch
 
 
 def _first(dataset: Dataset, size: int) -> Samples:
     if isinstance(dataset, StreamedSamples):
-        return Samples(list(islice(dataset.read(), size)), dataset.collate)
+        return dataset.first(size)
     samples = dataset.samples(np.arange(min(size, dataset.num_samples)), split="train")
     assert isinstance(samples, Samples)
     return samples

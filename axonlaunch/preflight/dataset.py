@@ -1,4 +1,4 @@
-"""Builds and checks a run's dataset before a rank starts.
+"""Builds a run's dataset, and checks it and its match with the model, before a rank starts.
 
 Text is tokenized only after all other checks have passed, because it may take hours.
 """
@@ -6,8 +6,11 @@ Text is tokenized only after all other checks have passed, because it may take h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
+from torch import nn
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
@@ -16,13 +19,42 @@ from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.hub.pinning import commits_in, fetch_data, pinned_data
+from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
+
+
+def with_hub_data(
+    config: RunConfig,
+    *,
+    here: bool,
+    resumed: Mapping[str, Any],
+    report: OnDownload = lambda state: None,
+) -> RunConfig:
+    """Return a configuration with the commit of each data set of the Hub, after downloading them.
+
+    Args:
+        config: Configuration of the run.
+        here: Whether ranks of this node read the data; if not, nothing is downloaded.
+        resumed: Frozen configuration of the run that is resumed, by dotted key; {}: there is none.
+        report: Called from time to time during a download.
+
+    Raises:
+        ConfigError: A data set can't be found or downloaded.
+    """
+    if not isinstance(config.data, TextRowsConfig):
+        return config
+    data = pinned_data(config.data, earlier=commits_in(resumed))
+    if here:
+        fetch_data(data, report=report)
+    return with_values(config, {"data": data})
 
 
 def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
@@ -71,6 +103,17 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
                 reason = "is not known, because its stream has no __len__; use"
             message = f"the number of samples in the data {reason} train.steps"
             yield ConfigIssue("train.epochs", message, config.train.epochs)
+        intervals = {
+            "train.eval_every": config.train.eval_every,
+            "checkpoint.every": config.checkpoint.every,
+        }
+        for key, interval in intervals.items():
+            if isinstance(interval, str):
+                reason = "all of it is tokenized; use data.shuffle=all, or a number of steps"
+                if is_stream:
+                    reason = "the stream ends; use a number of steps, or give it __len__"
+                message = f"the number of samples in an epoch is not known before {reason}"
+                yield ConfigIssue(key, message, interval)
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         if isinstance(config.data, TextRowsConfig):
@@ -139,3 +182,86 @@ def packing_problems(
         message += f"apart with {axis.word} parallelism; "
         message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)
+
+
+def model_data_mismatches(
+    config: RunConfig, spec: ModelSpec, dataset: Dataset, module: nn.Module | None
+) -> Iterator[ConfigIssue]:
+    """Yield mismatches between the settings of the model and those of the data.
+
+    Args:
+        config: Configuration of the run.
+        spec: Specification of the model.
+        dataset: Dataset of the run.
+        module: The model without storage; None if it can't be built.
+    """
+    source, name = source_of(config), config.data.name
+    if dataset.kind == "structured":
+        return
+    if spec.inputs not in ("any", dataset.kind):
+        message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
+        yield ConfigIssue("model.name", message, config.model.name)
+        return
+    size = source.size("vocab_size")
+    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
+        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
+        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        yield ConfigIssue("model.vocab_size", message, size)
+    yield from _too_long_rows(config, spec, module)
+    classes = source.size("num_classes")
+    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
+        yield ConfigIssue("model.num_classes", message, classes)
+    yield from _image_shape(config, dataset)
+
+
+def _too_long_rows(
+    config: RunConfig, spec: ModelSpec, module: nn.Module | None
+) -> Iterator[ConfigIssue]:
+    """Yield a problem if rows are longer than the model's longest sequence."""
+    source, length = source_of(config), config.sequence_length
+    longest = spec.max_positions
+    longest = source.size("max_position_embeddings") if longest is None else longest
+    if longest is None or length is None or length <= longest:
+        return
+    remedy = f"shorten it, or set {source.setting('max_position_embeddings', length)}"
+    if config.is_pretrained and module is not None and _learns_positions(module, longest):
+        remedy = "shorten it, because its weights have a row for each position"
+    message = f"longer than {source.sizes_key}.max_position_embeddings={longest}; {remedy}"
+    yield ConfigIssue("data.sequence_length", message, length)
+
+
+def _learns_positions(model: Any, longest: int) -> bool:
+    """Return whether a model of transformers has a table of learned positions.
+
+    Some tables have two more rows, for padding (OPT).
+    """
+    tokens = model.get_input_embeddings()
+    return any(
+        isinstance(part, nn.Embedding) and part.num_embeddings in (longest, longest + 2)
+        for part in model.modules()
+        if part is not tokens
+    )
+
+
+def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Compare the sizes in an image model's configuration with those of the images."""
+    if dataset.kind != "images":
+        return
+    shape, source = dataset.sample_shape, source_of(config)
+    numel = torch.Size(shape).numel()
+    input_size = source.size("input_size")
+    if input_size is not None and input_size != numel:
+        yield ConfigIssue(
+            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
+        )
+    for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
+        configured = source.size(field)
+        if configured is not None and configured != actual:
+            yield ConfigIssue(
+                f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
+            )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""Checks the devices of this node: their number, their memory and the ranks that share them.
+"""Checks the devices of this node: their number, precision, memory and the ranks that share them.
 
 The driver is queried in a process that is not a rank. CUDA is never initialized in a process that
 forks.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.system import gpus
 from axonlaunch.system.node import host, limits
 
@@ -32,6 +33,18 @@ def accelerators(config: RunConfig | None = None) -> int:
             "launch.device=cpu"
         )
         raise ConfigError([ConfigIssue("launch.backend", message)]) from None
+
+
+def with_device_precision(config: RunConfig) -> RunConfig:
+    """Decide ``train.precision=auto`` by the devices of this node.
+
+    Args:
+        config: Configuration of a run with resolved backend and device.
+    """
+    if config.train.precision != "auto":
+        return config
+    has_bf16 = config.launch.device == "cuda" and all(gpu.has_bf16 for gpu in gpus.devices())
+    return with_precision(config, has_bf16=has_bf16)
 
 
 def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:

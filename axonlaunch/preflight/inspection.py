@@ -13,12 +13,12 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
 from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, sharding_problems
@@ -57,8 +57,8 @@ class Inspection:
         first: Names of modules only in the first stage, except blocks.
         last: Names of modules only in the last stage, except blocks.
         ties: Tied weights as ``{other name: first name}``.
-        tensor_plan: Tensor plan as ``{pattern: style}``: that of the model, otherwise that of
-            transformers.
+        tensor_plan: Tensor plan as ``{pattern: style}``: that of the model, otherwise the one
+            that the model's library includes.
         layouts: Checked layouts.
         notes: Properties that could not be determined, with the reason.
     """
@@ -84,32 +84,23 @@ def inspect(config: RunConfig) -> Inspection:
     """
     if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
-    spec = spec_for(config)
+    spec, source = spec_for(config), source_of(config)
     model = build_on_meta(config, spec)
     blocks = spec.blocks(model)
-    kinds = [type(block).__name__ for block in blocks.values()]
     first, last = ends_of(spec)
-    plan, notes = spec.plan(model), []
-    if isinstance(config.model, HuggingFaceConfig):
-        from axonlaunch.models.hf.analysis.structure import structure
-
-        structure_of_model = structure(config.model)
-        kinds, plan = list(structure_of_model.kinds), plan or dict(structure_of_model.tensor_plan)
-        notes = [
-            text for text in (structure_of_model.no_layers, structure_of_model.flow.problem) if text
-        ]
+    uncut = spec.flow().problem if spec.flow is not None else ""
     return Inspection(
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=spec.layers,
-        blocks=dict(Counter(kinds)),
+        blocks=dict(Counter(source.block_kinds(blocks.values()))),
         cut_points=list(blocks)[1:],
         first=list(first),
         last=list(last),
         ties=tied_names(model),
-        tensor_plan=plan,
+        tensor_plan=spec.plan(model) or source.published_plan(),
         layouts=list(_layouts(config, spec, model)),
-        notes=list(dict.fromkeys(notes)),
+        notes=[uncut] if uncut else [],
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
+from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsUsedError
@@ -79,6 +80,18 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         yield ConfigIssue("model", message)
 
 
+def loss_term_problems(train: TrainConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    """Yield terms that are added to cross entropy if the loss is not cross entropy."""
+    reason = ""
+    if train.loss is not None:
+        reason = f"it changes cross entropy, and the loss is train.loss={train.loss}"
+    elif spec.loss is not cross_entropy_sum:
+        reason = "it changes cross entropy, and the model has a custom loss"
+    for key in ("label_smoothing", "z_loss") if reason else ():
+        if value := getattr(train, key):
+            yield ConfigIssue(f"train.{key}", f"{reason}; use 0", value)
+
+
 def head_problems(
     model: nn.Module, spec: ModelSpec, dataset: Dataset, *, chunk: int
 ) -> Iterator[ConfigIssue]:
@@ -117,7 +130,7 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
             if head is not None:
-                ChunkedLoss(cross_entropy_sum, chunk=1).defer(model.get_submodule(head), model)
+                ChunkedLoss(chunk=1).defer(model.get_submodule(head), model)
             with _Lookups(model, inputs.untyped_storage()) as lookups:
                 returned = model(inputs)
             return _Forward(returned, lookups.rows)

@@ -26,6 +26,7 @@ from axonlaunch.config.optimization.parameter_groups import (
 from axonlaunch.config.precision import NUMBER_FORMATS, state_format
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
+from axonlaunch.engines.optimizer.schedules import schedule_issues
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.spec import ModelSpec
 
@@ -39,7 +40,8 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         model: Complete model, on the meta device or not.
     """
     facts = [*parameter_facts(spec, model).values()]
-    problems = list(group_problems(config.optimizer, facts))
+    problems = rate_problems(config)
+    problems += group_problems(config.optimizer, facts)
     if problems:
         return problems
     try:
@@ -50,6 +52,12 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
     except ConfigError as error:
         return error.problems
     return problems
+
+
+def rate_problems(config: RunConfig) -> list[ConfigIssue]:
+    """Return the problems of a user's schedule; none while the number of steps is unknown."""
+    steps = config.train.steps
+    return [] if steps == "auto" else schedule_issues(config.scheduler, steps=steps)
 
 
 def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:

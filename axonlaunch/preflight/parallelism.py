@@ -13,7 +13,6 @@ from torch import nn
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
@@ -29,6 +28,7 @@ from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 
 
@@ -49,7 +49,7 @@ def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
 
 
 def _undivided_length(config: RunConfig) -> Iterator[ConfigIssue]:
-    strategy, length = config.strategy, getattr(config.data, "sequence_length", None)
+    strategy, length = config.strategy, config.sequence_length
     pieces, sharers = 1, []
     if strategy.context.degree > 1:
         pieces *= CHUNKS * strategy.context.degree
@@ -150,7 +150,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         return
     if spec.loss is not cross_entropy_sum:
         yield from _custom_loss_problems(config, plan, model)
-    if type(config.model) in OWN_MODEL_CONFIGS or tensor.sequence_parallel:
+    if source_of(config).code == "included" or tensor.sequence_parallel:
         return
     # A user's plan may name any block, so it needs the complete model.
     reduced = model if tensor.plan else spec.representative(model)

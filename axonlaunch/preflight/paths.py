@@ -1,4 +1,4 @@
-"""Makes the paths of a run's model, tokenizer and adapter absolute.
+"""Makes the paths of a run's model, tokenizer, adapter, template and prompt format absolute.
 
 No file is read. Model ids of the Hugging Face Hub are not changed.
 """
@@ -9,22 +9,34 @@ from pathlib import Path
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.options.data import DATASETS
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.values.environment_values import EnvironmentText
+from axonlaunch.data.texts.chats.named_templates import PROMPT_FORMATS, TEMPLATES
 from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
+
+_LONGEST = 4096
+"""Longest path of a file on Linux."""
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return a configuration with absolute paths of model, tokenizer and adapter."""
-    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
+    """Return a configuration with absolute paths of models, tokenizers, adapters and templates."""
     tokenizer = config.tokenizer.path
     if DATASETS.facts(config.data.name).takes_tokenizer:
         tokenizer = tokenizer_of(config).path
     adapter = config.adapter.path if config.adapter is not None else None
-    paths = {"model.path": model, "tokenizer.path": tokenizer, "adapter.path": adapter}
+    paths = {"model.path": config.model_path, "tokenizer.path": tokenizer, "adapter.path": adapter}
+    for name in ("chat_template", "prompt_format"):
+        paths[f"data.{name}"] = _file_of(getattr(config.data, name, None))
     return with_values(
         config, {key: _absolute(path) for key, path in paths.items() if path is not None}
     )
+
+
+def _file_of(value: str | None) -> str | None:
+    """Return a value that is the path of a file; None for a name or a text."""
+    is_text = value is None or "{" in value or "\n" in value or len(value) > _LONGEST
+    if is_text or value in {*TEMPLATES, *PROMPT_FORMATS}:
+        return None
+    return value
 
 
 def _absolute(path: str) -> str:

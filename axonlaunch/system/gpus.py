@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ class Device:
         name: Model name reported by the driver.
         memory_bytes: Total memory in bytes.
         uuid: Identifier that is unique across nodes.
+        has_bf16: Whether its matrix units compute in bf16.
     """
 
     name: str
     memory_bytes: int
     uuid: str
+    has_bf16: bool = True
 
 
 def devices() -> list[Device]:
@@ -57,7 +60,15 @@ def devices_of_rank() -> list[Device]:
     if not has_nccl():
         return []
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Device(gpu.name, gpu.total_memory, str(gpu.uuid)) for gpu in properties]
+    return [Device(gpu.name, gpu.total_memory, str(gpu.uuid), _has_bf16(gpu)) for gpu in properties]
+
+
+def _has_bf16(properties: Any) -> bool:
+    """Return whether a device computes in bf16, as ``torch.cuda.is_bf16_supported`` decides it.
+
+    It does so from NVIDIA's compute capability 8.0 on (Ampere), and on all GPUs of AMD.
+    """
+    return torch.version.hip is not None or int(properties.major) >= 8
 
 
 def has_nccl() -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.datasets.dataset import AnyBatch
+from axonlaunch.config.values.intervals import StepInterval, is_due
+from axonlaunch.data.datasets.dataset import AnyBatch, counted_in
 from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
@@ -171,10 +173,10 @@ def _do_steps(loop: _Loop, collection: GarbageCollection) -> bool:
     while engine.step < num_steps and not interrupted and not stopped:
         step = engine.step + 1
         last = step == num_steps
-        is_saved = saver is not None and _due(step, saver.every, last=last)
-        is_logged = _due(step, config.log_every, last=last) or not loop.progress.started
+        is_saved = saver is not None and (last or loop.is_due(saver.every, step))
+        is_logged = last or step % config.steps_per_log == 0 or not loop.progress.started
         interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
-        if _due(step, config.eval_every, last=last) and config.eval_batches:
+        if config.eval_batches and (last or loop.is_due(config.eval_every, step)):
             loop.evaluate()
             if loop.is_exhausted and not last:
                 stopped = True
@@ -208,6 +210,10 @@ class _Loop:
     def is_exhausted(self) -> bool:
         """Whether the evaluation loss has not improved for ``train.early_stop`` evaluations."""
         return self.progress.evaluations.is_exhausted(self.parts.config.early_stop)
+
+    def is_due(self, interval: StepInterval, step: int) -> bool:
+        """Return whether an interval between evaluations or checkpoints ends with a step."""
+        return is_due(interval, step, epoch=self._epochs)
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
         """Train one step; return whether a rank requested a stop."""
@@ -260,7 +266,7 @@ class _Loop:
                 loss,
                 int(count),
                 None if entropy is None else entropy(),
-                perplexity_of(loss) if dataset.kind == "tokens" else None,
+                perplexity_of(loss) if counted_in(dataset) == "tokens" else None,
                 dict(zip(held_out, means, strict=False)),
             )
         )
@@ -326,12 +332,11 @@ class _Loop:
                 raise_if_scale_is_exhausted(engine)
             return result
 
-    def _epoch(self, step: int) -> float | None:
-        """Return the number of passes over the data; None for streams of unknown length."""
+    def _epochs(self, step: int) -> Fraction:
+        """Return the number of passes over data of known length."""
         loader = self.parts.loader
-        samples = loader.dataset.num_samples
         samples_read = step * self.parts.config.global_batch_size - loader.first_row_at
-        return samples_read / samples if samples else None
+        return Fraction(samples_read, loader.dataset.num_samples)
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the values of a step. This waits for the device; steps without a log never do."""
@@ -351,7 +356,7 @@ class _Loop:
                 tokens_per_s=tokens_per_s,
                 step_s=seconds,
                 peak_memory_bytes=peak_memory_bytes(parts.world.device),
-                epoch=self._epoch(step),
+                epoch=float(self._epochs(step)) if parts.loader.dataset.num_samples else None,
                 tokens_seen=None if progress.tokens_seen is None else int(progress.tokens_seen),
                 data_wait_s=waited,
                 slowest=slowest,
@@ -377,7 +382,3 @@ def _early_stop_note(evaluations: EvaluationHistory, config: TrainConfig) -> Not
         f"train.early_stop={config.early_stop}: training ends, because {evaluations.since} "
         f"evaluations found no lower loss than {evaluations.best:.4f}"
     )
-
-
-def _due(step: int, every: int, *, last: bool) -> bool:
-    return last or (every > 0 and step % every == 0)

@@ -23,11 +23,12 @@ from axonlaunch.checkpoint.loading.reader import find_for_all
 from axonlaunch.checkpoint.loading.resume_source import is_of
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import Backend, World
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.optimization.training_defaults import note_on_defaults
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.loader import Loader, rank_loader
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
@@ -42,6 +43,7 @@ from axonlaunch.events import (
     Started,
 )
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.system import gpus
 from axonlaunch.system.text.units import Counted
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
@@ -79,6 +81,7 @@ def run(
         layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
+        num_workers=getattr(config.data, "workers", 0),
     )
     peak_memory = _peak_memory(config, world, cpu_peak)
     source = Source(storing=peak_memory.storing)
@@ -87,7 +90,7 @@ def run(
     resumed = load_run_state(config, engine, world)
     row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
     report, notes, loggers = _main_rank_outputs(
-        monitor.report, resumed.checkpoint, config, world, counted=_unit_of(dataset)
+        monitor.report, resumed.checkpoint, config, world, counted=_counted_unit(config, dataset)
     )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
@@ -175,7 +178,7 @@ def _started_event(
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted=_unit_of(dataset),
+        counted=_counted_unit(config, dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -184,9 +187,10 @@ def _started_event(
     )
 
 
-def _unit_of(dataset: Dataset) -> Counted:
-    """Return the unit that has a target in the loss."""
-    return "samples" if dataset.kind == "structured" else dataset.kind
+def _counted_unit(config: RunConfig, dataset: Dataset) -> Counted:
+    """Return what the loss counts, which names metrics."""
+    loss = build_custom_loss(config.train)
+    return counted_in(dataset) if loss is None or loss.count is None else loss.counted
 
 
 def _saver(
@@ -222,6 +226,7 @@ def _saver(
         retention=Retention(
             newest=config.checkpoint.keep_last,
             every=config.checkpoint.keep_every_n_steps,
+            steps=tuple(every) if isinstance(every := config.checkpoint.every, list) else (),
             best=config.checkpoint.keep_best,
         ),
         every=config.checkpoint.every,
@@ -332,7 +337,7 @@ def _remove_partial_saves(root: Path, world: World) -> list[str]:
 
 def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Return notes on settings that have no or little effect on this device or in this world."""
-    notes = []
+    notes = [note] if (note := note_on_defaults(to_tree(config))) else []
     strategy = config.strategy
     layout = Layout.of(config, world_size=world.world_size)
     is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"

@@ -90,6 +90,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     overrides = [
         *SETTINGS,
         f"model.config={plain(hf_tiny.tiny(kind))}",
+        "model.router_aux_loss=false",  # a pipeline and sequence parts can't compute it
         *LAYOUTS.get(layout, []),
         *more,
     ]

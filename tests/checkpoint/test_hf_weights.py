@@ -26,9 +26,10 @@ from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import build_model
 from axonlaunch.models.hf import exported
 from axonlaunch.models.hf.analysis.structure import structure
-from axonlaunch.models.hf.reading.conversion import Computed, conversion
+from axonlaunch.models.hf.reading.conversion import conversion
 from axonlaunch.models.modules.module_state import model_state
 from axonlaunch.models.tensors.dtensor_regions import full_tensor
+from axonlaunch.models.tensors.saved_tensors import Computed
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"]
 

@@ -46,8 +46,8 @@ def test_counted_tokens_are_bracketed_without_colour(command: Served) -> None:
         "<|im_start|>user↵",
         f"What is {int(source.rpartition(' ')[2]) - 1} + 1?<|im_end|>↵",
         "<|im_start|>assistant↵",
-        f"⟦Größe {int(source.rpartition(' ')[2])}.<|im_end|>↵",
-        "⟧",
+        f"⟦Größe {int(source.rpartition(' ')[2])}.<|im_end|>⟧↵",
+        "",
         "Tokens that count in the loss are ⟦in brackets⟧.",
     ]
     assert 0 <= number < 49
@@ -65,7 +65,7 @@ def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
             texts = zip(piece["texts"], piece["counted"], strict=True)
             counted = "".join(text for text, counts in texts if counts)
             assert counted.startswith("Größe ")
-            assert counted.endswith(".<|im_end|>\n")
+            assert counted.endswith(".<|im_end|>")
 
 
 def test_data_prepare_tokenises_once_and_reports(command: Served) -> None:
@@ -93,7 +93,7 @@ def test_data_prepare_tokenises_once_and_reports(command: Served) -> None:
             "tokenizer.path=nowhere: there is no such folder, seen from ",
         ),
         (
-            [*OVERRIDES, TOKENIZER, "data.messages_field=dialog"],
+            [*OVERRIDES, TOKENIZER, "data.fields={messages: dialog}"],
             "data.files: {folder}/train.jsonl, line 1: has no field dialog; it has prompt, compl",
         ),
     ],

@@ -95,7 +95,7 @@ def test_a_dry_run_of_a_finished_run_says_that_nothing_is_left(axonlaunch: Comma
     (axonlaunch.folder / "run").mkdir()
     (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 6}')
     dry = axonlaunch.train("strategy=single", "run_dir=run", "--dry-run")
-    assert dry.stdout.endswith("to start over, use another name\n")
+    assert dry.stdout.endswith("to start over, use another name or checkpoint.overwrite=true\n")
 
 
 def test_dry_run_of_impossible_configuration_is_refused(axonlaunch: Command) -> None:

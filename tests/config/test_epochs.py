@@ -9,7 +9,7 @@ from configured import estimate_config, run_config
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.config.optimization.optimizer import CosineConfig
+from axonlaunch.config.optimization.schedules import CosineConfig
 
 DATA = ["data=synthetic_tokens", "data.num_samples=100", "strategy=single"]
 DATA += ["train.global_batch_size=8", "data.num_eval_samples=16"]

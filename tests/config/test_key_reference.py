@@ -52,10 +52,10 @@ def test_no_key_is_without_a_meaning(group: str, kind: type, chosen: RunConfig) 
     [
         ("train.steps", "whole number, at least 1 | auto"),
         ("train.grad_clip", "number, above 0 | null"),
-        ("train.precision", "fp32 | bf16 | fp16"),
+        ("train.precision", "auto | fp32 | bf16 | fp16"),
         ("train.compile", "true | false"),
         ("train.micro_batch_size", "whole number, at least 1 | auto"),
-        ("plugins", "list of text"),
+        ("plugins", "list of text, or one text"),
         ("strategy.pipeline.split", "list of whole number | auto"),
         ("strategy.tensor.plan", "keys, each with text"),
         ("hardware", "a group of keys | null"),

@@ -50,3 +50,14 @@ def test_another_optimizer_is_reported_with_its_keys() -> None:
     changed = settings_unlike_resumed(config.load([*MODEL, "optimizer=sgd"]), frozen())
     assert "optimizer.name=sgd (was adamw)" in changed
     assert any(line.startswith("optimizer.betas=null (was [") for line in changed)
+
+
+def test_commit_added_to_a_hub_id_is_no_changed_setting() -> None:
+    commits = ["0123456789" * 4, "9876543210" * 4]
+    data = ["data=documents", "data.sequence_length=8"]
+    now = config.load([*MODEL, *data, "data.files=[team/rows]"])
+    before = frozen(*data, f"data.files=[team/rows@{commits[0]}]")
+    assert settings_unlike_resumed(now, before) == []
+    named = config.load([*MODEL, *data, f"data.files=[team/rows@{commits[1]}]"])
+    [changed] = settings_unlike_resumed(named, before)
+    assert changed.startswith("data.files=")

@@ -18,7 +18,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import TextConfig
 from axonlaunch.data.files import json_array, rows, tables
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.included.text import Text
 
 arrow: Any = pytest.importorskip("pyarrow")
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def read(file: Path) -> list[Any]:
-    [source] = find_sources([str(file)])
+    [source] = FileSelection([str(file)]).sources()
     return [row for _, row in RowReader(source)]
 
 
@@ -64,7 +64,7 @@ def test_a_parquet_file_that_repeats_a_large_value_is_read_in_bounded_memory(
 
     def read_some() -> None:
         nonlocal seen
-        for _, row in RowReader(find_sources([str(file)])[0]):
+        for _, row in RowReader(FileSelection([str(file)]).sources()[0]):
             assert isinstance(row, dict)
             seen += 1
             if seen == 40:

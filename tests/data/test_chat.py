@@ -125,16 +125,17 @@ def test_alpacas_input_and_a_system_field_are_written_too(
     assert tokens_and_counted(chats([row], train_on="all"))[0][1] == expected[1:]
 
 
-def test_a_field_of_another_name_is_chosen_by_messages_field(chats: Chats) -> None:
+def test_a_field_of_another_name_is_chosen_by_fields(chats: Chats) -> None:
     dialog = {"dialog": SINGLE, "messages": "something else"}
-    assert chats([dialog], messages_field="dialog").num_samples == 1
+    assert chats([dialog], fields={"messages": "dialog"}).num_samples == 1
 
 
 COUNTED = {
-    "CHATML": "".join(f"{text}<|im_end|>\n" for text in SAID),
+    "CHATML": "".join(f"{text}<|im_end|>" for text in SAID),
+    "SILENT": "".join(f"{text}\n" for text in SAID),
     "MARKED": "".join(f"{text}<|im_end|>\n" for text in SAID),
     "INSTRUCT": "".join(f" {text}<|end|>" for text in SAID),
-    "REASONING": f"{SAID[0]}<|im_end|>\n<think>\n\n</think>\n\n{SAID[1]}<|im_end|>\n",
+    "REASONING": f"{SAID[0]}<|im_end|><think>\n\n</think>\n\n{SAID[1]}<|im_end|>",
 }
 
 
@@ -144,7 +145,7 @@ def test_assistant_tokens_count_to_end_of_turn(
 ) -> None:
     from transformers import AutoTokenizer
 
-    messages = CHAT[1:] if template == "INSTRUCT" else CHAT
+    messages = CHAT[1:] if template in ("INSTRUCT", "SILENT") else CHAT
     [(tokens, counted)] = tokens_and_counted(chats([{"messages": messages}], template))
     expected = written(folders(template), messages)
     assert tokens[: len(expected) - 1] == expected[:-1]
@@ -227,9 +228,9 @@ BAD = [
         "messages[0] has a part of type image_url; text models accept only text",
     ),
     (
-        {"messages": [SINGLE[0], {**SINGLE[1], "weight": 0}]},
+        {"messages": [SINGLE[0], {**SINGLE[1], "weight": 0.5}]},
         "CHATML",
-        "messages[1] has weight=0; weights of messages are not read",
+        "messages[1] has weight=0.5; a message counts or does not, so write 0 or 1",
     ),
     (
         {"messages": [{"role": "user", "content": "\ud800"}]},
@@ -288,7 +289,8 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
         (None, "null selects bytes, which have no chat template; use a folder that has one"),
         (
             "",
-            "the tokenizer has no chat template; use the one of the model's instruct version, or ",
+            "the tokenizer has no chat template; use the one of the model's instruct version, or "
+            "choose data.chat_template=chatml, llama3, gemma, phi3, zephyr, alpaca or a file or a ",
         ),
     ],
 )

@@ -115,8 +115,8 @@ def test_best_fit_truncates_long_documents_and_counts_them(
 ) -> None:
     dataset = documents(packing="best_fit", held_out=0, sequence_length=128)
     theirs = by_transformers(tokenizer)
-    assert sorted(pieces(dataset)) == sorted(row[:129] for row in theirs)
-    long = sum(len(row) > 129 for row in theirs)
+    assert sorted(pieces(dataset)) == sorted(row[:128] for row in theirs)
+    long = sum(len(row) > 128 for row in theirs)
     assert f"data.too_long=truncate: documents truncated: {long}" in dataset.info.notes
 
 
@@ -125,14 +125,14 @@ def test_long_documents_are_dropped_or_refused_with_file_and_row(
     packing: str, documents: Documents, tmp_path: Path
 ) -> None:
     rows = [{"text": "a"}, {"text": "b" * 40}, {"text": "c" * 41}, {"text": "d" * 50}]
-    keys = {"packing": packing, "sequence_length": 39, "bytes_": True, "held_out": 0}
+    keys = {"packing": packing, "sequence_length": 40, "bytes_": True, "held_out": 0}
     rows[0]["text"] = "ab"
     assert len(pieces(documents(rows, too_long="drop", **keys))) == 2
     with pytest.raises(ConfigError) as raised:
         documents(rows, too_long="error", **keys)
     assert str(raised.value.problems[0]) == (
         f"data.too_long=error: {tmp_path}/a.jsonl, row 3: 41 tokens (and 1 more); a row takes 40; "
-        "use data.sequence_length=49, truncate or drop"
+        "use data.sequence_length=50, truncate or drop"
     )
 
 

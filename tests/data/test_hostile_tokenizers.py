@@ -18,7 +18,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.texts.chat_template import ChatTemplate
+from axonlaunch.data.texts.chats.chat_template import ChatTemplate
 from axonlaunch.data.tokenizers import tokenizer
 
 pytest.importorskip("transformers")

@@ -39,7 +39,7 @@ def overrides_of(folder: Path, *, a: str = "", b: str = "") -> list[str]:
     """Return the overrides of a mix of both files, one text per row."""
     sources = f"{{a: {{files: [{folder}/a.jsonl]{a}}}, b: {{files: [{folder}/b.jsonl]{b}}}}}"
     data = ["data=documents", f"data.mix={sources}", f"data.cache_dir={folder}/cache"]
-    return [*data, "data.packing=none", "data.sequence_length=7", "data.held_out=0"]
+    return [*data, "data.packing=none", "data.sequence_length=8", "data.held_out=0"]
 
 
 def mixed(folder: Path, *more: str, a: str = "", b: str = "") -> TextMix:
@@ -50,7 +50,7 @@ def mixed(folder: Path, *more: str, a: str = "", b: str = "") -> TextMix:
 def texts(dataset: TextMix, indices: Any, split: Any = "train") -> list[str]:
     batch = dataset.samples(indices, split=split)
     pairs = zip(batch.inputs, batch.targets, strict=True)
-    return [bytes([*inputs.tolist(), int(targets[-1])]).decode() for inputs, targets in pairs]
+    return [bytes([*inputs[:-1].tolist(), int(targets[-2])]).decode() for inputs, targets in pairs]
 
 
 def test_without_weights_or_epochs_each_row_is_seen_once(folder: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from axonlaunch.config import ConfigError
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.files.sources import find_sources
-from axonlaunch.data.texts.chat_rows import chat_columns
+from axonlaunch.data.files.selection import FileSelection
+from axonlaunch.data.texts.chats.chat_rows import chat_columns
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -72,7 +72,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 
 def read(path: Path, *, skip: int = 0) -> list[tuple[int, Any]]:
-    [source] = find_sources([str(path)])
+    [source] = FileSelection([str(path)]).sources()
     return list(RowReader(source, skip=skip))
 
 
@@ -89,18 +89,18 @@ def test_the_rows_of_each_format_are_read_and_some_can_be_passed_over(
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
 def test_only_requested_columns_are_read(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name]())
-    [source] = find_sources([str(tmp_path / name)])
+    [source] = FileSelection([str(tmp_path / name)]).sources()
     read = [row for _, row in RowReader(source, columns=lambda names: [names[1]])]
     assert read == [{"n": row["n"]} for row in ROWS]
 
 
 def test_a_chat_of_a_table_is_read_of_the_columns_of_its_form() -> None:
     names = ["id", "image", "tools", "messages", "input"]
-    assert chat_columns(names, field=None) == ["tools", "messages"]
-    assert chat_columns(names, field="input") == ["tools", "input"]
-    assert chat_columns(["id", "prompt", "tools"], field=None) == ["id", "prompt", "tools"]
+    assert chat_columns(names, fields={}) == ["tools", "messages"]
+    assert chat_columns(names, fields={"messages": "input"}) == ["tools", "input"]
+    assert chat_columns(["id", "prompt", "tools"], fields={}) == ["id", "prompt", "tools"]
     alpaca = ["instruction", "input", "output"]
-    assert chat_columns([*alpaca, "text"], field=None) == alpaca
+    assert chat_columns([*alpaca, "text"], fields={}) == alpaca
 
 
 def test_a_text_file_is_one_row(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_folder_of_datasets_is_read(tmp_path: Path) -> None:
     made = datasets.Dataset.from_list(ROWS)
     made.save_to_disk(tmp_path / "one", num_shards=2)
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
-    sources = find_sources([str(tmp_path / "one")])
+    sources = FileSelection([str(tmp_path / "one")]).sources()
     assert len(sources) == 2
     assert [row for source in sources for _, row in RowReader(source)] == ROWS
     with pytest.raises(ConfigError, match=r"it has several splits; write .*/splits/train"):
-        find_sources([str(tmp_path / "splits")])
+        FileSelection([str(tmp_path / "splits")]).sources()
 
 
 def test_urls_that_fsspec_reaches_are_expanded_and_read() -> None:
@@ -127,7 +127,7 @@ def test_urls_that_fsspec_reaches_are_expanded_and_read() -> None:
     for name in ("b", "a"):
         memory.pipe(f"/corpus/{name}.jsonl.gz", gzip.compress(lines([{"text": name}])))
     try:
-        sources = find_sources(["memory://corpus/*.jsonl.gz"])
+        sources = FileSelection(["memory://corpus/*.jsonl.gz"]).sources()
         rows = [row for source in sources for _, row in RowReader(source)]
         assert rows == [{"text": "a"}, {"text": "b"}]
     finally:
@@ -141,7 +141,7 @@ def test_all_unmatched_file_patterns_are_reported_together(
     (tmp_path / "a.docx").write_text("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        find_sources(["none*.jsonl", "folder", "a.docx", "memory://none.jsonl"])
+        FileSelection(["none*.jsonl", "folder", "a.docx", "memory://none.jsonl"]).sources()
     none, folder, docx, url = map(str, raised.value.problems)
     assert none.startswith("data.files=none*.jsonl: no file matches, seen from ")
     assert folder == (

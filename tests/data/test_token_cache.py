@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.files.selection import FileSelection
+from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import shard_maker, token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Corpus
@@ -73,7 +74,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def shards_of(*files: Path, folder: Path, report: OnProgress = lambda state: None) -> Corpus:
     return Corpus(
-        find_sources([str(file) for file in files]),
+        FileSelection([str(file) for file in files]).sources(),
         DocumentEncoder(ByteTokenizer(), field="text"),
         folder=folder,
         skip_bad=False,

@@ -180,7 +180,7 @@ def plain_loop(config: RunConfig) -> list[float]:
     loader = rank_loader(config, dataset, layout=Layout.of(config, world_size=1), rank=0)
     losses = []
     for step in range(config.train.num_steps):
-        from axonlaunch.engines.optimizer.optimizers import learning_rate
+        from axonlaunch.engines.optimizer.schedules import learning_rate
 
         batch = own.padded(loader.batch(step).items)
         loss = own.weighted(model(batch["words"], batch["pair"]), batch) / 8

@@ -62,6 +62,14 @@ def test_compiled_cross_entropy_keeps_values(
     )
 
 
+def test_compiled_cross_entropy_keeps_label_smoothing_and_z_loss(compiled: list[Any]) -> None:
+    loss = chosen(label_smoothing=0.1, z_loss=0.02).loss
+    assert len(compiled) == 2
+    logits, targets = torch.randn(4, 5), torch.tensor([0, 4, IGNORE_INDEX, 2])
+    expected = cross_entropy_sum(logits, targets, label_smoothing=0.1, z_loss=0.02)
+    assert loss(logits, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "options", [{"compile": False}, {"loss_chunk": 4}, {"classes": 8}], ids=str
 )

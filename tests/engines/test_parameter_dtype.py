@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.engines.precision.policy import keep_parameters_in
 from axonlaunch.models.build import build_model
 

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 import axonlaunch as ax
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError
 from axonlaunch.config.optimization.optimizer import CustomOptimizerConfig
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.planning.memory import estimate as memory_estimate
 

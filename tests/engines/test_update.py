@@ -15,22 +15,24 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.comm import World
 from axonlaunch.config.optimization.optimizer import (
     AdamWConfig,
-    ConstantConfig,
-    CosineConfig,
     CustomOptimizerConfig,
-    LinearConfig,
     LionConfig,
     NAdamConfig,
     OptimizerConfig,
-    SchedulerConfig,
     SGDConfig,
+)
+from axonlaunch.config.optimization.schedules import (
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    SchedulerConfig,
     WSDConfig,
 )
 from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
-from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.precision.policy import LossScale
 

@@ -19,7 +19,7 @@ MODULE = re.compile(r"axonlaunch(\.\w+){2,}")
 TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 CHANGED_COPIES = {
     *("changed", "completed", "copied", "enlarged", "extended", "mapped", "merged", "moved"),
-    *("numbered", "orthogonalized", "reduced", "replaced", "resolved"),
+    *("orthogonalized", "reduced", "replaced", "resolved"),
     *("rounded", "scaled", "shifted", "shortened", "thinned", "uncounted"),
 }
 """Return types of functions with such names."""

@@ -23,7 +23,14 @@ from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parents[1] / "plugin_package"
-CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "loggers=[table]", "launch=noted"]
+CHOSEN = [
+    "model=tiny",
+    "data=squares",
+    "optimizer=signum",
+    "scheduler=inverse_root",
+    "loggers=[table]",
+    "launch=noted",
+]
 OVERRIDES = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
 OVERRIDES += ["train.steps=4", "train.eval_batches=1"]
 PARAMETERS = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64

@@ -37,7 +37,8 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    _run("-c", "import sys, axonlaunch, axonlaunch.models; assert 'torch' not in sys.modules")
+    modules = "axonlaunch, axonlaunch.models, axonlaunch.models.hf.source"
+    _run("-c", f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 
 def test_the_parent_of_a_run_imports_no_torch() -> None:

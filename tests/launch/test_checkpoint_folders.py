@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigError, RunConfig, load
-from axonlaunch.launch import run_dir
-from axonlaunch.launch.runs import Request, load_all
+from axonlaunch.launch import run_dir, runs
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.launcher import LaunchOptions
 
 Begin = Callable[[RunConfig], AbstractContextManager[object]]
 
@@ -70,7 +73,9 @@ SHARED = ["checkpoint.path=shared", "checkpoint.path=s3://bucket/shared/", "run_
 
 def sweep(*overrides: str) -> list[RunConfig]:
     request = Request(overrides=["name=a,b", *overrides], multirun=True)
-    return [config for _, config in load_all(request, load=load)]
+    context = multiprocessing.get_context("forkserver")
+    options = LaunchOptions(context=context, started=0.0)
+    return [run.config for run in runs.load_runs(request, ClusterEnvironment(), options)]
 
 
 @pytest.mark.parametrize("shared", SHARED)

@@ -14,13 +14,13 @@ from command import wait_for
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.external import entry, joining, launcher_process, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
-from axonlaunch.launch.runs import Request
 
 PROGRAM = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"

@@ -10,13 +10,13 @@ import pytest
 from command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, load
-from axonlaunch.launch import run_dir
+from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.launch.external import entry, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.launcher import LaunchOptions
-from axonlaunch.launch.runs import Request, Runs
 from axonlaunch.system.storage.run_files import append_event
 
 NEVER = "checkpoint.resume=never"
@@ -38,10 +38,9 @@ def start(variables: dict[str, str], *overrides: str, until: str = "started") ->
     context = multiprocessing.get_context("forkserver")
     options = LaunchOptions(context=context, started=0.0, identity=identity)
     request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
-    runs = Runs.load(request, ClusterEnvironment(), options)
-    [(_, config)] = runs.loaded
+    [run] = runs.load_runs(request, ClusterEnvironment(), options)
     by = identity.name
-    with run_dir.open_run_dir(config, announce=lambda line: None, launched_by=by) as opened:
+    with run_dir.open_run_dir(run.config, announce=lambda line: None, launched_by=by) as opened:
         if until == "started":
             append_event(Path(opened.run_dir), "started", {})
         return opened

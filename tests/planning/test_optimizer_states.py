@@ -9,9 +9,9 @@ from rank_engine import rank_engine
 
 from axonlaunch import config
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import resolved
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
 from axonlaunch.preflight import checks

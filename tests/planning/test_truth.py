@@ -21,7 +21,8 @@ BF16 = "train.precision=bf16 train.param_dtype=bf16"
 CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp strategy.ddp.sync=synchronous train.precision=fp16 model=llama_debug",
-        "strategy=ddp strategy.ddp.sync=no_sync train.micro_batch_size=2",
+        "strategy=ddp strategy.ddp.sync=no_sync train.micro_batch_size=2 train.z_loss=1e-4 "
+        "train.label_smoothing=0.1",
         f"strategy=zero1 train.micro_batch_size=2 {BF16}",
         # With this few samples, the peak is where gradients are reduced.
         "strategy=zero2 train.precision=bf16 train.global_batch_size=4",

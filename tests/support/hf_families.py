@@ -31,13 +31,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 4, "intermediate_size": 128},
     "bloom": {"n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "olmo2": _GATED,
-    "mixtral": {**_GATED, "num_local_experts": 4},
+    "mixtral": {**_GATED, "num_local_experts": 4, "router_aux_loss_coef": 0.0},
     "qwen3_moe": {
         **_GATED,
         "head_dim": 16,
         "moe_intermediate_size": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,
     },
 }
 FAMILIES: dict[str, dict[str, Any]] = {

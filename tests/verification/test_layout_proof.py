@@ -123,7 +123,7 @@ def test_wrong_layout_is_refused_with_first_wrong_module(
 
 
 def test_model_without_reduced_form_is_refused_with_alternative(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(reduced, "LARGEST", 10)
+    monkeypatch.setattr(reduced, "LARGEST_SMALL_MODEL", 10)
     result = layout_proof.prove(run("llama", *FSDP))
     assert result.outcome == "not proved"
     assert "axonlaunch verify with the same arguments proves it" in str(result)

@@ -19,8 +19,8 @@ from axonlaunch.checkpoint.format.manifest import Checkpoint
 from axonlaunch.checkpoint.loading import reader
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.adapter import EXPERTS, MAGNITUDE, LoraConfig, is_of_adapter
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import one_of
+from axonlaunch.models.specs.source import source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,12 +207,13 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
         folder: PEFT folder with the same shapes as the adapter.
     """
     from axonlaunch.checkpoint.exchange.safetensors import open_safetensors
+    from axonlaunch.comm.mesh import local_part
     from axonlaunch.models.tensors.dtensor_regions import local_boxes
 
     with open_safetensors(folder / _WEIGHTS_FILE) as file:
         for name, key in peft_names(state).items():
-            parameter: Any = state[name]
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            parameter = state[name]
+            local = local_part(parameter)
             for box in local_boxes(parameter) if local.numel() else ():
                 region = tuple(slice(start, start + count) for start, count in box.region)
                 box.of(local).copy_(file.get_slice(key)[region])
@@ -236,7 +237,8 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
 
     adapter = config.adapter
     assert adapter is not None
-    if not isinstance(config.model, HuggingFaceConfig):
+    base = source_of(config).peft_base()
+    if base is None:
         message = (
             f"PEFT adapts models of transformers, and this is {config.model.name}; use --merge"
         )
@@ -254,8 +256,7 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.model.path,
-        "revision": config.model.revision,
+        **base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,

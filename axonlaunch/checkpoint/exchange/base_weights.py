@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.system.storage.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def find_base_problems(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue
     """
     if config.saves_frozen:
         return
-    path = getattr(config.model, "path", None)
+    path = config.model_path
     try:
         recorded = json.loads(read_text(run_dir / BASE, at_most=_LARGEST))["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,8 +123,6 @@ def _digests(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _folder(config: RunConfig) -> Path:
-    from axonlaunch.models.build import initial_weights
-
-    key_and_path = initial_weights(config)
+    key_and_path = source_of(config).initial_weights()
     assert key_and_path is not None
     return Path(key_and_path[1])

@@ -28,10 +28,7 @@ from torch.futures import Future
 from axonlaunch.checkpoint.format.manifest import is_name
 from axonlaunch.checkpoint.loading.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.options.model import HuggingFaceConfig
-from axonlaunch.models.hf.analysis.structure import structure
-from axonlaunch.models.hf.reading.conversion import Computed, as_saved, conversion
-from axonlaunch.models.tensors.tensor_origins import OriginTensor
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,15 +55,13 @@ class Reader(StorageReader):
 
         Args:
             folder: Folder of the weights.
-            model: Typed configuration of the model to fill.
+            model: Typed configuration of the model to fill, or of its run.
 
         Raises:
             ConfigError: The folder has no weights, or a file is corrupt.
         """
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
-        self._parameters: dict[str, OriginTensor | Computed]
-        self._unused: tuple[str, ...]
         for file in _files(folder):
             with open_safetensors(file) as content:
                 for name in content.offset_keys():
@@ -75,14 +70,8 @@ class Reader(StorageReader):
                     self._shapes[name] = tuple(entry.get_shape()), dtype
                     self._files[name] = file
         sizes = {name: shape for name, (shape, _) in self._shapes.items()}
-        if isinstance(model, HuggingFaceConfig):
-            converted = conversion(structure(model).model, sizes)
-            self._parameters, self._unused = dict(converted.parameters), converted.unexpected
-        else:
-            self._parameters = {
-                name: OriginTensor.full(name, shape) for name, shape in sizes.items()
-            }
-            self._unused = ()
+        saved = source_of(model).find_saved(sizes)
+        self._parameters, self._unused = saved.parameters, saved.unexpected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by parameter name; tensors that the model lacks keep their names."""
@@ -177,12 +166,7 @@ def write_safetensors(
         save_file(batch, path, metadata={"format": "pt"})
         written[path] = [*batch]
 
-    if isinstance(model, HuggingFaceConfig):
-        structure_of_model = structure(model)
-        named = as_saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
-    else:
-        named = tensors
-    for name, tensor in named:
+    for name, tensor in source_of(model).as_saved(tensors):
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         if shard_bytes and shard_bytes + cast.nbytes > file_bytes:
             flush()

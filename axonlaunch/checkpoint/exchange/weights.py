@@ -19,15 +19,16 @@ from axonlaunch.checkpoint.format.new_folder import new_folder
 from axonlaunch.checkpoint.format.storage import storage_path
 from axonlaunch.checkpoint.loading import reader
 from axonlaunch.config import CONFIG as RUN_CONFIG
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
-from axonlaunch.config.options.model import GPTConfig, HuggingFaceConfig, LlamaConfig
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
+from axonlaunch.models.specs.source import model_in_folder, model_of, source_of
 from axonlaunch.system.storage.files import write_copy
 
 if TYPE_CHECKING:
@@ -58,9 +59,7 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
         config: Configuration of the run or of its model.
         world: World of the calling ranks.
     """
-    from axonlaunch.models.build import initial_weights
-
-    key_and_path = initial_weights(config)
+    key_and_path = source_of(config).initial_weights()
     adapter = config.adapter if isinstance(config, RunConfig) else None
     if key_and_path is None and (adapter is None or adapter.path is None):
         return
@@ -85,8 +84,6 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
 
 def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
     """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors."""
-    from axonlaunch.models.build import model_of
-
     folder = storage_path(path)
     checkpoint = reader.find_for_all(folder, world=world)
     if checkpoint is not None:
@@ -97,7 +94,7 @@ def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: Worl
         from axonlaunch.checkpoint.exchange.safetensors import Reader
         from axonlaunch.checkpoint.loading.planners import ReadsBoxes
 
-        source = Reader(folder, model_of(config))
+        source = Reader(folder, config)
         saved = source.shapes()
         present = {name: tensor for name, tensor in state.items() if name in saved}
         dcp.load({"model": present}, storage_reader=source, planner=ReadsBoxes())
@@ -127,7 +124,6 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     if checkpoint is not None:
         return reader.model_differences(checkpoint, model, without=added)
     from axonlaunch.checkpoint.exchange.safetensors import CONFIG_FILE, Reader, read_json
-    from axonlaunch.models.build import model_of
 
     is_ours, file = isinstance(model_of(config), GPTConfig | LlamaConfig), path / CONFIG_FILE
     if is_ours and file.exists() and "model_type" in read_json(file):
@@ -202,16 +198,10 @@ def _write_model(
     written = safetensors.write_safetensors(
         folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
     )
-    copied: list[str] = []
-    if isinstance(config.model, HuggingFaceConfig):
-        from axonlaunch.models.hf import exported
-
-        content = exported.config_json(config.model)
-        copied = exported.copy_other_files(config.model, folder)
-    else:
-        content = to_tree(config.model)
+    source = source_of(config)
+    content, copied = source.config_json(), source.copy_files(folder)
     content[TRAINED_ON] = {"data": config.data.name}
-    if length := getattr(config.data, "sequence_length", None):
+    if length := config.sequence_length:
         content[TRAINED_ON]["sequence_length"] = length
     run_dir = checkpoint.path.parent.parent
     if files := _copy_tokenizer(run_dir, folder):
@@ -297,8 +287,8 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 
 def describe_folder(
     folder: Path,
-) -> tuple[GPTConfig | LlamaConfig | HuggingFaceConfig, PythonSourceConfig | SyntheticTokensConfig]:
-    """Return the model of an exported folder, and data like the data of its run.
+) -> tuple[Any, PythonSourceConfig | SyntheticTokensConfig]:
+    """Return the model of an exported folder, typed, and data like the data of its run.
 
     A ``gpt`` or ``llama`` describes itself. A model of transformers is accepted if it was exported
     from a run on text; any other folder is left to ``model=hf``.
@@ -324,7 +314,7 @@ def describe_folder(
     if not is_text or not length:
         message = f"{file}: is of a model of transformers; {hf_instead(folder)}"
         raise ConfigError([ConfigIssue("", message)])
-    described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+    described = model_in_folder(folder)
     if "tokenizer" in trained_on:
         return described, SyntheticTokensConfig(sequence_length=length)
     return described, PythonSourceConfig(sequence_length=length)
@@ -368,9 +358,7 @@ def _is_text(name: str) -> bool:
     return facts is not None and facts.is_text
 
 
-def read_folder(
-    folder: Path, model: GPTConfig | LlamaConfig | HuggingFaceConfig
-) -> dict[str, Tensor]:
+def read_folder(folder: Path, model: Any) -> dict[str, Tensor]:
     """Read all weights of a folder of safetensors; the caller compares them with the model.
 
     Raises:

@@ -53,11 +53,13 @@ class Retention:
     Attributes:
         newest: Number of newest checkpoints to keep.
         every: Keep checkpoints whose step is a multiple of this; 0 disables the rule.
+        steps: Keep the checkpoints of these steps.
         best: Number of checkpoints with the lowest evaluation loss to keep.
     """
 
     newest: int
     every: int = 0
+    steps: tuple[int, ...] = ()
     best: int = 0
 
 
@@ -271,7 +273,9 @@ def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> 
     return [
         c
         for c in checkpoints[: -retention.newest]
-        if c not in best and not (retention.every and c.step % retention.every == 0)
+        if c not in best
+        and c.step not in retention.steps
+        and not (retention.every and c.step % retention.every == 0)
     ]
 
 

@@ -26,7 +26,8 @@ def resume_of(config: RunConfig) -> str:
     A path to another run is only the starting point. Once the run has saved, the same command
     resumes from the run's latest checkpoint, like torchtitan's ``initial_load_path``: ``name=b
     checkpoint.resume=runs/a`` starts from step 20 of ``a``, is stopped after step 89, and continues
-    from step 89. A path to a checkpoint of the run itself goes back to that checkpoint.
+    from step 89. A path to a checkpoint of the run itself goes back to that checkpoint. With
+    ``checkpoint.overwrite`` the run's own checkpoints don't count.
 
     Args:
         config: Configuration of the run; ``run_dir`` may be unresolved.
@@ -35,6 +36,8 @@ def resume_of(config: RunConfig) -> str:
         ConfigError: The run's checkpoints can't be reached.
     """
     resume, root_dir = config.checkpoint.resume, checkpoint_root(config)
+    if config.checkpoint.overwrite:
+        return "never" if resume == "auto" else resume
     if resume in ("auto", "never") or root_dir is None:
         return resume
     if is_of(storage_path(resume), root_dir):
@@ -70,6 +73,12 @@ def resume_of_restart(
             events_of_launcher.add(event["event"])
     first_start = "launched" if resume == "never" else "started"
     return "auto" if first_start in events_of_launcher else resume
+
+
+def is_launched_by(events: Iterable[Mapping[str, Any]], launched_by: str) -> bool:
+    """Return whether a launcher made the latest start of a run, given the events of the run."""
+    starts = [event.get("by") for event in events if event["event"] == "launched"]
+    return starts[-1:] == [launched_by]
 
 
 def is_of(path: Path, run_dir: Path) -> bool:

@@ -27,6 +27,7 @@ from axonlaunch.checkpoint.saving.dcp_writer import Writer
 from axonlaunch.checkpoint.saving.save_progress import SharedProgress
 from axonlaunch.checkpoint.saving.staging import HostCopies
 from axonlaunch.comm import Backend, World
+from axonlaunch.config.values.intervals import StepInterval
 
 _LONGEST_SAVE = timedelta(days=1)
 """Timeout of torch's collectives in a save. Writing terabytes to a slow disk takes long; a save
@@ -67,7 +68,7 @@ class Saver:
     """Writes the checkpoints of a run; all ranks make the same calls.
 
     Attributes:
-        every: Steps between checkpoints; only the caller uses it.
+        every: Interval between checkpoints; only the caller uses it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Saver:
         *,
         world: World,
         retention: Retention,
-        every: int = 1,
+        every: StepInterval = 1,
         layout: str = "",
         background: bool = False,
         wrote: Callable[[], object] = lambda: None,
@@ -90,7 +91,7 @@ class Saver:
             run_dir: Folder of the run, on a file system shared by all ranks.
             world: World of the ranks that write.
             retention: Rule for keeping older checkpoints.
-            every: Steps between checkpoints.
+            every: Interval between checkpoints.
             layout: Layout of the run in words.
             background: Whether to write during training, from a copy in host memory.
             wrote: Callback after each written piece while training waits. It is also called while

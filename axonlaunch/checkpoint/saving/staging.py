@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -47,7 +48,7 @@ class HostCopies:
         }
 
     def _on_host(self, tensor: Tensor, name: _Name, devices: set[torch.device]) -> Tensor:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        part = local_part(tensor)
         if part.device.type == "cpu":
             return tensor.to("cpu", copy=True)
         copy = self._kept.get(name)

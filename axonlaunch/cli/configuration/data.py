@@ -131,6 +131,7 @@ def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
         ConfigError: A file can't be read, or a row is invalid.
     """
     from axonlaunch.data import build_dataset
+    from axonlaunch.data.hub.pinning import fetch_data, pinned_data
     from axonlaunch.data.shards.encoding import Tokenising
     from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
 
@@ -142,9 +143,10 @@ def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
             is_new = is_new or not (state.waits or state.verifies)
             show_progress(str(state))
 
-        dataset: Any = build_dataset(
-            config.data, tokenizer_of(config), report=report, verifies=True
-        )
+        text: Any = config.data
+        pinned = pinned_data(text, earlier={})
+        fetch_data(pinned, report=lambda state: show_progress(str(state)))
+        dataset: Any = build_dataset(pinned, tokenizer_of(config), report=report, verifies=True)
     return dataset, is_new
 
 

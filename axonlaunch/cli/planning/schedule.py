@@ -95,12 +95,13 @@ def _load_pipeline(overrides: list[str], config_name: str, config_dirs: list[Pat
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.consistency.layout import num_ranks, resolved
     from axonlaunch.config.consistency.rules import broken_world_rules
+    from axonlaunch.config.consistency.run_precision import with_precision
 
     config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs)
     if config.strategy.pipeline.degree == 1:
         message = "has no schedule; use strategy=pipeline or a degree of 2 or more"
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
-    config = resolved(config, accelerators=0)
+    config = with_precision(resolved(config, accelerators=0))
     if problems := broken_world_rules(config, world_size=num_ranks(config)):
         raise ConfigError(problems)
     return config

@@ -94,9 +94,10 @@ def command(
             server()
         # Import these now, while the server imports torch on another core.
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
+        from axonlaunch.launch.commands.request import Request, accelerators_of
         from axonlaunch.launch.external.launcher_process import LauncherProcess
-        from axonlaunch.launch.launcher import LaunchOptions, launch_function
-        from axonlaunch.launch.runs import Request, Runs, accelerators_of
+        from axonlaunch.launch.launcher import LaunchOptions
+        from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
 
         request = Request(
             overrides=overrides or [],
@@ -130,11 +131,14 @@ def command(
             # Hide torch's warnings about unknown connections to its store. Ranks still print
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            runs = Runs.load(request, environment.of_node(), options)
-            for config, chosen in runs:
-                launch = launch_function(config)
-                runs.record_end(*launch(config, chosen))
-            status, summaries = runs.status, runs.summaries
+            runs, results = prepare_runs(load_runs(request, environment.of_node(), options)), []
+            for run in runs:
+                results.append(run.launch())
+                if results[-1].is_last:
+                    break
+            print_comparison(runs, results)
+            status = next((result.status for result in results if result.status), 0)
+            summaries = [result.summary for result in results if result.summary is not None]
     if as_json:
         if multirun:
             print_json({"runs": summaries})
@@ -164,8 +168,8 @@ def _dry_run(
     with forkserver.warm(preload=preloads(overrides)) as context:
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.commands.dry_run import dry_runs
+        from axonlaunch.launch.commands.request import Request
         from axonlaunch.launch.launcher import LaunchOptions
-        from axonlaunch.launch.runs import Request
 
         request = Request(
             overrides=overrides,

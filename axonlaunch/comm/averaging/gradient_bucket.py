@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm.mesh import local_part
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -88,7 +89,7 @@ class GradientBucket:
         Raises:
             ValueError: Dtypes or devices differ between these tensors, or from earlier ones.
         """
-        gradients = [_local(tensor.detach()) for tensor in tensors]
+        gradients = [local_part(tensor.detach()) for tensor in tensors]
         num_added = sum(part.numel() for part in gradients)
         if self.size + num_added > self.capacity:
             return False
@@ -188,7 +189,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.Pro
         group: Group of ranks that all call this.
     """
     works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
-    for members in buckets(map(_local, tensors), limit=BUCKET_BYTES):
+    for members in buckets(map(local_part, tensors), limit=BUCKET_BYTES):
         flat = None if len(members) == 1 else torch.cat([tensor.reshape(-1) for tensor in members])
         message = members[0] if flat is None else flat
         works.append((dist.broadcast(message, source, group=group, async_op=True), flat, members))
@@ -198,7 +199,3 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.Pro
             parts = flat.split([tensor.numel() for tensor in members])
             views = [part.view(tensor.shape) for part, tensor in zip(parts, members, strict=True)]
             torch._foreach_copy_(members, views)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,8 @@ from typing import Any
 
 from axonlaunch.config.consistency.layout import Layout, nodes, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import broken_sizes
+from axonlaunch.config.consistency.run_precision import with_precision
+from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.plain import with_values
@@ -29,11 +31,14 @@ def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
     if config.strategy.auto:
         return config
     config = with_backend(resolved(config, accelerators=accelerators), accelerators=accelerators)
+    config = with_precision(config)
     if problems := list(broken_sizes(config)):
         raise ConfigError(problems)
     settings: dict[str, Any] = {}
-    if config.train.steps != "auto" and config.scheduler.warmup_ratio is None:
-        settings["scheduler.warmup_steps"] = config.scheduler.warmup(config.train.steps)
+    schedule = config.scheduler
+    steps = config.train.steps
+    if steps != "auto" and isinstance(schedule, ConstantConfig) and schedule.warmup_ratio is None:
+        settings["scheduler.warmup_steps"] = schedule.warmup(steps)
     least, most = nodes(config)
     if least == most:
         layout = Layout.of(config, world_size=num_ranks(config))

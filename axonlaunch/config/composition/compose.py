@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ PRESETS = (
     "micro_batch_size",
     "precision",
     "activation_checkpointing",
+    "lr",
 )
 _FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
 
@@ -68,6 +69,9 @@ class Composed:
         problems: Problems of overrides; the tree is composed without these overrides.
         in_environment: Maps the dotted key of each leaf that the starter of this process set, such
             as torchrun, to a text with its name.
+        preset: Preset of the model, by the keys of ``PRESETS``.
+        chosen: Maps the dotted key of each leaf that was chosen by what the run trains to a text
+            with the reason.
     """
 
     tree: dict[str, Any]
@@ -75,11 +79,13 @@ class Composed:
     in_files: Callable[[], dict[str, str]]
     problems: list[ConfigIssue]
     in_environment: dict[str, str] = field(default_factory=dict)
+    preset: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
 
     def origins(self) -> dict[str, str]:
         """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
         overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.overridden.items()}
-        return {**self.in_files(), **overridden, **self.in_environment}
+        return {**self.in_files(), **overridden, **self.in_environment, **self.chosen}
 
 
 def packaged_configs() -> Path:
@@ -191,10 +197,11 @@ class Composer:
             tree, changed = mark_environment(tree, merged)
         assert isinstance(tree, dict)
         problems += [ConfigIssue(key, _CHANGED) for key in changed]
-        problems += _remove_preset(tree)
-        in_files = partial(self._file_origins, files, config_name, overrides.groups)
+        preset, preset_problems = _remove_preset(tree)
+        problems += preset_problems
+        in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
-        return Composed(named, overrides.origins, in_files, problems)
+        return Composed(named, overrides.origins, in_files, problems, preset=preset)
 
     def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.
@@ -401,17 +408,17 @@ def _with_type(override: Any, kind: Any) -> Any:
     return replace(override, type=kind, input_line=prefix + text)
 
 
-def _remove_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
-    """Remove the model's preset from a composed tree, and return its problems."""
+def _remove_preset(tree: dict[Any, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """Remove the model's preset from a composed tree, and return it and its problems."""
     model = tree.get("model")
     preset = model.pop(PRESET, None) if isinstance(model, dict) else None
     key = f"model.{PRESET}"
     if preset is None:
-        return []
+        return {}, []
     if not isinstance(preset, dict):
-        return [ConfigIssue(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
+        return {}, [ConfigIssue(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
     known = dict.fromkeys(PRESETS)
-    return [
+    return preset, [
         ConfigIssue(f"{key}.{name}", unknown("key", str(name), known), value)
         for name, value in preset.items()
         if name not in known

@@ -18,12 +18,19 @@ _LONGEST, _DEEPEST = 8192, 32
 MOST_RUNS = 1000
 """Largest number of runs of a sweep; all are checked before the first is launched."""
 _QUOTES = "'\""
+_SPLIT = re.compile(r"[\w.+ ]*\w\[[-\d%: ]*\][-\w.+%:\[\] ]*")
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 def as_meant(text: str) -> str:
     """Return an override in the syntax of Hydra's parser, if its meaning is unambiguous."""
-    return _with_home(_without_quoted_keys(text))
+    return _quoted_split(_with_home(_without_quoted_keys(text)))
+
+
+def _quoted_split(text: str) -> str:
+    """Put quotes around a part of a split, ``data.split=train[:20%]``, as a shell removes them."""
+    key, equals, value = text.partition("=")
+    return f'{key}{equals}"{value}"' if _SPLIT.fullmatch(value) else text
 
 
 def _with_home(text: str) -> str:

@@ -12,12 +12,15 @@ from typing import Any
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.environment_values import to_interpolations
+from axonlaunch.config.values.hub_reference import without_commits
 from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 """Settings that the result depends on; the layout and the number of steps are not included."""
+_DECIDED = ("data.packing", "train.precision")
+"""Settings of which ``auto`` is decided for the model, or by the resumed run."""
 
 
 def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
@@ -36,8 +39,14 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
     return [
         f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
         for key in keys
-        if now.get(key) != before.get(key)
+        if not _is_same(now.get(key), before.get(key))
+        and not (key in _DECIDED and now.get(key) == "auto")
     ]
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Return whether a value is that of the resumed run, which may have added a commit to it."""
+    return bool(now == before or (without_commits(now) == now == without_commits(before)))
 
 
 def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:

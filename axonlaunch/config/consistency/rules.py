@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,8 @@ from axonlaunch.config.consistency.layout import (
     replicas,
 )
 from axonlaunch.config.consistency.run_name import run_name_issues
-from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.optimization.optimizer import WSDConfig
+from axonlaunch.config.consistency.run_precision import precision_of, with_precision
+from axonlaunch.config.optimization.schedules import ConstantConfig, WSDConfig
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS
@@ -36,8 +37,11 @@ from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.values.hub_reference import why_no_repo
+from axonlaunch.config.values.intervals import epochs_of
 from axonlaunch.config.values.plain import with_values
 from axonlaunch.config.values.url import is_url
+from axonlaunch.system.node import host
 from axonlaunch.system.storage.files import why_no_folder
 
 _FULL_STEPS = 16
@@ -52,6 +56,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
         message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
+    config = with_precision(config)
     problems = [
         *run_name_issues(config),
         *_unused_settings(config),
@@ -62,6 +67,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_no_replicas(config),
         *degree_issues(config),
         *_length(config),
+        *_intervals(config),
         *_schedule(config),
         *_extras(config),
         *_loggers(config),
@@ -69,6 +75,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_tokenizer(config),
         *_saving(config),
         *_device(config),
+        *_threads(config),
         *_node_count(config),
         *_profile(config),
         *_trace(config),
@@ -236,20 +243,43 @@ def _length(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("train.early_stop", message, train.early_stop)
 
 
+def _intervals(config: RunConfig) -> Iterator[ConfigIssue]:
+    every, last = config.checkpoint.every, config.train.steps
+    for key, interval in {
+        "train.eval_every": config.train.eval_every,
+        "checkpoint.every": every,
+    }.items():
+        if isinstance(interval, str) and epochs_of(interval) is None:
+            message = "expected a number of steps, or of epochs above 0, as in '0.5 epoch'"
+            yield ConfigIssue(key, message, interval)
+    if not isinstance(every, list):
+        return
+    if not every or min(every) < 1 or len(set(every)) < len(every):
+        message = "expected steps from 1, each once, as in [100,500]"
+        yield ConfigIssue("checkpoint.every", message, every)
+    elif last != "auto" and max(every) > last:
+        message = f"train.steps is {last}, so there is no step {max(every)}; remove it"
+        yield ConfigIssue("checkpoint.every", message, every)
+
+
 def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
     steps, schedule = config.train.steps, config.scheduler
-    if steps == "auto":
+    if steps == "auto" or not isinstance(schedule, ConstantConfig):
         return  # known once the data is read; checked again then
     warmup = schedule.warmup(steps)
     if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
         message = f"train.steps is {steps}; use fewer, or auto, or train longer"
         yield ConfigIssue("scheduler.warmup_steps", message, warmup)
-    elif isinstance(schedule, WSDConfig) and warmup + schedule.decay_steps > steps:
-        message = (
-            f"with {warmup} steps of warm-up it exceeds train.steps={steps}; "
-            f"use {steps - warmup} or less"
-        )
+        return
+    if not isinstance(schedule, WSDConfig) or warmup + schedule.decay(steps) <= steps:
+        return
+    exceeds = f"with {warmup} steps of warm-up it exceeds train.steps={steps}; use"
+    if schedule.decay_steps:
+        message = f"{exceeds} {steps - warmup} or less"
         yield ConfigIssue("scheduler.decay_steps", message, schedule.decay_steps)
+    elif schedule.decay_ratio is not None:
+        message = f"{exceeds} {math.floor(100 * (1 - warmup / steps)) / 100} or less"
+        yield ConfigIssue("scheduler.decay_ratio", message, schedule.decay_ratio)
 
 
 def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -297,6 +327,15 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    push = config.checkpoint.push
+    if push is not None and (reason := why_no_repo(push)) is not None:
+        yield ConfigIssue("checkpoint.push", reason, push)
+    elif push is not None and not config.checkpoint.every:
+        message = "no checkpoint is saved that could be uploaded; set checkpoint.every"
+        yield ConfigIssue("checkpoint.push", message, push)
+    if push is None and config.checkpoint.push_private:
+        message = "nothing is uploaded; write checkpoint.push=ORG/NAME, or use false"
+        yield ConfigIssue("checkpoint.push_private", message, True)
 
 
 def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -330,6 +369,17 @@ def _device(config: RunConfig) -> Iterator[ConfigIssue]:
             "which this strategy needs; use mock"
         )
         yield ConfigIssue("launch.backend", message, launch.backend)
+
+
+def _threads(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem with the environment variable that ``launch.threads=auto`` reads."""
+    if config.launch.threads != "auto":
+        return
+    try:
+        host.requested_threads()
+    except ValueError as error:
+        message = f"{error}; correct or unset this variable, or set launch.threads"
+        yield ConfigIssue(host.OMP_NUM_THREADS, message, os.environ[host.OMP_NUM_THREADS])
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:

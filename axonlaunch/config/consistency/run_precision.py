@@ -1,11 +1,41 @@
-"""The precision of a run, from its configuration."""
+"""The precision of a run, from its configuration and its devices."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision
+from axonlaunch.config.consistency.layout import estimate_device
+from axonlaunch.config.precision import (
+    FULL_PRECISION,
+    MIXED_PRECISION,
+    NUMBER_FORMATS,
+    PRECISIONS,
+    Precision,
+)
 from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.values.plain import with_values
+
+
+def with_precision(config: RunConfig, *, has_bf16: bool | None = None) -> RunConfig:
+    """Decide ``train.precision=auto``.
+
+    It is bf16 on GPUs that compute in bf16, and fp32 on others and on CPUs, which are slower in
+    bf16 without special instructions. ``train.param_dtype=bf16`` requires bf16.
+
+    Args:
+        config: Configuration of a run.
+        has_bf16: Whether the devices of the run compute in bf16; None decides by ``hardware`` and
+            the device in the configuration, where an unknown device counts as a recent GPU.
+    """
+    if config.train.precision != "auto":
+        return config
+    if has_bf16 is None:
+        hardware, device = config.hardware, config.launch.device
+        on_gpu = estimate_device(config) == "gpu" if device == "auto" else device == "cuda"
+        has_bf16 = on_gpu and (hardware is None or hardware.bf16_tflops is not None)
+    is_mixed = has_bf16 or NUMBER_FORMATS[config.train.param_dtype].is_low
+    precision = MIXED_PRECISION if is_mixed else FULL_PRECISION
+    return with_values(config, {"train.precision": precision.name})
 
 
 def precision_of(config: RunConfig) -> Precision:

@@ -1,6 +1,6 @@
-"""Typed configurations of optimizers and learning-rate schedules.
+"""Typed configurations of optimizers.
 
-``axonlaunch.engines.optimizer.optimizers`` builds the optimizers and computes the schedules.
+``axonlaunch.engines.optimizer.optimizers`` builds the optimizers.
 """
 
 from __future__ import annotations
@@ -248,63 +248,6 @@ class CustomOptimizerConfig(FreeOptimizerConfig):
         return [*target_problems(self.target, "Class"), *super().problems()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConstantConfig:
-    """Linear warm-up, then the peak learning rate."""
-
-    name: str = "constant"
-    """name of the schedule"""
-    warmup_steps: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
-    """number of steps in which the learning rate rises linearly to its peak; auto: set by
-    warmup_ratio
-    """
-    warmup_ratio: float | None = field(default=None, metadata={"min": 0, "below": 1})
-    """warm-up steps as a fraction of all steps, instead of warmup_steps; null: 1/15"""
-
-    def warmup(self, steps: int) -> int:
-        """Return the number of warm-up steps of a run with ``steps`` steps."""
-        if self.warmup_steps != "auto":
-            return self.warmup_steps
-        return steps // 15 if self.warmup_ratio is None else round(steps * self.warmup_ratio)
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for each invalid combination of values."""
-        if self.warmup_ratio is None or self.warmup_steps == "auto":
-            return []
-        return [("warmup_ratio", "scheduler.warmup_steps is set too; use one of them")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineConfig(ConstantConfig):
-    """Linear warm-up, then decay along half a cosine (Loshchilov and Hutter, 2017)."""
-
-    name: str = "cosine"
-    """name of the schedule"""
-    final_lr_ratio: float = field(default=0.1, metadata={"min": 0, "max": 1})
-    """learning rate of the last step as a fraction of the peak"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearConfig(CosineConfig):
-    """Linear warm-up, then linear decay."""
-
-    name: str = "linear"
-    """name of the schedule"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WSDConfig(ConstantConfig):
-    """Linear warm-up, constant rate, linear decay (warmup-stable-decay, Hu et al., 2024)."""
-
-    name: str = "wsd"
-    """name of the schedule"""
-    decay_steps: int = field(default=0, metadata={"min": 0})
-    """number of steps at the end in which the learning rate falls linearly; 0: a fifth of all steps
-    """
-    final_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})
-    """learning rate of the last step as a fraction of the peak"""
-
-
 OptimizerConfig = (
     AdamWConfig
     | SGDConfig
@@ -314,7 +257,6 @@ OptimizerConfig = (
     | CustomOptimizerConfig
     | FreeOptimizerConfig
 )
-SchedulerConfig = ConstantConfig | CosineConfig | LinearConfig | WSDConfig
 
 _OURS = "axonlaunch.engines.optimizer.algorithms"
 OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry(
@@ -355,12 +297,3 @@ with the options of the optimizer as keyword arguments.
 """
 OWN_OPTIMIZERS = frozenset(OPTIMIZERS.configs()) - {"custom"}
 """Included optimizers. Their states are declared here, and tests compare them with the classes."""
-SCHEDULERS: Registry[Any, None] = Registry(
-    "scheduler",
-    {
-        "constant": Entry(None, "linear warm-up, then the peak rate", ConstantConfig),
-        "cosine": Entry(None, "linear warm-up, then half a cosine", CosineConfig),
-        "linear": Entry(None, "linear warm-up, then linear decay", LinearConfig),
-        "wsd": Entry(None, "linear warm-up, constant rate, linear decay", WSDConfig),
-    },
-)

@@ -38,7 +38,7 @@ class LoraConfig:
     """scale each adapted weight to trained norms, one per output (Liu et al., "DoRA", 2024)"""
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """dropout probability of the input of A in training"""
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    targets: Literal["all-linear"] | list[str] = "all-linear"
     """patterns of names, or of the ends of names, of linear layers, [q_proj,v_proj], and of 3-D
     parameters that pack experts, [experts.*]; all-linear: all linear layers except the output head
     """

@@ -143,6 +143,8 @@ class CustomDataConfig:
     """fraction at the end of a map-style dataset to hold out; unused if the dataset has held_out"""
     collate: str | None = None
     """function that batches samples, package.module:function; null: stacks pairs, else torch's"""
+    workers: int = field(default=0, metadata={"min": 0})
+    """processes per rank that read samples ahead; 0: the rank reads them when a step needs them"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid value."""
@@ -157,6 +159,8 @@ class FreeDataConfig:
     """name under which the dataset is registered"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the dataset"""
+    workers: int = field(default=0, metadata={"min": 0})
+    """processes per rank that read samples ahead; 0: the rank reads them when a step needs them"""
 
 
 Kind = Literal["tokens", "images", "structured"]

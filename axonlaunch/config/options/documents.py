@@ -6,17 +6,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from axonlaunch.config.problems.did_you_mean import unknown
+from axonlaunch.config.values.hub_reference import parse_hub_reference
+from axonlaunch.config.values.split_text import parse_splits
+
+_LIMIT = "data.limit takes the first rows of any file"
+_OF_HUB_DATA = ("subset", "split", "validation_split")
+FIELDS = (
+    *("messages", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "tools"),
+)
+"""Names that ``data.fields`` of chats gives columns and keys for."""
+_FORMS = (("messages", "role", "content"), ("prompt", "completion"), FIELDS[5:8])
+"""Names of ``FIELDS`` that belong to one form of a row."""
 _OF_THE_MIX = {"of_all_groups": True}
 """Metadata of keys that have the same value for all sources of a mix."""
+
+
+_HELD_OUT = 0.01
 
 
 def _schema_of(options: dict[str, Any], schema: type) -> type:
     """Return the dataclass of a source, selected by its key ``data``, else that of the mix."""
     kinds = {"documents": DocumentsConfig, "chat": ChatConfig}
     return kinds.get(str(options.get("data")), schema)
+
+
+def _split_problems(splits: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Yield ``(field, message)`` for each text that names no split."""
+    for name, text in splits.items():
+        try:
+            parse_splits("train" if text is None else text)
+        except ValueError as reason:
+            yield name, str(reason)
+
+
+def _has_hub_data(files: Sequence[str]) -> bool:
+    return any(parse_hub_reference(file) is not None for file in files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +64,30 @@ class SourceShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """Files whose rows are held out for evaluation, read like the training files."""
+
+    files: list[str] = field(default_factory=list)
+    """paths, globs, URLs and data sets of the Hugging Face Hub, as in data.files"""
+    subset: str | None = None
+    """subset of the data sets of the Hub; null: the default subset"""
+    split: str | None = None
+    """splits of the data sets of the Hub, as in data.split; null: train, or the only split"""
+    limit: int | None = field(default=None, metadata={"min": 1})
+    """number of rows, from the first one; null: all"""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield ``(field, message)`` for each invalid combination of values."""
+        if not self.files:
+            yield "files", "names no file; write data.held_out.files=[eval.jsonl]"
+        yield from _split_problems({"split": self.split})
+        if self.files and not _has_hub_data(self.files):
+            for name in ("split", "subset"):
+                if getattr(self, name) is not None:
+                    yield name, f"is of data sets of the Hub, and there is none; {_LIMIT}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextRowsConfig:
     """Keys that documents and chats have in common."""
 
@@ -42,8 +96,19 @@ class TextRowsConfig:
     files: list[str] = field(default_factory=list)
     """paths, globs or fsspec URLs of .jsonl, .json, .csv, .tsv, .parquet, .arrow and .txt files;
     text files may be compressed (.gz, .bz2, .xz, .zst); also folders written by save_to_disk of the
-    package datasets
+    package datasets, and data sets of the Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION
     """
+    subset: str | None = None
+    """subset (configuration) of the data sets of the Hub; null: the default subset"""
+    split: str | None = None
+    """splits of the data sets of the Hub that are trained on: train, train[:1000], train[10%:20%],
+    train+test; null: train, or the only split
+    """
+    validation_split: str | None = None
+    """splits of the same data sets of the Hub that are held out for evaluation, instead of held_out
+    """
+    limit: int | None = field(default=None, metadata={"min": 1})
+    """number of rows of files that are used, from the first one; null: all"""
     mix: dict[str, dict[str, Any]] = field(
         default_factory=dict,
         metadata={
@@ -74,9 +139,15 @@ class TextRowsConfig:
     """treatment of documents longer than a row, with best_fit and none"""
     on_bad_row: Literal["error", "skip"] = "error"
     """treatment of invalid rows; skip leaves them out and reports their number"""
-    held_out: int | float | list[str] = field(default=0.01, metadata={"min": 0})
+    held_out: int | float | list[str] | HeldOutConfig = field(
+        default=_HELD_OUT,
+        metadata={
+            "min": 0,
+            "allowed": "a fraction below 1, a number of documents, or {files: [...]}",
+        },
+    )
     """data held out for evaluation: a fraction of the documents (below 1), a number of documents,
-    or a list of files
+    or files, {files: [...], subset: ..., split: ..., limit: ...}, of which a list names only files
     """
     cache_dir: str | None = field(default=None, metadata=_OF_THE_MIX)
     """folder of the token cache; null: axonlaunch/tokens in the user's cache folder"""
@@ -100,11 +171,32 @@ class TextRowsConfig:
             message = "has weights and epochs, which follow from each other; use one of them"
             problems.append(("mix", message))
         for name, source in self.sources().items():
-            problems += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
+            for key, message in source.problems():
+                if key in self.mix[name] or key not in _OF_HUB_DATA:  # else inherited
+                    problems.append((f"mix.{name}.{key}", message))
         if isinstance(self.held_out, float) and self.held_out >= 1:
             message = "a fraction must be below 1; write a whole number for a number of documents"
             problems.append(("held_out", message))
-        return problems
+        return [*problems, *self._hub_problems()]
+
+    def _hub_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield ``(field, message)`` for keys of data sets of the Hub with invalid values."""
+        splits = {"split": self.split, "validation_split": self.validation_split}
+        yield from _split_problems(splits)
+        if self.validation_split is not None and self.held_out != _HELD_OUT:
+            yield "validation_split", "contradicts data.held_out, which holds out other rows"
+        files = [file for source in self.mix.values() for file in source.get("files", ())]
+        if not _has_hub_data([*self.files, *files]):
+            for name, value in {**splits, "subset": self.subset}.items():
+                if value is not None:
+                    yield name, f"is of data sets of the Hub, and data.files has none; {_LIMIT}"
+
+    @property
+    def held_out_files(self) -> HeldOutConfig:
+        """Files that are held out; without files if rows of the training files are."""
+        if isinstance(self.held_out, HeldOutConfig):
+            return self.held_out
+        return HeldOutConfig(files=self.held_out if isinstance(self.held_out, list) else [])
 
     def sources(self) -> dict[str, TextRowsConfig]:
         """Return the configuration of each source of a mix as a separate dataset."""
@@ -146,9 +238,21 @@ class ChatConfig(TextRowsConfig):
 
     name: str = "chat"
     """name of the dataset"""
-    messages_field: str | None = None
-    """field that contains the messages; null: messages (role, content), conversations (from,
-    value), prompt and completion, or instruction, input and output
+    fields: dict[str, str] = field(
+        default_factory=dict, metadata={"allowed": f"{{NAME: COLUMN}} with {', '.join(FIELDS)}"}
+    )
+    """names of columns, {prompt: question, completion: answer}, and of the keys of a message,
+    {messages: talk, role: from, content: value}. What is not named is recognised: messages (role,
+    content), conversations (from, value), prompt and completion, or instruction, input and output
+    """
+    prompt_format: str | None = None
+    """writes the prompt of a row from its columns, and its completion without a chat template:
+    alpaca, dolly, question, a file, or text with {COLUMN} or in Jinja; null: messages are rendered
+    by the chat template
+    """
+    chat_template: str | None = field(default=None, metadata=_OF_THE_MIX)
+    """chat template instead of the tokenizer's, which is kept and exported with it: chatml, llama3,
+    gemma, phi3, zephyr, alpaca, a file, or text in Jinja; null: that of the tokenizer
     """
     train_on: Literal["assistant", "all"] = "assistant"
     """tokens that count in the loss. assistant: tokens of the assistant, found by the generation
@@ -162,3 +266,30 @@ class ChatConfig(TextRowsConfig):
     but a small number of chats is spread over 64 rows so that there is more than one batch, and
     none if the model cannot separate chats. Chats never attend to each other
     """
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for each invalid combination of values."""
+        problems = super().problems()
+        for name, column in self.fields.items():
+            if name not in FIELDS and self.prompt_format is None:
+                message = unknown("field", name, [*FIELDS])
+                problems.append((f"fields.{name}", message))
+            elif not column:
+                problems.append((f"fields.{name}", "is empty; write the name of a column"))
+        used = [form for form in _FORMS if {*form} & self.fields.keys()]
+        if len(used) > 1 and self.prompt_format is None:
+            both = [next(name for name in form if name in self.fields) for form in used]
+            message = f"{both[0]} and {both[1]} are of different forms of a row; name one form"
+            problems.append(("fields", message))
+        if self.prompt_format is not None and {*_FORMS[0]} & self.fields.keys():
+            message = "data.prompt_format takes columns of text, not messages; use one of them"
+            problems.append(("fields", message))
+        if self.prompt_format is not None and self.chat_template is not None:
+            message = "data.prompt_format writes rows without a chat template; use one of them"
+            problems.append(("chat_template", message))
+        problems += [
+            (name, "is empty; write a name, a file or a text, or null")
+            for name in ("prompt_format", "chat_template")
+            if getattr(self, name) == ""
+        ]
+        return problems

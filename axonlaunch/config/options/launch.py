@@ -83,8 +83,9 @@ class LaunchConfig:
     """
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """number of CPU threads per rank; auto: cores of the first node / its ranks, on all nodes; it
-    affects the rounding of sums, so that losses differ in their last bits
+    """number of CPU threads per rank; auto: the environment variable OMP_NUM_THREADS of the first
+    node, else its cores / its ranks, on all nodes; it affects the rounding of sums, so that losses
+    differ in their last bits
     """
     pin_cores: bool = True
     """pin each rank to a separate set of physical cores near its device"""

@@ -178,15 +178,13 @@ class CustomConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceConfig:
-    """Causal language model of the installed transformers package."""
+class TransformersModel:
+    """Keys of ``model=hf`` that determine the model's modules, but not its initial weights."""
 
     name: str = "hf"
     """name of the model"""
     path: str | None = None
     """folder with a config.json, or model id on the Hugging Face Hub; null: only model.config"""
-    init: Literal["pretrained", "random"] = "pretrained"
-    """initial weights. pretrained: those of model.path; random: from the seed"""
     config: dict[str, Any] = field(default_factory=dict)
     """nested overrides of keys in config.json; model_type is required without a path"""
     attention: Literal["auto", "sdpa", "flex", "eager"] = "auto"
@@ -195,6 +193,16 @@ class HuggingFaceConfig:
     """branch, tag or commit of the model id; null: the main branch"""
     trust_remote_code: bool = False
     """run Python code that is distributed with the model"""
+    router_aux_loss: float | bool | None = field(default=None, metadata={"min": 0})
+    """weight of the loss that balances experts; null: that of the model's config; false: no loss"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig(TransformersModel):
+    """Causal language model of the installed transformers package."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """initial weights. pretrained: those of model.path; random: from the seed"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
 
@@ -207,6 +215,8 @@ class HuggingFaceConfig:
             return [("path", "is empty; write a folder or a model id, or null")]
         if self.path is None and self.init == "pretrained" and self.weights is None:
             return [("init", "model.path names no weights to read; use random, or set model.path")]
+        if self.router_aux_loss is True:
+            return [("router_aux_loss", "names no weight; use null for that of the model's config")]
         if self.path is None and self.revision is not None:
             return [
                 ("revision", "applies to a model id, but model.path is null; remove this setting")

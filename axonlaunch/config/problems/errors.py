@@ -112,6 +112,31 @@ def in_one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
+def value_problems(config: Any) -> list[tuple[str, str]]:
+    """Return ``(field, message)`` for each invalid combination of a group's values.
+
+    Args:
+        config: Dataclass of the group; only some of them have a method ``problems``.
+    """
+    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
+    return problems
+
+
+def refuse_invalid(group: str, config: Any) -> None:
+    """Check values of a group that depend on each other.
+
+    Raises:
+        ConfigError: Values contradict each other; all problems are in it.
+    """
+    if problems := value_problems(config):
+        raise ConfigError(
+            [
+                ConfigIssue(f"{group}.{name}", message, getattr(config, name, ...))
+                for name, message in problems
+            ]
+        )
+
+
 def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:
     """Return ``(field, message)`` if a ``target`` is not of the form ``module:attribute``."""
     module, _, name = (target or "").partition(":")

@@ -1,6 +1,7 @@
 """Converts plain values to the types of a schema's fields, without guessing.
 
-A text is never converted to a number, nor a fraction to a whole number.
+A text is never converted to a number, nor a fraction to a whole number. Where texts are listed, one
+text is a list of one: ``data.files=train.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def convert(value: Any, hint: Any) -> Any:
     if origin is Literal:
         return _literal(value, get_args(hint))
     if origin is list:
-        return [convert(item, get_args(hint)[0]) for item in _items(value)]
+        [item_hint] = get_args(hint)
+        is_one = item_hint is str and isinstance(value, str)
+        return [convert(item, item_hint) for item in ([value] if is_one else _items(value))]
     if origin is tuple:
         return _tuple(value, get_args(hint))
     if origin is dict:
@@ -42,7 +45,7 @@ def convert(value: Any, hint: Any) -> Any:
             raise Rejected("expected keys with values, as in {key: value}")
         return {str(key): convert(item, get_args(hint)[1]) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        raise Rejected("expected a group's option")
+        raise Rejected("expected a group of keys, as in {key: value}")
     return _scalar(value, hint)
 
 

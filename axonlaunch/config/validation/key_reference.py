@@ -79,7 +79,8 @@ def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
     if origin is Literal:
         return " | ".join(plain(choice) for choice in inside)
     if origin in (list, tuple):
-        return f"list of {_allowed_values(inside[0], limits)}"
+        one = ", or one text" if origin is list and inside[0] is str else ""
+        return f"list of {_allowed_values(inside[0], limits)}{one}"
     if origin is dict:
         return f"keys, each with {_allowed_values(inside[1], limits)}"
     allowed = _TYPES.get(hint, "a group of keys")

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Union, get_args, get_origin
 
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
-from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain
+from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain, value_problems
 from axonlaunch.config.problems.other_names import FOREIGN_NAMES, UNSUPPORTED
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
@@ -72,7 +72,7 @@ class _Walk:
         ]
         config = _construct(schema, self._values(tree, schema, prefix), fields)
         reported = {problem.key for problem in self.problems}
-        for name, message in getattr(config, "problems", list)():
+        for name, message in value_problems(config):
             if (key := _below(prefix, name)) not in reported:
                 self._add(key, message, getattr(config, name, ...))
         return config
@@ -258,11 +258,13 @@ def _default(spec: Any) -> Any:
 
 
 def _nested_dataclass(hint: Any, value: Any) -> type | None:
-    """Return the dataclass in a type hint; None if the value is null and the hint allows it."""
+    """Return the dataclass in a type hint; None if the hint allows another type for the value."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     candidates = [option for option in options if dataclasses.is_dataclass(option)]
     if not candidates or (value is None and type(None) in options):
         return None
+    if not isinstance(value, dict) and {*options} - {*candidates, type(None)}:
+        return None  # another option of the union
     return typing.cast("type", candidates[0])
 
 

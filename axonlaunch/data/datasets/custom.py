@@ -7,6 +7,7 @@ from axonlaunch.config.options.data import CustomDataConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import adapt_dataset
+from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
 
 
 def build_custom_dataset(config: CustomDataConfig) -> Dataset:
@@ -19,10 +20,16 @@ def build_custom_dataset(config: CustomDataConfig) -> Dataset:
     collate = None
     if config.collate is not None:
         collate = import_callable("data.collate", config.collate)
+    with kept_generators():
+        # Every rank builds the same dataset, even if it is shuffled here.
+        seed_generators(0)
+        dataset = builder(**config.arguments)
     return adapt_dataset(
-        builder(**config.arguments),
+        dataset,
         collate=collate,
         eval_fraction=config.eval_fraction,
         num_classes=config.num_classes,
         refusal=lambda message: ConfigError([ConfigIssue("data.target", message, config.target)]),
+        description=f"data=custom ({config.target})",
+        num_workers=config.workers,
     )

@@ -17,9 +17,10 @@ from axonlaunch.config.options.data import IGNORE_INDEX, Kind
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets.samples import CollatedSamples, Samples
 from axonlaunch.data.datasets.shuffle import Indices
+from axonlaunch.system.text.units import Counted
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
@@ -40,12 +41,15 @@ class Batch:
             documents; a token attends only to tokens of its document. None: a row is one sequence.
         surplus: Number of rows at the end that no loss may count. They give every rank the same
             number of rows.
+        present: Whether each token is not padding, [B, T] bool, for losses that count tokens
+            without a target; None: no token is padding.
     """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor | None = None
     surplus: int = 0
+    present: Tensor | None = None
 
     @classmethod
     def from_numpy(
@@ -53,6 +57,7 @@ class Batch:
         inputs: npt.NDArray[Any],
         targets: npt.NDArray[Any],
         positions: npt.NDArray[np.int64] | None = None,
+        present: npt.NDArray[np.bool_] | None = None,
     ) -> Batch:
         """Wrap arrays, without a copy if their type allows it.
 
@@ -60,6 +65,7 @@ class Batch:
             inputs: Tokens [B, T] int64, or images [B, C, H, W] float32.
             targets: [B, T] or [B] integers, or floats of any shape; converted to int64 and fp32.
             positions: Position of each token in its document, [B, T]; None: a row is one sequence.
+            present: Whether each token is not padding, [B, T]; None: no token is padding.
         """
         import torch  # imported here: datasets are built and checked without torch
 
@@ -68,6 +74,26 @@ class Batch:
             torch.from_numpy(inputs),
             torch.from_numpy(targets.astype(dtype, copy=False)),
             None if positions is None else torch.from_numpy(positions),
+            present=None if present is None or present.all() else torch.from_numpy(present),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Batch]) -> Batch:
+        """Return one batch of the rows of several without surplus rows, in this order."""
+        import torch
+
+        if len(parts) == 1:
+            return parts[0]
+        positions = [part.positions for part in parts if part.positions is not None]
+        present = [
+            torch.ones_like(part.inputs, dtype=torch.bool) if part.present is None else part.present
+            for part in parts
+        ]
+        return cls(
+            torch.cat([part.inputs for part in parts]),
+            torch.cat([part.targets for part in parts]),
+            torch.cat(positions) if positions else None,
+            present=torch.cat(present) if any(p.present is not None for p in parts) else None,
         )
 
     def pin_memory(self) -> Batch:
@@ -98,10 +124,15 @@ class Batch:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.full.values())
 
-    def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of a forward: inputs and, for packed rows only, positions."""
-        del forward
-        return [self.inputs], {} if self.positions is None else {"positions": self.positions}
+    def forward_arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a forward: inputs and, for packed rows only, positions.
+
+        A module with the attribute ``takes_present`` also gets the mask of padding, if any.
+        """
+        named = {} if self.positions is None else {"positions": self.positions}
+        if self.present is not None and getattr(module, "takes_present", False):
+            named["present"] = self.present
+        return [self.inputs], named
 
     def micro_batches(self, size: int) -> Iterator[Batch]:
         """Yield micro-batches of ``size`` samples, as views; the last may have fewer.
@@ -143,11 +174,13 @@ class Batch:
         """Return a batch with a function applied to each tensor.
 
         Args:
-            function: Called with inputs, targets and, if present, positions. It must keep the
-                first dim, B.
+            function: Called with inputs, targets and, if they exist, positions and ``present``. It
+                must keep the first dim, B.
         """
         positions = None if self.positions is None else function(self.positions)
-        return Batch(function(self.inputs), function(self.targets), positions, self.surplus)
+        present = None if self.present is None else function(self.present)
+        inputs, targets = function(self.inputs), function(self.targets)
+        return Batch(inputs, targets, positions, self.surplus, present)
 
 
 AnyBatch = Batch | Samples
@@ -194,6 +227,8 @@ class DatasetInfo:
         tokenizer: Tokenizer of the text; None for other data.
         tokenising_ahead: Returns a context in which a separate process tokenises the remaining
             shards; None: no data is tokenised during a run.
+        counted: What the loss counts, which names metrics; None: the kind of the inputs, and
+            samples for structured ones.
     """
 
     notes: tuple[str, ...] = ()
@@ -206,6 +241,7 @@ class DatasetInfo:
     file_sums: Callable[[int | None], FileSums] | None = None
     tokenizer: Tokenizer | None = None
     tokenising_ahead: Callable[[TokenizerConfig], AbstractContextManager[object]] | None = None
+    counted: Counted | None = None
 
 
 class Dataset(Protocol):
@@ -251,6 +287,13 @@ class Dataset(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to text; only if ``is_text``."""
+
+
+def counted_in(dataset: Dataset) -> Counted:
+    """Return what a loss over a dataset counts: the unit that has one target."""
+    if dataset.info.counted is not None:
+        return dataset.info.counted
+    return "samples" if dataset.kind == "structured" else dataset.kind
 
 
 def sample_inputs(dataset: Dataset) -> Tensor:

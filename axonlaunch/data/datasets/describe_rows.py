@@ -17,7 +17,10 @@ from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.datasets.dataset import Dataset, FileSums
 from axonlaunch.data.datasets.origin import Origin, printable
 
-_NOT_OF_ROWS = ("files", "path", "cache_dir", "on_bad_row", "eval_path")
+_NOT_OF_ROWS = (
+    *("files", "path", "cache_dir", "on_bad_row", "eval_path"),
+    *("subset", "split", "validation_split"),
+)
 """Options that name files, which are described by their content, or that change no row."""
 _LISTED = 10_000
 """Maximum number of files that are described individually; more are described in groups."""
@@ -53,20 +56,18 @@ def describe_rows(
 
 def _options(data: Any) -> dict[str, Any]:
     """Return the options that decide the rows, as JSON values."""
-    options = {
-        field.name: getattr(data, field.name)
-        for field in dataclasses.fields(data)
-        if field.name not in _NOT_OF_ROWS
-    }
-    if isinstance(options.get("held_out"), list):
-        options["held_out"] = "files"
+    options = _of_rows({f.name: getattr(data, f.name) for f in dataclasses.fields(data)})
     if "mix" in options:
-        options["mix"] = {
-            name: {key: value for key, value in source.items() if key not in _NOT_OF_ROWS}
-            for name, source in options["mix"].items()
-        }
+        options["mix"] = {name: _of_rows(source) for name, source in options["mix"].items()}
     json_options: dict[str, Any] = json.loads(json.dumps(options))
     return json_options
+
+
+def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in options.items() if key not in _NOT_OF_ROWS}
+    if options.get("validation_split") or not isinstance(options.get("held_out", 0), int | float):
+        kept["held_out"] = "files"
+    return kept
 
 
 def _in_groups(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:

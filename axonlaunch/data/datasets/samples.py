@@ -13,10 +13,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
+from axonlaunch.data.reading.sample_error import naming
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class SampleOrigin:
+    """The source of a sample.
+
+    Attributes:
+        dataset: Description of the dataset, such as "data=custom (my_data:Images)".
+        name: Name of the sample in the dataset, such as "sample 17".
+        seed: Seed of its random numbers, see ``data.reading.random_numbers``.
+    """
+
+    dataset: str
+    name: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -46,14 +64,14 @@ class CollatedSamples:
 
         return sum(leaf.nbytes for leaf in tree_leaves(self.full) if isinstance(leaf, Tensor))
 
-    def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+    def forward_arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a forward.
 
         A dict passes the entries that the forward has parameters for. A tuple or list passes its
         first element, any other batch itself.
         """
         if isinstance(self.full, Mapping):
-            return [], {name: self.full[name] for name in taken_names(forward, self.full)}
+            return [], {name: self.full[name] for name in taken_names(module.forward, self.full)}
         return [self.full[0] if isinstance(self.full, tuple | list) else self.full], {}
 
 
@@ -66,12 +84,14 @@ class Samples:
         collate: Combines some of them to a batch.
         counted: Whether each sample counts; None: all do.
         parts: Micro-batches that are already collated.
+        origins: Origin of each sample; empty: unknown.
     """
 
     items: Sequence[Any]
     collate: Collate
     counted: Sequence[bool] | None = None
     parts: tuple[CollatedSamples, ...] = ()
+    origins: Sequence[SampleOrigin] = ()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -79,7 +99,29 @@ class Samples:
     def rows(self, start: int, stop: int) -> Samples:
         """Return some of the samples."""
         counted = None if self.counted is None else self.counted[start:stop]
-        return Samples(self.items[start:stop], self.collate, counted)
+        origins = self.origins[start:stop]
+        return Samples(self.items[start:stop], self.collate, counted, origins=origins)
+
+    def combine(self, items: list[Any], *, start: int, stop: int) -> Any:
+        """Collate the items of a micro-batch.
+
+        Random numbers of the collate function are seeded by the first sample of the micro-batch,
+        so they don't depend on the process that collates.
+
+        Args:
+            items: The items, without those that do not count.
+            start: Position of the first sample of the micro-batch.
+            stop: Position after its last sample.
+        """
+        origins = self.origins[start:stop]
+        if not origins:
+            return self.collate(items)
+        names = [origin.name for origin in origins]
+        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        with kept_generators(), naming(f"{origins[0].dataset}: collating {what}"):
+            # Not the seed itself, because the first sample has used its random numbers.
+            seed_generators(origins[0].seed ^ 1)
+            return self.collate(items)
 
     def micro_batches(self, size: int) -> Iterator[CollatedSamples]:
         """Yield collated micro-batches of ``size`` samples."""
@@ -91,7 +133,8 @@ class Samples:
             # Every rank runs the same number of forwards, even if no samples count.
             counted = [*itertools.compress(part.items, part.counted or [True] * len(part))]
             items = counted or list(part.items)
-            yield CollatedSamples(self.collate(items), len(items), is_counted=bool(counted))
+            full_one = self.combine(items, start=start, stop=start + size)
+            yield CollatedSamples(full_one, len(items), is_counted=bool(counted))
 
     def ready(self, size: int) -> Samples:
         """Return a copy with collated micro-batches."""
@@ -107,6 +150,16 @@ class Samples:
         previous = self.counted or [True] * len(self)
         both = [was and stays for was, stays in zip(previous, counted, strict=True)]
         return replace(self, counted=both, parts=())
+
+    @classmethod
+    def join(cls, parts: Sequence[Samples]) -> Samples:
+        """Return one batch of the samples of several, in this order."""
+        return cls(
+            [item for part in parts for item in part.items],
+            parts[0].collate,
+            parts=tuple(collated for part in parts for collated in part.parts),
+            origins=[origin for part in parts for origin in part.origins],
+        )
 
     def pin_memory(self) -> Samples:
         """Copy collated micro-batches to page-locked memory."""

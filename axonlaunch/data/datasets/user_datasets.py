@@ -6,18 +6,41 @@ loader decides which samples of a stream a step sees.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.data.datasets.dataset import Batch, Dataset, DatasetInfo, Kind, NoText, Split
-from axonlaunch.data.datasets.samples import Collate, Samples, collating
+from axonlaunch.data.datasets.dataset import (
+    AnyBatch,
+    Batch,
+    DatasetInfo,
+    Kind,
+    NoText,
+    Split,
+)
+from axonlaunch.data.datasets.samples import Collate, SampleOrigin, Samples, collating
+from axonlaunch.data.reading.progress import begin_sample
+from axonlaunch.data.reading.random_numbers import (
+    generator_states,
+    have_moved,
+    kept_generators,
+    sample_seed,
+    seed_generators,
+)
+from axonlaunch.data.reading.sample_error import naming
+from axonlaunch.system.text.units import Counted
 
 _DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
 _EVAL_FRACTION = 0.05
+_HELD_OUT, _BEGINS = 1, 2
+"""Parts of ``sample_seed``; training samples are part 0."""
 
 Refusal = Callable[[str], Exception]
 
@@ -29,7 +52,9 @@ def adapt_dataset(
     eval_fraction: float | None,
     num_classes: int | None,
     refusal: Refusal,
-) -> Dataset:
+    description: str,
+    num_workers: int = 0,
+) -> UserDataset:
     """Adapt the return value of a user's builder to the interface of datasets.
 
     Args:
@@ -40,12 +65,26 @@ def adapt_dataset(
             None: 5 %.
         num_classes: Number of classes of pairs; None: read from the dataset.
         refusal: Creates the error for a reason.
+        description: The dataset in errors, such as "data=custom (my_data:Images)".
+        num_workers: Configured number of processes that read it; 0: the rank's process.
 
     Raises:
         ConfigError: It is not a dataset, or it is empty.
     """
+    adapted = _adapt(dataset, collate, eval_fraction, num_classes, refusal)
+    adapted.description, adapted.num_workers = description, num_workers
+    return adapted
+
+
+def _adapt(
+    dataset: Any,
+    collate: Collate | None,
+    eval_fraction: float | None,
+    num_classes: int | None,
+    refusal: Refusal,
+) -> UserDataset:
     if all(hasattr(dataset, name) for name in _DATASET):
-        return cast("Dataset", dataset if hasattr(dataset, "info") else _WithInfo(dataset))
+        return BatchedDataset(dataset)
     share = _EVAL_FRACTION if eval_fraction is None else eval_fraction
     if not _is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         if not len(dataset):
@@ -62,16 +101,119 @@ def adapt_dataset(
     )
 
 
-class _WithInfo:
-    """A user's dataset without ``info``, with the default facts added."""
+class UserDataset(NoText, ABC):
+    """Base class of the adapters, which seed the random numbers of each sample.
 
-    info = DatasetInfo()
+    Attributes:
+        description: The dataset in errors.
+        num_workers: Configured number of processes that read it; 0: the rank's process.
+    """
+
+    description = "data"
+    num_workers = 0
+    kind: Kind
+    num_samples: int
+    num_eval_samples: int
+    num_classes: int
+    sample_shape: tuple[int, ...]
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> AnyBatch:
+        """Return the samples with these indices, with the random numbers of seed 0 and epoch 0."""
+        return self.read(indices, split=split, seed=0, epochs=itertools.repeat(0))
+
+    def read(
+        self,
+        indices: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        split: Split,
+        seed: int,
+        epochs: Iterable[int],
+    ) -> AnyBatch:
+        """Return the samples with these indices, in this order.
+
+        The global random generators have their previous states afterwards.
+
+        Args:
+            indices: Indices of the samples.
+            split: Whether they are training or held-out samples.
+            seed: Seed of the run.
+            epochs: Number of each sample's pass over the data.
+
+        Raises:
+            SampleError: The user's code failed.
+            ConfigError: Samples do not fit together.
+        """
+        part = _HELD_OUT if split == "eval" else 0
+        origins = [
+            SampleOrigin(
+                self.description,
+                self.name(int(index), split),
+                sample_seed(seed, int(epoch), int(index), part=part),
+            )
+            for index, epoch in zip(indices, epochs, strict=False)
+        ]
+        with kept_generators():
+            return self._read([int(index) for index in indices], split, origins)
+
+    def name(self, index: int, split: Split) -> str:
+        """Return the name of a sample for an error."""
+        return f"sample {index}" if split == "train" else f"held-out sample {index}"
+
+    @abstractmethod
+    def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> AnyBatch:
+        """Read the samples with the random numbers of their origins."""
+
+
+def _reading(origin: SampleOrigin) -> AbstractContextManager[None]:
+    """Seed the generators for a sample, and return a context that names it in exceptions."""
+    begin_sample(origin.name)
+    seed_generators(origin.seed)
+    return naming(f"{origin.dataset}: reading {origin.name}")
+
+
+class BatchedDataset(UserDataset):
+    """A user's dataset that returns whole batches, with the interface ``Dataset``."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self.kind = dataset.kind
+        self.num_samples = dataset.num_samples
+        self.num_eval_samples = dataset.num_eval_samples
+        self.num_classes = dataset.num_classes
+        self.sample_shape = dataset.sample_shape
+        self.is_text = getattr(dataset, "is_text", False)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts, of the dataset if it has them."""
+        info: DatasetInfo = getattr(self._dataset, "info", DatasetInfo())
+        return info
+
+    def encode(self, text: str) -> list[int]:
+        """Convert text to tokens; only if ``is_text``."""
+        tokens: list[int] = self._dataset.encode(text)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Convert tokens to text; only if ``is_text``."""
+        text: str = self._dataset.decode(tokens)
+        return text
+
+    def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> AnyBatch:
+        """Read all samples at once, or one at a time if the dataset draws random numbers."""
+        full = origins[0]
+        if len(origins) > 1:
+            full = replace(full, name=f"{full.name} to {origins[-1].name}")
+        with _reading(full):
+            states = generator_states()
+            batch: AnyBatch = self._dataset.samples(np.asarray(indices), split=split)
+            if len(indices) > 1 and have_moved(states):
+                parts = [
+                    self._read([index], split, [origin])
+                    for index, origin in zip(indices, origins, strict=True)
+                ]
+                batch = type(parts[0]).join(parts)  # type: ignore[arg-type]  # all of one class
+        return batch if isinstance(batch, Batch) else replace(batch, origins=origins)
 
 
 class _Divided:
@@ -85,8 +227,15 @@ class _Divided:
         else:
             self.num_eval_samples, self.num_samples = len(self._held_out), len(dataset)
 
-    def item(self, index: int, split: Split) -> Any:
-        """Return one sample."""
+    def items(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> list[Any]:
+        """Return samples with the random numbers of their origins."""
+        items = []
+        for index, origin in zip(indices, origins, strict=True):
+            with _reading(origin):
+                items.append(self._item(index, split))
+        return items
+
+    def _item(self, index: int, split: Split) -> Any:
         if split == "train":
             return self._dataset[index]
         if self._held_out is None:
@@ -100,7 +249,7 @@ class _Divided:
         return f"sample {index + (self.num_samples if split == 'eval' else 0)}"
 
 
-class PairsDataset(NoText):
+class PairsDataset(UserDataset):
     """A map-style dataset with items ``(inputs, targets)``."""
 
     def __init__(
@@ -116,6 +265,7 @@ class PairsDataset(NoText):
         self._float_targets = targets.shape if _is_float(targets) else None
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
+        self._counted = _counted_unit(self.kind, inputs.shape, targets.shape)
         has_classes = self._float_targets is None
         self.num_classes = _num_classes(pairs, num_classes, refusal) if has_classes else 0
         self.num_eval_samples = self._pairs.num_eval_samples
@@ -124,16 +274,20 @@ class PairsDataset(NoText):
     @property
     def info(self) -> DatasetInfo:
         """Optional facts."""
-        return DatasetInfo(float_targets=self._float_targets)
+        return DatasetInfo(float_targets=self._float_targets, counted=self._counted)
 
-    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the samples with these indices, in this order.
+    def name(self, index: int, split: Split) -> str:
+        """Return the name of a sample for an error."""
+        return self._pairs.name(index, split)
+
+    def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> Batch:
+        """Read and stack pairs.
 
         Raises:
             ConfigError: Shapes differ, or a target is a float although that of sample 0 is not.
         """
-        pairs = [self._pairs.item(int(index), split) for index in indices]
-        names = [self._pairs.name(int(index), split) for index in indices]
+        pairs = self._pairs.items(indices, split, origins)
+        names = [origin.name for origin in origins]
         dtype = np.int64 if self.kind == "tokens" else np.float32
         inputs = [np.asarray(pair[0], dtype=dtype) for pair in pairs]
         targets = [np.asarray(pair[1]) for pair in pairs]
@@ -162,7 +316,7 @@ class PairsDataset(NoText):
                 )
 
 
-class _StructuredSamples(NoText):
+class _StructuredSamples(UserDataset):
     """Base class for datasets with samples of any structure."""
 
     kind: Kind = "structured"
@@ -172,14 +326,6 @@ class _StructuredSamples(NoText):
     def __init__(self, collate: Collate | None) -> None:
         """Store the collate function; None: torch's default."""
         self.collate = collating(collate)
-
-    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Samples:
-        """Return the samples with these indices, in this order."""
-        return Samples([self.item(int(index), split) for index in indices], self.collate)
-
-    def item(self, index: int, split: Split) -> Any:
-        """Return one sample."""
-        raise NotImplementedError
 
 
 class IndexedSamples(_StructuredSamples):
@@ -198,9 +344,12 @@ class IndexedSamples(_StructuredSamples):
         self.num_eval_samples = self._divided.num_eval_samples
         self.num_samples = self._divided.num_samples
 
-    def item(self, index: int, split: Split) -> Any:
-        """Return one sample."""
-        return self._divided.item(index, split)
+    def name(self, index: int, split: Split) -> str:
+        """Return the name of a sample for an error."""
+        return self._divided.name(index, split)
+
+    def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> Samples:
+        return Samples(self._divided.items(indices, split, origins), self.collate, origins=origins)
 
 
 class StreamedSamples(_StructuredSamples):
@@ -240,8 +389,17 @@ class StreamedSamples(_StructuredSamples):
     @property
     def info(self) -> DatasetInfo:
         """Optional facts."""
-        note = "data: a stream without state_dict; a resumed run reads all earlier samples again"
-        return DatasetInfo(notes=() if self.has_state else (note,), is_unsized=not self.num_samples)
+        notes = []
+        if not self.has_state:
+            notes.append(
+                "data: a stream without state_dict; a resumed run reads all earlier samples again"
+            )
+        if self.num_workers > 1:
+            notes.append(
+                f"data.workers={self.num_workers}: a stream is read in its order, so one process "
+                "per rank reads it"
+            )
+        return DatasetInfo(notes=tuple(notes), is_unsized=not self.num_samples)
 
     def state(self) -> str:
         """Return the position as JSON."""
@@ -251,19 +409,50 @@ class StreamedSamples(_StructuredSamples):
         """Return to a position."""
         self._dataset.load_state_dict(json.loads(state))
 
-    def begin(self, epoch: int) -> None:
-        """Set the number of the next pass."""
+    def begin(self, epoch: int, *, seed: int) -> None:
+        """Set the number of the next pass; ``set_epoch`` may draw random numbers."""
         if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+            with kept_generators():
+                seed_generators(sample_seed(seed, epoch, 0, part=_BEGINS))
+                self._dataset.set_epoch(epoch)
 
-    def read(self) -> Iterator[Any]:
-        """Yield the samples of a pass, or the rest of the pass after ``load_state``."""
-        yield from self._dataset
+    def passes(self, *, seed: int, epoch: int, position: int) -> Iterator[tuple[Any, SampleOrigin]]:
+        """Yield the samples of a pass with their origins, or the rest of it after ``load_state``.
 
-    def item(self, index: int, split: Split) -> Any:
-        """Return one held-out sample."""
+        Reading a sample leaves the global generators in the state that the sample leaves them in.
+
+        Args:
+            seed: Seed of the run.
+            epoch: Number of the pass.
+            position: Position of the first sample in the pass.
+        """
+        samples: Iterator[Any] | None = None
+        for at in itertools.count(position):
+            name = f"sample {at} of pass {epoch}"
+            origin = SampleOrigin(self.description, name, sample_seed(seed, epoch, at))
+            with _reading(origin):
+                samples = iter(self._dataset) if samples is None else samples
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    return
+            yield sample, origin
+
+    def first(self, count: int) -> Samples:
+        """Return the first samples, with the random numbers of seed 0."""
+        with kept_generators():
+            read = itertools.islice(self.passes(seed=0, epoch=0, position=0), count)
+            items, origins = [list(part) for part in zip(*read, strict=True)] or ([], [])
+        return Samples(items, self.collate, origins=origins)
+
+    def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> Samples:
+        """Read held-out samples; those of the stream have no index."""
         assert split == "eval"
-        return self._held_out[index]
+        items = []
+        for index, origin in zip(indices, origins, strict=True):
+            with _reading(origin):
+                items.append(self._held_out[index])
+        return Samples(items, self.collate, origins=origins)
 
 
 def _held_out(dataset: Any, refusal: Refusal) -> Any:
@@ -292,6 +481,16 @@ def _is_pair(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
+
+
+def _counted_unit(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
+    """Return what the targets of samples with these shapes belong to.
+
+    Inputs [C, H, W] are images even if their elements are integers.
+    """
+    if not targets:
+        return "images" if len(inputs) == 3 else "samples"
+    return "tokens" if kind == "tokens" and targets == inputs else "targets"
 
 
 def _is_float(array: npt.NDArray[Any]) -> bool:

@@ -67,6 +67,7 @@ class RowReader:
         skip: int = 0,
         offset: int = 0,
         columns: Columns | None = None,
+        counts_only: bool = False,
     ) -> None:
         """Store the file and the start position.
 
@@ -75,12 +76,14 @@ class RowReader:
             skip: Rows up to and including this number are skipped.
             offset: Byte offset saved by an earlier reader after row ``skip``; reading starts there.
             columns: Selects the columns to read; None reads all.
+            counts_only: Whether only the numbers of rows are used, so that lines are not parsed.
         """
         self.fraction = 0.0
         self.offset = offset
-        self.skip = skip
+        self.skip = max(skip, source.after)
         self._source = source
-        self._columns = columns or list
+        self._columns = _first_column if counts_only else columns or list
+        self._counts_only = counts_only
         self._raw: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Row | str | BadRow]]:
@@ -94,6 +97,8 @@ class RowReader:
             with ExitStack() as stack:
                 self._raw = stack.enter_context(self._source.open())
                 for number, row in self._rows(stack):
+                    if self._source.last is not None and number > self._source.last:
+                        break
                     if number > self.skip:
                         yield number, row
         except MemoryError:
@@ -108,6 +113,26 @@ class RowReader:
             message = f"{self._source.name} can't be read{where}: {reason[:300]}"
             raise UnreadableFileError(message) from error
         self.fraction = 1.0
+
+    def num_rows(self) -> int | None:
+        """Return the number of rows from the metadata of a Parquet file; None for other formats.
+
+        Raises:
+            UnreadableFileError: The file can't be read.
+        """
+        if self._source.format != ".parquet":
+            return None
+        _pyarrow()
+        try:
+            with self._source.open() as raw:
+                count = int(tables.ParquetRows(raw, columns=list).num_rows)
+        except Exception as error:
+            if not _is_due_to_file(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise UnreadableFileError(f"{self._source.name} can't be read: {reason}") from error
+        last = count if self._source.last is None else min(count, self._source.last)
+        return max(0, last - self._source.after)
 
     @property
     def what(self) -> str:
@@ -161,6 +186,9 @@ class RowReader:
             if number % 256 == 0:
                 self._note_position()
             if number <= self.skip or not line.strip():
+                continue
+            if self._counts_only:
+                yield number, {}
                 continue
             try:
                 row = json.loads(line)
@@ -237,6 +265,10 @@ class RowReader:
     def _note_position(self) -> None:
         assert self._raw is not None
         self.fraction = min(1.0, self._raw.tell() / max(1, self._source.size))
+
+
+def _first_column(names: list[str]) -> list[str]:
+    return names[:1]
 
 
 def _is_due_to_file(error: Exception) -> bool:

@@ -6,17 +6,16 @@ No file is opened here; ``rows`` reads them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.values.url import is_url
+from axonlaunch.data.files.formats import FORMATS, suffixes
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """Files that ``save_to_disk`` of datasets writes: for one dataset, and for several splits."""
 
@@ -31,6 +30,10 @@ class SourceFile:
         compression: One of ``COMPRESSIONS``, or empty.
         size: Size in bytes.
         stamp: A value that changes with the file: modification time, or version in remote storage.
+            Files of the Hub have none, because their names contain the commit.
+        path: Path of the file if the name is another one: that of a file in the Hub's cache.
+        after: Number of the row before the first one that is read, as ``RowReader`` counts.
+        last: Number of the last row that is read; None: all.
     """
 
     name: str
@@ -38,6 +41,20 @@ class SourceFile:
     compression: str
     size: int
     stamp: str
+    path: str = ""
+    after: int = 0
+    last: int | None = None
+
+    @property
+    def identity(self) -> list[str | int]:
+        """Values that differ for files with other rows."""
+        rows = [] if self.last is None else [self.after, self.last]
+        return [self.name, self.size, self.stamp, *rows]
+
+    def overlaps(self, other: SourceFile) -> bool:
+        """Return whether some row is read by both."""
+        ends = [each.last if each.last is not None else sys.maxsize for each in (self, other)]
+        return self.name == other.name and max(self.after, other.after) < min(ends)
 
     def open(self) -> BinaryIO:
         """Open the file for reading, without decompression.
@@ -45,37 +62,23 @@ class SourceFile:
         Raises:
             OSError: It can't be opened.
         """
-        if is_url(self.name):
+        if not self.path and is_url(self.name):
             return cast("BinaryIO", _filesystem(self.name).open(self.name, "rb"))
-        return Path(self.name).open("rb")
+        return Path(self.path or self.name).open("rb")
 
 
-def find_sources(patterns: Sequence[str], *, key: str = "data.files") -> list[SourceFile]:
-    """Expand paths, globs and URLs; each file once, ordered by pattern, then by name.
-
-    Args:
-        patterns: Patterns as written by the user.
-        key: Configuration key of the patterns.
+def match_files(pattern: str) -> list[SourceFile]:
+    """Return the files of a path, a glob or a URL, by name.
 
     Raises:
-        ConfigError: A pattern matches nothing, or a file has an unknown format; lists all problems.
+        ValueError: No file matches, or one has an unknown format.
+        OSError: The storage can't be reached.
+        ImportError: The package for this storage is not installed.
     """
-    problems: list[ConfigIssue] = []
-    sources: dict[str, SourceFile] = {}
-    for pattern in patterns:
-        try:
-            names = [*(_remote(pattern) if is_url(pattern) else _local(pattern))]
-        except (ValueError, OSError, ImportError) as reason:
-            problems.append(ConfigIssue(key, str(reason), pattern))
-            continue
-        for name in names:
-            if (why := _unknown_format(name)) is not None:
-                problems.append(ConfigIssue(key, why, pattern))
-            elif name not in sources:
-                sources[name] = _source(name)
-    if problems:
-        raise ConfigError(problems)
-    return [*sources.values()]
+    names = [*(_remote(pattern) if is_url(pattern) else _local(pattern))]
+    if unknown := [why for name in names if (why := unknown_format(name)) is not None]:
+        raise ValueError(unknown[0])
+    return [_source(name) for name in names]
 
 
 def _local(pattern: str) -> Iterator[str]:
@@ -138,19 +141,12 @@ def _filesystem(url: str) -> Any:
     return url_to_fs(url)[0]
 
 
-def _unknown_format(name: str) -> str | None:
-    if _suffixes(name)[0] in FORMATS:
+def unknown_format(name: str) -> str | None:
+    """Return why the format of a file is unknown; None if it is known."""
+    if suffixes(name)[0] in FORMATS:
         return None
     formats = ", ".join(FORMATS)
     return f"{name} has an unknown format; known: {formats}, also compressed"
-
-
-def _suffixes(name: str) -> tuple[str, str]:
-    """Return a file's format and compression, from its name."""
-    path = Path(name.lower())
-    if path.suffix in COMPRESSIONS:
-        return Path(path.stem).suffix, path.suffix
-    return path.suffix, ""
 
 
 def _source(name: str) -> SourceFile:
@@ -161,4 +157,4 @@ def _source(name: str) -> SourceFile:
     else:
         stat = Path(name).stat()
         size, stamp = stat.st_size, str(stat.st_mtime_ns)
-    return SourceFile(name, *_suffixes(name), size, stamp)
+    return SourceFile(name, *suffixes(name), size, stamp)

@@ -289,7 +289,7 @@ class _OpenFile:
 
     def chunks(self, progress: Progress) -> Iterator[_Chunk]:
         """Yield the chunks after a progress, up to the row that fills the shard."""
-        self.reader.skip = progress.row
+        self.reader.skip = max(progress.row, self._source.after)
         read = progress.characters
         while read < SHARD_SIZE:
             rows: list[tuple[int, Row | str | BadRow]] = []

@@ -207,7 +207,7 @@ class Corpus:
     def _find_or_build(self, group: int, start: Progress) -> Shard:
         """Return the shard of a group of files that starts at a progress."""
         files = self._groups[group]
-        named = [[file.name, file.size, file.stamp] for file in files]
+        named = [file.identity for file in files]
         begins = [start.file, start.row, start.offset, shard_maker.SHARD_SIZE]
         text = json.dumps([_FORMAT, self._encoder.fingerprint, named, begins])
         complete = self._folder / hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -6,12 +6,13 @@ keeps a copy. Invalid rows are skipped here and reported when they are tokenised
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,18 @@ from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, Tex
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
-from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.files.selection import training_sources
+from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder, token_cache
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
-from axonlaunch.data.texts.chat_rows import chat_columns, read_chat
+from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat
+from axonlaunch.data.texts.chats.named_templates import chat_template
+from axonlaunch.data.texts.chats.prompt_format import PromptFormat
 from axonlaunch.data.texts.documents import text_columns
-from axonlaunch.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer, load_tokenizer
 from axonlaunch.system.processes.isolated import Isolated
 
-_FORMAT = 2
+_FORMAT = 3
 _LONGEST_S = 30 * 86400.0
 _MAX_CHARACTERS = 1 << 28
 """Maximum number of characters that are learned from, taken from the beginning. More text takes
@@ -53,19 +57,54 @@ _CHAT_TEMPLATE = (
 def load_or_learn(
     tokenizer: TokenizerConfig, data: TextRowsConfig, *, report: OnProgress
 ) -> Tokenizer:
-    """Return the configured tokenizer, learned from the data for ``tokenizer=train``.
+    """Return the configured tokenizer, with the chat template of the data.
+
+    For ``tokenizer=train`` it is learned from the data.
 
     Raises:
-        ConfigError: It can't be read or learned.
+        ConfigError: It can't be read or learned, or the template can't be used.
     """
     if tokenizer.name != "train":
-        return load_tokenizer(tokenizer)
+        return _with_template(load_tokenizer(tokenizer), data)
+    return _with_template(_load_learned(tokenizer, data, report), data)
+
+
+def _with_template(loaded: Tokenizer, data: TextRowsConfig) -> Tokenizer:
+    """Return a tokenizer with the chat template of the data.
+
+    Raises:
+        ConfigError: There is no such template, or it can't be compiled.
+    """
+    chosen = getattr(data, "chat_template", None)
+    if chosen is None or not isinstance(loaded, PretrainedTokenizer):
+        return loaded
+    try:
+        return _changed(loaded, chat_template(chosen))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([ConfigIssue("data.chat_template", str(error), chosen)]) from None
+
+
+@functools.lru_cache(maxsize=4)
+def _changed(loaded: PretrainedTokenizer, template: str) -> PretrainedTokenizer:
+    return loaded.with_chat_template(template)
+
+
+def _load_learned(
+    tokenizer: TokenizerConfig, data: TextRowsConfig, report: OnProgress
+) -> Tokenizer:
+    """Return the tokenizer that is learned from the data, once.
+
+    Raises:
+        ConfigError: It can't be learned.
+    """
     if importlib.util.find_spec("transformers") is None:
         message = "needs transformers; pip install 'axonlaunch[hf]'"
         raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
     configs = [*(data.sources().values() or [data])]
-    files = [(config, file) for config in configs for file in find_sources(config.files)]
-    named = [[source.name, source.size, source.stamp, *_fields(config)] for config, source in files]
+    files = [(config, file) for config in configs for file in training_sources(config)]
+    named = [[*source.identity, *_fields(config)] for config, source in files]
     text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     complete = token_cache.folder_of(data.cache_dir) / f"tokenizer-{name}"
@@ -162,12 +201,12 @@ def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
     """Yield the texts of a row; none for an invalid row."""
     if isinstance(row, BadRow):
         return
+    texts: Sequence[Any]
     if isinstance(config, ChatConfig):
         try:
-            messages = read_chat(row, field=config.messages_field).messages
+            texts = _chat_texts(row, config)
         except ValueError:
             return
-        texts = [message.get("content") for message in messages]
     else:
         assert isinstance(config, DocumentsConfig)
         texts = [row if isinstance(row, str) else row.get(config.text_field)]
@@ -176,15 +215,29 @@ def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
             yield text.encode(errors="replace").decode()  # an unpaired surrogate can't be encoded
 
 
+def _chat_texts(row: Row | str, config: ChatConfig) -> Sequence[Any]:
+    """Return the texts in a row of a chat.
+
+    Raises:
+        ValueError: The row is not a chat.
+    """
+    if config.prompt_format is not None:
+        return PromptFormat(config.prompt_format, fields=config.fields).write(row)
+    chat = read_chat(row, fields=config.fields)
+    return [message.get("content") for message in chat.messages]
+
+
 def _columns(config: TextRowsConfig) -> Columns:
     if isinstance(config, ChatConfig):
-        return partial(chat_columns, field=config.messages_field)
+        if config.prompt_format is not None:
+            return list
+        return partial(chat_columns, fields=config.fields)
     assert isinstance(config, DocumentsConfig)
     return partial(text_columns, field=config.text_field)
 
 
-def _fields(config: TextRowsConfig) -> tuple[str, str | None]:
+def _fields(config: TextRowsConfig) -> tuple[object, ...]:
     if isinstance(config, ChatConfig):
-        return config.name, config.messages_field
+        return config.name, config.fields, config.prompt_format
     assert isinstance(config, DocumentsConfig)
     return config.name, config.text_field

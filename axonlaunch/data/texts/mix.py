@@ -6,8 +6,10 @@ nothing else affects the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +19,13 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, dataset_indices
-from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.files.selection import held_out_sources, training_sources
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.sharded_rows import ShardedRows
-from axonlaunch.data.texts.text_rows import TextRows
+from axonlaunch.data.texts.text_rows import TextRows, held_out_key
 from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
+_T = TypeVar("_T")
 _PASS_KEY = 2
 """Distinguishes the order of rows in a pass over a source from other orders."""
 
@@ -125,12 +128,7 @@ class TextMix:
             batches.append(self._sources[number].samples(rows[here], split=split))
             order.append(here)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
-        positions = [batch.positions for batch in batches if batch.positions is not None]
-        return Batch(
-            torch.cat([batch.inputs for batch in batches])[back],
-            torch.cat([batch.targets for batch in batches])[back],
-            torch.cat(positions)[back] if positions else None,
-        )
+        return Batch.join(batches).map(lambda tensor: tensor[back])
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield (source name, file and row; document part) for each document in a packed row."""
@@ -217,16 +215,26 @@ def _source(
     Raises:
         ConfigError: The source is invalid; keys are those of the source.
     """
+    build = partial(TextRows, tokenizer=tokenizer, report=report, verifies=verifies)
+    return _with_keys_of(name, build, config)
+
+
+def _with_keys_of(name: str, build: Callable[[TextRowsConfig], _T], config: TextRowsConfig) -> _T:
+    """Call a function with the configuration of a source.
+
+    Raises:
+        ConfigError: The function raises it; keys are those of the source.
+    """
     try:
-        return TextRows(config, tokenizer, report=report, verifies=verifies)
+        return build(config)
     except ConfigError as error:
-        problems = [
-            replace(problem, key=f"data.mix.{name}{problem.key.removeprefix('data')}")
-            if problem.key.startswith("data.")
-            else problem
-            for problem in error.problems
-        ]
+        problems = [replace(p, key=_of_source(name, p.key)) for p in error.problems]
         raise ConfigError(problems) from None
+
+
+def _of_source(name: str, key: str) -> str:
+    is_of_data = key.startswith("data.")
+    return f"data.mix.{name}{key.removeprefix('data')}" if is_of_data else key
 
 
 def _refuse_overlap(config: TextRowsConfig) -> None:
@@ -236,16 +244,19 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
         ConfigError: There is such a file.
     """
     sources = config.sources()
-    trained = {
-        file.name: name for name, source in sources.items() for file in find_sources(source.files)
-    }
+    trained = [
+        (name, file)
+        for name, source in sources.items()
+        for file in _with_keys_of(name, training_sources, source)
+    ]
     for name, source in sources.items():
-        held_out = source.held_out if isinstance(source.held_out, list) else []
-        for file in find_sources(held_out, key=f"data.mix.{name}.held_out"):
-            if file.name in trained:
-                message = f"{file.name} is also in data.mix.{trained[file.name]}.files and would "
-                message += "be trained on; remove it there"
-                raise ConfigError([ConfigIssue(f"data.mix.{name}.held_out", message, held_out)])
+        for file in _with_keys_of(name, held_out_sources, source):
+            for other, trained_file in trained:
+                if file.overlaps(trained_file):
+                    key, value = held_out_key(source)
+                    message = f"{file.name} is also in data.mix.{other}.files and would be trained "
+                    message += "on; remove it there"
+                    raise ConfigError([ConfigIssue(_of_source(name, key), message, value)])
 
 
 AnyText = TextRows | TextMix | ShardedRows

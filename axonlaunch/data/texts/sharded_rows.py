@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
-from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.files.selection import training_sources
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Shard
@@ -39,6 +40,8 @@ from axonlaunch.system.text.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
 """Distinguish the orders of shards, and of the rows in them, from other orders."""
+_FILLING = 2
+"""Changed whenever rows are filled differently; the noted numbers of rows are then invalid."""
 _LARGEST_NOTE = 1 << 10
 _OPEN = 4
 """Number of shards with rows kept in memory; other shards are mapped again when needed."""
@@ -69,11 +72,13 @@ class ShardedRows:
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
         self.folder = token_cache.folder_of(config.cache_dir)
-        sources = find_sources(config.files)
+        sources = training_sources(config)
         refuse_overlap(config, sources)
         self._corpus = corpus(config, sources, tokenizer, report)
         # It stays open: another thread evaluates its held-out samples.
-        self._first = self._rows_of_shard(0, held_out=config.held_out)
+        self._first = self._rows_of_shard(
+            0, held_out=config.held_out, validation_split=config.validation_split
+        )
         if not self._first.num_samples:
             message = (
                 "the first shard has no training rows; data.shuffle=all uses all files at once"
@@ -115,16 +120,9 @@ class ShardedRows:
         """Return the rows with these indices, in this order."""
         if split == "eval" or not len(indices):
             return self._first.samples(indices, split=split)
-        import torch
-
         locations = [self._locate(int(index)) for index in indices]
         batches = [self._rows(shard).samples([row], split=split) for shard, row in locations]
-        positions = [part.positions for part in batches if part.positions is not None]
-        return Batch(
-            torch.cat([part.inputs for part in batches]),
-            torch.cat([part.targets for part in batches]),
-            torch.cat(positions) if positions else None,
-        )
+        return Batch.join(batches)
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield (file and row; document part) for each document in a packed training row."""
@@ -199,7 +197,9 @@ class ShardedRows:
             self._open.popitem(last=False)
         return rows
 
-    def _rows_of_shard(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
+    def _rows_of_shard(
+        self, number: int, *, held_out: Any, validation_split: str | None = None
+    ) -> TextRows:
         """Return the rows of a shard, tokenised if it is missing or has changed.
 
         Raises:
@@ -210,7 +210,7 @@ class ShardedRows:
                 self._corpus.verify([number])
             shard = self._corpus.shard(number)
         assert shard is not None
-        config = replace(self._config, held_out=held_out)
+        config = replace(self._config, held_out=held_out, validation_split=validation_split)
         return TextRows(config, self.tokenizer, report=self._report, shards=[shard])
 
     def _count_up_to(self, row: int) -> bool:
@@ -230,7 +230,7 @@ class ShardedRows:
         A resumed run therefore opens the shard at its position, and no earlier shards.
         """
         config = self._config
-        filling = [config.sequence_length, config.packing, config.too_long]
+        filling = [_FILLING, config.sequence_length, config.packing, config.too_long]
         digest = hashlib.sha256(json.dumps(filling).encode()).hexdigest()[:16]
         note = shard.folder / f"rows-{digest}.json"
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,8 @@ from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetInfo, F
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import permute
 from axonlaunch.data.files.rows import UnreadableFileError
-from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.files.selection import held_out_sources, training_sources
+from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.shard_maker import BadRowsError, EncodingError
@@ -70,12 +72,11 @@ class TextRows:
         self.sample_shape = (config.sequence_length,)
         self._is_packed = config.packing != "none"
         self._config = config
-        held_out = config.held_out if isinstance(config.held_out, list) else []
         self.folder = token_cache.folder_of(config.cache_dir)
-        eval_sources = find_sources(held_out, key="data.held_out")
+        eval_sources = held_out_sources(config)
         is_all = shards is None
         if shards is None:
-            sources = find_sources(config.files)
+            sources = training_sources(config)
             refuse_overlap(config, sources)
             with explain_failures(config):
                 shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
@@ -132,6 +133,7 @@ class TextRows:
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         # The rest of a row forms a separate document without targets.
         positions = np.zeros(shape, dtype=np.int64)
+        present = np.zeros(shape, dtype=np.bool_)
         for row, index in enumerate(indices):
             start = 0
             for piece in self.pieces(int(index), split=split):
@@ -141,8 +143,9 @@ class TextRows:
                 targets[row, start:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
                 positions[row, start:end] = np.arange(length)
                 start = end
+            present[row, :start] = True
             positions[row, start:] = np.arange(shape[1] - start)
-        return Batch.from_numpy(inputs, targets, positions if self._is_packed else None)
+        return Batch.from_numpy(inputs, targets, positions if self._is_packed else None, present)
 
     def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
         """Yield the documents, or parts of them, in a row."""
@@ -205,20 +208,24 @@ class TextRows:
     def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
         """Pack documents into rows.
 
+        A whole document has at most as many tokens as a row has positions, although the last one,
+        from which nothing is predicted, takes none: a model never sees more tokens than that.
+
         Raises:
             ConfigError: A document is too long, and ``data.too_long`` is ``error``.
         """
         (length,) = self.sample_shape
         starts, places = self._starts[documents], self._places[documents]
         if self._config.packing != "concat":
-            is_long = places > length
+            longest = length - 1
+            is_long = places > longest
             self._too_long += int(is_long.sum())
             if is_long.any() and self._config.too_long == "error":
                 raise ConfigError([self._length_issue(documents[is_long])])
             if self._config.too_long == "drop":
                 starts, places = starts[~is_long], places[~is_long]
             elif is_long.any():
-                places = np.minimum(places, length)
+                places = np.minimum(places, longest)
                 counts = ~is_long
                 counts[is_long] = [
                     self._counts(*span)
@@ -234,7 +241,7 @@ class TextRows:
         more = f" (and {len(documents) - 1} more)" if len(documents) > 1 else ""
         message = (
             f"{self._source(first)}: {int(self._places[first]) + 1} tokens{more}; a row takes "
-            f"{self.sample_shape[0] + 1}; use data.sequence_length={longest - 1}, truncate or drop"
+            f"{self.sample_shape[0]}; use data.sequence_length={longest}, truncate or drop"
         )
         return ConfigIssue("data.too_long", message, "error")
 
@@ -279,13 +286,22 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     Raises:
         ConfigError: There is such a file.
     """
-    trained = {source.name for source in sources}
-    held_out = config.held_out if isinstance(config.held_out, list) else []
-    for source in find_sources(held_out, key="data.held_out"):
-        if source.name in trained:
-            message = f"{source.name} is also in data.files and would be trained on; "
-            message += "remove it there"
-            raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
+    for held_out in held_out_sources(config):
+        if any(held_out.overlaps(source) for source in sources):
+            key, value = held_out_key(config)
+            what = (
+                f"{held_out.name} is" if held_out.last is None else f"rows of {held_out.name} are"
+            )
+            message = f"{what} also in data.files and would be trained on; remove "
+            message += "it there" if held_out.last is None else "them there, as in train[:90%]"
+            raise ConfigError([ConfigIssue(key, message, value)])
+
+
+def held_out_key(config: TextRowsConfig) -> tuple[str, Any]:
+    """Return the configuration key of held-out files, and its value."""
+    if config.validation_split is not None:
+        return "data.validation_split", config.validation_split
+    return "data.held_out", config.held_out_files.files
 
 
 def corpus(
@@ -359,7 +375,7 @@ def _choose_held_out(config: TextRowsConfig, documents: int) -> npt.NDArray[np.i
         ConfigError: All documents would be held out.
     """
     held_out = config.held_out
-    assert not isinstance(held_out, list)
+    assert isinstance(held_out, int | float)
     # A small fraction of few documents is rounded up to one, so that evaluation is possible.
     least = 1 if held_out and documents > 1 else 0
     count = held_out if isinstance(held_out, int) else max(least, round(documents * held_out))

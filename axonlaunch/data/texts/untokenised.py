@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets.dataset import DatasetInfo, Kind
-from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.texts.encoders import make_encoder
-from axonlaunch.data.tokenizers.tokenizer import load_tokenizer
+from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,13 @@ def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Unto
     if tokenizer.name == "train":
         vocab_size = tokenizer.vocab_size
     else:
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_or_learn(tokenizer, config, report=lambda state: None)
         for source in config.sources().values() or [config]:
             make_encoder(source, loaded)
         vocab_size = loaded.vocab_size
     for name, source in (config.sources() or {"": config}).items():
         key = f"data.mix.{name}" if name else "data"
-        find_sources(source.files, key=f"{key}.files")
-        if isinstance(source.held_out, list):
-            find_sources(source.held_out, key=f"{key}.held_out")
+        FileSelection.of_training(source, key=key).check()
+        FileSelection.of_held_out(source, key=key).check()
     info = DatasetInfo(is_packed=config.packing != "none")
     return Untokenised(vocab_size, (config.sequence_length,), info)

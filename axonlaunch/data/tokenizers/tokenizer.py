@@ -5,6 +5,7 @@ Folders are read by transformers and ``tokenizers``. Nothing is downloaded.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib
@@ -21,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.options.data import NUM_BYTES
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.tokenizers.tokenizer_files import (
@@ -167,6 +167,26 @@ class PretrainedTokenizer:
         except IsolatedCallError as error:
             raise IsolatedCallError(f"{what} {error}") from None
 
+    def with_chat_template(self, template: str) -> PretrainedTokenizer:
+        """Return this tokenizer with another chat template, also in its files.
+
+        Raises:
+            ValueError: The template does not compile.
+            IsolatedCallError: It took too long, or too much memory.
+        """
+        loaded = copy.deepcopy(self.transformers)
+        loaded.chat_template = template
+        mode = min((file.mode for file in self._files.values()), default=0o644)
+        files = {
+            name: FileCopy(_without_template(name, file.content), file.mode)
+            for name, file in self._files.items()
+            if not name.startswith(_TEMPLATE)
+        }
+        files[f"{_TEMPLATE}.jinja"] = FileCopy(template.encode(), mode)
+        changed = PretrainedTokenizer(files, loaded, self.model)
+        changed.call_isolated(_compile, characters=len(template), what="the chat template")
+        return changed
+
     def cancel(self) -> None:
         """End the call that another thread waits for."""
         self._copy.end()
@@ -215,12 +235,32 @@ def _decode(tokenizer: PretrainedTokenizer, tokens: list[int], special: bool) ->
     return text
 
 
+def _compile(tokenizer: PretrainedTokenizer) -> None:
+    """Compile the chat template.
+
+    Raises:
+        ValueError: Its syntax is wrong.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        question = [{"role": "user", "content": "?"}]
+        tokenizer.transformers.apply_chat_template(question, tokenize=False)
+    except (TemplateSyntaxError, RecursionError, SyntaxError) as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f"line {line}: "
+        raise ValueError(f"does not compile: {where}{error}") from None
+    except Exception:  # it compiles, and rejects this message
+        return
+
+
 def _without_template(name: str, content: bytes) -> bytes:
     """Return a tokenizer's file without a chat template in it."""
     with suppress(ValueError, RecursionError):
         config = json.loads(content) if name == _CONFIG_FILE else None
         if isinstance(config, dict):
-            return json.dumps({**config, _TEMPLATE: None}, sort_keys=True).encode()
+            config.pop(_TEMPLATE, None)
+            return json.dumps(config, sort_keys=True).encode()
     return content
 
 
@@ -238,12 +278,12 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def tokenizer_of(config: RunConfig) -> TokenizerConfig:
-    """Return the tokenizer of a run; by default that of its transformers model."""
+    """Return the tokenizer of a run; by default the one in the folder of its model."""
     configured = config.tokenizer
     is_default = configured.name == "auto" and not configured.path
-    if not is_default or not isinstance(config.model, HuggingFaceConfig):
+    if not is_default or config.model_path is None:
         return configured
-    return replace(configured, path=config.model.path)
+    return replace(configured, path=config.model_path)
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -52,13 +52,13 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a row for each unit of the runs: tokens/s, images/s, samples/s."""
+    """Yield a row for what the runs count: tokens/s, images/s, samples/s, targets/s."""
     for unit in dict.fromkeys(run.unit for run in runs):
         yield f"{unit}/s", [rate_of(run) if run.unit == unit else None for run in runs]
 
 
 def rate_of(run: RunRecord) -> Any:
-    """Return the number of tokens (or images, samples) per second of a run; None if unknown."""
+    """Return the number of counted tokens, images, ... per second; None if unknown."""
     rate = rate_in(run.summary)[1]
     return rate_in(run.steps[-1])[1] if rate is None and run.steps else rate
 

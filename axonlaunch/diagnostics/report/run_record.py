@@ -90,7 +90,7 @@ class RunRecord:
 
     @property
     def unit(self) -> Counted:
-        """Unit of the loss's targets (tokens, images or samples), used in ``metrics.jsonl``."""
+        """What the loss counts (tokens, images, samples or targets), as in ``metrics.jsonl``."""
         counted = self.started.get("counted")
         if isinstance(counted, str) and counted in get_args(Counted):
             return cast("Counted", counted)

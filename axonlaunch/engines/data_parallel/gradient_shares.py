@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.averaging.gradient_bucket import GradientBucket
 from axonlaunch.comm.averaging.row_bucket import RowBucket
-from axonlaunch.engines.optimizer.clipping import local_part
+from axonlaunch.comm.mesh import local_part
 
 
 class GradientShare(ABC):

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES, buckets
 from axonlaunch.comm.averaging.row_bucket import padded_lengths, padded_rows, rows_of
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.facts import parameter_facts
 from axonlaunch.models.torch_internals import StridedShard

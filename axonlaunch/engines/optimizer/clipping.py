@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.checks.argument_checks import device_of
+from axonlaunch.comm.mesh import local_part
 
 _ROW = 4096
 """Number of elements whose squares a CPU sums sequentially."""
@@ -102,11 +103,6 @@ def _norm_by_rows(gradient: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(flat[:filled].view(-1, _ROW), dim=1, dtype=dtype)
     norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]))
     return norm
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's local part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -1,11 +1,7 @@
-"""Creates optimizers from their configurations and computes learning rates.
-
-A schedule is a pure function of the step, so it has no state to save.
-"""
+"""Creates optimizers from their configurations, and the states of parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,14 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
-    CosineConfig,
     CustomOptimizerConfig,
-    LinearConfig,
-    SchedulerConfig,
-    WSDConfig,
 )
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import options_of, with_options
@@ -112,9 +105,7 @@ def new_state(
         device: Device of states that are stored with the parameter.
         dtype: Type of the updated tensor; None for the type of the parameter.
     """
-    local = parameter.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(parameter.detach())
     if state.on_host:
         device = torch.device("cpu")
     dtype = _dtype(state, dtype or local.dtype)
@@ -163,27 +154,3 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
     if full == parameter.shape:
         stride = parameter.stride()
     return dtensor_of(local, parameter.device_mesh, placements, shape=full, stride=stride)
-
-
-def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: int) -> float:
-    """Return the learning rate of a step.
-
-    Args:
-        schedule: Configuration of the schedule.
-        step: Number of steps done before this one.
-        peak: Peak learning rate of the optimizer or of a parameter group.
-        steps: Total number of steps of the run.
-    """
-    warmup = schedule.warmup(steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if isinstance(schedule, WSDConfig):
-        decay = schedule.decay_steps or max(1, steps // 5)
-        done = max(0.0, (step - (steps - decay) + 1) / decay)
-        return peak * (1 - min(1.0, done) * (1 - schedule.final_lr_ratio))
-    if not isinstance(schedule, CosineConfig):
-        return peak
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    done = min(1.0, done)
-    share = 1 - done if isinstance(schedule, LinearConfig) else (1 + math.cos(math.pi * done)) / 2
-    return peak * (schedule.final_lr_ratio + (1 - schedule.final_lr_ratio) * share)

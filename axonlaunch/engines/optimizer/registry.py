@@ -1,7 +1,6 @@
-"""Registers optimizers from plug-ins and packages, with ``register_optimizer``.
+"""Registers optimizers and learning-rate schedules from plug-ins and packages.
 
-The registry itself is in ``config.optimization.optimizer``, which lists names without
-importing the classes.
+The registries are in ``config.optimization``, which lists names without importing the code.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from axonlaunch.config.optimization.optimizer import (
     GroupedOptimizer,
 )
 from axonlaunch.config.optimization.optimizer_states import OptimizerFacts, OptimizerState, Sharding
+from axonlaunch.config.optimization.schedules import SCHEDULERS
+from axonlaunch.config.registry import keywords_of
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
+_Schedule = TypeVar("_Schedule", bound=Callable[..., float])
 
 
 def register_optimizer(
@@ -59,6 +61,41 @@ def register_optimizer(
     return OPTIMIZERS.register(
         name, config=config or FreeOptimizerConfig, facts=facts, summary=summary, passed=1
     )
+
+
+def register_scheduler(
+    name: str, *, config: type | None = None, summary: str | None = None
+) -> Callable[[_Schedule], _Schedule]:
+    """Register a function ``(step, steps) -> factor`` as ``scheduler=NAME``.
+
+    It is called before each step with the number of steps done and the number of steps of the run.
+    The result, a number from 0, multiplies the peak learning rate of each parameter group, also
+    during warm-up. It must depend only on its arguments, because a resumed run calls it again.
+
+    Args:
+        name: Name of the schedule.
+        config: Dataclass with a field ``name`` that types the group ``scheduler``; the function
+            gets an instance as its third argument. None: it gets the entries of
+            ``scheduler.arguments`` as keywords.
+        summary: One line for ``axonlaunch ls scheduler``; None for the docstring's first line.
+
+    Raises:
+        ValueError: The name is taken, or the configuration is not a dataclass with a name.
+    """
+    SCHEDULERS.check_config(name, config)
+
+    def register(schedule: _Schedule) -> _Schedule:
+        def with_options(options: Any) -> Callable[[int, int], float]:
+            if config is not None:
+                return lambda step, steps: schedule(step, steps, options)
+            return lambda step, steps: schedule(step, steps, **options.arguments)
+
+        described = summary or (schedule.__doc__ or f"from {schedule.__module__}").splitlines()[0]
+        arguments = None if config else keywords_of(schedule, passed=2)
+        SCHEDULERS.add(name, with_options, summary=described, config=config, arguments=arguments)
+        return schedule
+
+    return register
 
 
 def _with_groups(name: str, config: type) -> type:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import sharding_of, states_of
 from axonlaunch.config.precision import state_format
-from axonlaunch.engines.optimizer.clipping import clip_gradients, local_part
+from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
     as_divided,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
@@ -121,9 +122,7 @@ def _back(value: object, device: torch.device, pinned: object) -> object:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copy values to a tensor with the same sharding."""
-    if isinstance(source, DTensor) and isinstance(target, DTensor):
-        source, target = source.to_local(), target.to_local()
-    target.copy_(source, non_blocking=True)
+    local_part(target).copy_(local_part(source), non_blocking=True)
 
 
 def _place(value: object, device: torch.device) -> object:

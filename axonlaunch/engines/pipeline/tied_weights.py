@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.engines.optimizer.clipping import local_part
+from axonlaunch.comm.mesh import local_part
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

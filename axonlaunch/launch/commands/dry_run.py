@@ -7,9 +7,7 @@ launcher, are reported as obstacles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.context import ForkServerContext
 
 from axonlaunch import config as configuration
@@ -17,9 +15,9 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
-from axonlaunch.launch.runs import Request, Runs, accelerators_of, load_all
-from axonlaunch.planning import auto_strategy
+from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.launcher import LaunchOptions, check_function
+from axonlaunch.launch.runs import Run, load_runs, refuse_mixed_launchers
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import (
@@ -63,47 +61,23 @@ def dry_runs(
     Raises:
         ConfigError: No node can run a configuration, or no single launcher can launch all runs.
     """
-    context = options.context
-
-    def compose(overrides: Sequence[str]) -> Composed:
-        count = partial(accelerators_of, lambda: context)
-        return environment.applied_to(request.compose(overrides), accelerators=count)
-
-    composed: dict[tuple[str, ...], Composed] = {}
-
-    def with_files(overrides: Sequence[str]) -> Composed:
-        said = composed[*overrides] = compose(overrides)
-        return dataclasses.replace(said, tree=with_file_placeholders(said.tree))
-
-    def load(overrides: Sequence[str]) -> RunConfig:
-        _, config = auto_strategy.load_auto_strategy(
-            overrides,
-            compose=with_files,
-            server=lambda: context,
-            config_dirs=request.config_dirs,
-        )
-        return config
-
-    loaded = load_all(request, load=load)
-    Runs(loaded, options).launcher_name()  # refuses runs that no single launcher can launch
-    return [
-        _dry_run(config, options, missing=_missing(composed[*overrides]))
-        for overrides, config in loaded
-    ]
+    runs = load_runs(request, environment, options)
+    refuse_mixed_launchers(runs)
+    return [_dry_run(run, missing=_missing(request.compose(run.overrides))) for run in runs]
 
 
-def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigIssue]) -> DryRun:
-    context, issues, finished = options.context, list(missing), ""
+def _dry_run(run: Run, *, missing: list[ConfigIssue]) -> DryRun:
+    config, context, issues, finished = run.config, run.options.context, list(missing), ""
     ready = resolve_for_node(context, config)
     if missing:  # missing data files can't be checked
         synthetic = replace_with_synthetic(config)
         config = dataclasses.replace(config, data=synthetic.data, train=synthetic.train)
     with gathering(issues):
-        if launcher(launcher_of(config)).on_this_node:
+        if run.is_on_this_node:
             summary = run_dir.finished_summary(config)
             finished = "" if summary is None else run_dir.finished_text(config, summary)
         if not finished:
-            check_function(config)(config, options)
+            check_function(config)(config, run.options)
     proof = preview_proof(context, ready)
     return DryRun(ready, _estimate(context, ready), issues, proof, finished)
 

@@ -19,13 +19,14 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import MODELS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import accelerators_of
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.launcher import LaunchOptions, launch_function
-from axonlaunch.launch.runs import INTERRUPTED, Runs, accelerators_of
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
 from axonlaunch.planning.plan import plan_config
@@ -120,13 +121,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         config = configuration.type_config(composed.tree, composed.problems)
         identity = LauncherProcess(environment.launcher).identity
         options = LaunchOptions(context=server(), started=started, identity=identity)
-        runs = Runs([([], run_dir.resumes_if_restarted(config, identity))], options)
-        for checked, chosen in runs:
-            runs.record_end(*launch_function(checked)(checked, chosen))
-    [summary] = runs.summaries or [{}]
-    if runs.status == INTERRUPTED:
+        config = run_dir.resumes_if_restarted(config, identity)
+        [run] = prepare_runs([Run(overrides=[], composed=None, config=config, options=options)])
+        result = run.launch()
+    summary = result.summary or {}
+    if result.status == INTERRUPTED:
         raise KeyboardInterrupt
-    if runs.status:
+    if result.status:
         raise RunFailedError(summary)
     return summary
 
@@ -220,5 +221,6 @@ def _tracing(config: RunConfig) -> Iterator[ForkServerContext]:
 
 
 def _preloads(config: RunConfig | None = None, *, compiler: bool) -> list[str]:
-    uses_hf = config is not None and isinstance(config.model, HuggingFaceConfig)
-    return forkserver.modules_to_preload(compiler=compiler, transformers=uses_hf)
+    needs = None if config is None else MODELS.entry(config.model.name).needs
+    has_transformers = needs is not None and needs.module == "transformers"
+    return forkserver.modules_to_preload(compiler=compiler, transformers=has_transformers)

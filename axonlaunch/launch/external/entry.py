@@ -13,8 +13,8 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import Request, load_config
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.runs import Request
 from axonlaunch.system.node import allocator_settings
 from axonlaunch.system.processes import forkserver
 
@@ -48,9 +48,7 @@ def be_rank(
     def resolve(counted: ClusterEnvironment) -> tuple[Composed, RunConfig]:
         from axonlaunch.preflight import checks
 
-        composed, config = request.load(
-            request.overrides, counted, server=server, accelerators=lambda: counted.devices
-        )
+        composed, config = load_config(request, request.overrides, counted, server=server)
         config = run_dir.resumes_if_restarted(config, launcher.identity)
         resolved = checks.resolve(config, devices=counted.devices)
         if resolved.launch.backend == "mock":

@@ -128,18 +128,17 @@ def main(
 
 
 def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
-    """Download a model from the Hugging Face Hub to this node, by the first rank of the node.
+    """Download the model and the data of the Hub to this node, by the first rank of the node.
 
-    Rank 0 has downloaded it to its node before it froze the configuration. The other ranks of a
+    Rank 0 has downloaded them to its node before it froze the configuration. The other ranks of a
     node need no barrier, because joining the world waits for all ranks.
 
     Raises:
-        ConfigError: The model can't be downloaded.
+        ConfigError: They can't be downloaded.
     """
     if environment.rank == 0 or environment.local_rank != 0:
         return
-    if problems := checks.fetch_model(config, here=True):
-        raise ConfigError(problems)
+    checks.fetch_model_and_data(config)
 
 
 def _launch_nothing(peers: Coordinator, *, status: int) -> None:

@@ -6,7 +6,7 @@ A failed attempt is restarted with the remaining nodes if a restart can help.
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -61,6 +61,20 @@ def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return resolved
 
 
+def _fetch(config: RunConfig, options: LaunchOptions) -> None:
+    """Download the data that node 0 has chosen, if this node has not resolved the same commits.
+
+    If that fails, so do the ranks, which report it to the other nodes.
+    """
+    with suppress(ConfigError):
+        forked_call.call(
+            options.context,
+            "axonlaunch.preflight.checks:fetch_model_and_data",
+            config,
+            task="downloading the data",
+        )
+
+
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
     """Run this node's ranks together with those of other nodes, with restarts if they can help.
 
@@ -109,6 +123,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                     me.leave()
                     return me.status, me.summary
                 config, rendezvous = attempt
+                if rendezvous.node_rank:
+                    _fetch(config, options)
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
                 outcome = run_ranks(

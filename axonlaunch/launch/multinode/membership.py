@@ -21,6 +21,7 @@ from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.values.hub_reference import without_commits
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
@@ -290,7 +291,7 @@ class NodeMembership:
         """Return whether a node waits that can join, and a restart loses no progress."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
-        return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
+        return bool(self._given.checkpoint.every) and self._rounds.newcomers() > 0
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -395,7 +396,7 @@ def _check_agreement(met: list[dict[str, Any]]) -> None:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
             expected, actual = first.get(key), about["config"].get(key)
-            if expected != actual:
+            if without_commits(expected) != without_commits(actual):
                 message = f"{name} has {plain(actual)}; start every node with the same overrides"
                 problems.append(ConfigIssue(key, message, expected))
     if problems:

@@ -31,6 +31,8 @@ from axonlaunch.launch.output.console import (
     show_hint,
 )
 from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system.processes import forked_call
+from axonlaunch.system.processes.targets import load_target
 from axonlaunch.system.storage.files import append_text
 from axonlaunch.system.storage.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.storage.strict_json import finite
@@ -46,7 +48,7 @@ class RunRecorder:
         prediction: Background estimate of memory and step time; begins with the first logged step.
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
-        counted: Unit that has a target in the loss: tokens, images or samples.
+        counted: What the loss counts: tokens, images, samples or targets.
         proof: Proof of the layout; None if no proof was requested.
         corrupt: A line for each corrupt checkpoint that was moved aside.
     """
@@ -134,14 +136,15 @@ def finish_run(
         Ctrl-C, or killed by it         status interrupted    130, and how to resume
         a rank crashed                  status failed         1, and the failure summary
         done, but the disk is full      status done           1
+        done, but not uploaded          status done           1
 
     Args:
         config: Configuration of the run.
         outcome: Outcome of its ranks.
         record: Values recorded while the ranks ran.
         console: Console on which the figures are printed.
-        context: Context of the fork server, which estimates memory if a rank ran out of it; None
-            gives no estimate.
+        context: Context of the fork server, which estimates memory if a rank ran out of it, and
+            uploads weights; None gives no estimate, and uploads in this process.
         again: Text to append to the command to resume the run; None appends the run's name.
     """
     finished = outcome.finished
@@ -174,6 +177,10 @@ def finish_run(
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary |= _estimate_fields(config, record.prediction, console, is_done=status == "done")
+    is_pushed = True
+    if status == "done" and config.checkpoint.push is not None:
+        summary["pushed"] = _push(config, console, context)
+        is_pushed = summary["pushed"] is not None
     is_written = is_written and _write(config, SUMMARY, summary)
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
@@ -186,7 +193,25 @@ def finish_run(
     if interrupted:
         return 130, summary
     # A caller that reads only summary.json must not mistake an older one for that of this run.
-    return (0 if outcome.crash is None and is_written else 1), summary
+    return (0 if outcome.crash is None and is_written and is_pushed else 1), summary
+
+
+def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | None) -> str | None:
+    """Upload the last checkpoint to the Hub; return its page, or None after printing an error."""
+    target, repo = "axonlaunch.checkpoint.exchange.hub_push:push_run", config.checkpoint.push
+    console.wait(f"uploading to {repo}")
+    try:
+        if context is None:
+            page: str = load_target(target)(config)
+        else:
+            page = forked_call.call(context, target, config, task="uploading the weights")
+    except Exception as error:  # the run is done, and its report must not be lost
+        console.stop()
+        again = f"axonlaunch checkpoint export {shortened(config.run_dir)} --push {repo}"
+        print(f"error: {error}; the weights are saved, and {again} uploads them", file=sys.stderr)
+        return None
+    console.stop()
+    return page
 
 
 def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
@@ -297,6 +322,8 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("peak memory", f"{size(peak)}{tensors} per rank{estimate}"))
     elif estimated is not None:
         rows.append(("peak memory", f"{size(estimated)} per rank estimated"))
+    if summary.get("pushed"):
+        rows.append(("uploaded to", summary["pushed"]))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows
 

@@ -38,21 +38,21 @@ def again(configs: Sequence[RunConfig]) -> str:
     return f" with name={parents.pop()}" if is_numbered and len(parents) == 1 else ""
 
 
-def print_run_header(
-    variation: str, *, number: int, of: int, stream: TextIO, is_done: bool = False
-) -> None:
-    """Print the header of a run that begins or was finished earlier.
+def run_header(variation: str, *, number: int, of: int, is_done: bool) -> str:
+    """Return the header of a run that begins or was finished earlier.
 
     Args:
         variation: Overrides that distinguish the run from the others.
         number: Number of the run, counted from 1.
         of: Number of runs in the sweep.
-        stream: Output stream.
         is_done: Whether the run was finished by an earlier command.
     """
-    done = " (finished before)" if is_done else ""
-    text = Text(f"run {number} of {of}: {variation}{done}", style="bold")
-    console_on(stream).print(text, soft_wrap=True)
+    return f"run {number} of {of}: {variation}{' (finished before)' if is_done else ''}"
+
+
+def print_run_header(header: str, *, stream: TextIO) -> None:
+    """Print a header from ``run_header``."""
+    console_on(stream).print(Text(header, style="bold"), soft_wrap=True)
 
 
 def print_sweep_table(

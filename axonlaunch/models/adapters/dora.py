@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.options.adapter import MAGNITUDE
 from axonlaunch.models.tensors.dtensor_regions import local_boxes, squares_along
 
@@ -83,7 +84,7 @@ def fill_magnitudes(state: Mapping[str, Tensor], *, transposed: Container[str]) 
             continue
         layer = name.removesuffix(MAGNITUDE)
         squares = squares_along(state[f"{layer}.weight"], dim=0 if layer in transposed else 1)
-        local = magnitude.to_local() if hasattr(magnitude, "to_local") else magnitude
+        local = local_part(magnitude)
         for box in local_boxes(magnitude):
             [(start, length)] = box.region
             box.of(local).copy_(squares[start : start + length].sqrt())

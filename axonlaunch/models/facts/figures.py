@@ -6,11 +6,7 @@ Sizes that a model's configuration does not have are 0, and planning does not sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from axonlaunch.config.options.model import HuggingFaceConfig
-
-_DEPTH = "num_hidden_layers"
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -32,37 +28,14 @@ class ModelFigures:
     num_blocks: int = 0
     period: int = 1
 
-
-def model_figures(model: Any) -> ModelFigures:
-    """Return the sizes from a model's configuration.
-
-    Raises:
-        ConfigError: The model can't be built.
-    """
-    if isinstance(model, HuggingFaceConfig):
-        from axonlaunch.models.hf.analysis.figures import period
-
-        blocks = period(model)
-        typed, num_blocks, repeated = blocks.typed, blocks.num_blocks, blocks.period
-    else:
-        typed, num_blocks, repeated = model, getattr(model, _DEPTH, 0), 1
-    heads = getattr(typed, "num_attention_heads", None) or 0
-    return ModelFigures(
-        hidden_size=getattr(typed, "hidden_size", None) or 0,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(typed, "num_key_value_heads", None) or heads,
-        num_blocks=num_blocks,
-        period=repeated,
-    )
-
-
-def of_blocks(model: Any, count: int) -> dict[str, Any]:
-    """Return the settings of a run that change the number of blocks.
-
-    Args:
-        model: Configuration of a model with ``num_blocks`` > 0.
-        count: New number of blocks, a multiple of the period.
-    """
-    if isinstance(model, HuggingFaceConfig):
-        return {"model.config": {**model.config, _DEPTH: count}}
-    return {f"model.{_DEPTH}": count}
+    @classmethod
+    def of(cls, sizes: Any, *, num_blocks: int, period: int = 1) -> Self:
+        """Read width and heads from an object with Hugging Face's names; it may lack some."""
+        heads = getattr(sizes, "num_attention_heads", None) or 0
+        return cls(
+            hidden_size=getattr(sizes, "hidden_size", None) or 0,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(sizes, "num_key_value_heads", None) or heads,
+            num_blocks=num_blocks,
+            period=period,
+        )

@@ -120,7 +120,7 @@ class _Run:
         if isinstance(outputs, ModelOutputs):
             raise _ImpassableError(
                 "its auxiliary loss needs all blocks, which no stage has; use "
-                "model.config.output_router_logits=false"
+                "model.router_aux_loss=false"
             )
         if self._watch.depends(outputs):
             raise _ImpassableError(

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.options.model import MOST_LAYERS, HuggingFaceConfig
+from axonlaunch.config.options.model import MOST_LAYERS, TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, plain
 from axonlaunch.models.hf.reading import files, library
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
@@ -25,11 +25,15 @@ _COUNTS = ("layers", "n_layer", "experts", "blocks")
 """Endings of keys for numbers of blocks and experts."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which transformers converts to ``rope_parameters``."""
+_ROUTER_LOGITS = "output_router_logits"
+"""Key that makes a model compute the auxiliary loss of its routers."""
+ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Keys, and attributes of models, with the weight of this loss."""
 _EACH_BLOCK = "per_layer_config"
 """Key for per-block settings by block number, which newer versions accept in every class."""
 
 
-def architecture(config: HuggingFaceConfig) -> Any:
+def architecture(config: TransformersModel) -> Any:
     """Return transformers' typed configuration of a model.
 
     Raises:
@@ -48,11 +52,42 @@ def architecture(config: HuggingFaceConfig) -> Any:
         _refuse_kind(model_type, config)
         typed = _type_content(config, content, str(model_type))
     _refuse_untrainable(typed, config)
+    _choose_router_loss(typed, config)
     typed.use_cache = False
     return typed
 
 
-def _type_content(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any:
+def _choose_router_loss(typed: Any, config: TransformersModel) -> None:
+    """Turn the auxiliary loss of routers on or off, and set its weight.
+
+    As in trl, it is on if the configuration has a weight for it, even if the file says
+    ``output_router_logits: false``, the default of transformers.
+
+    Raises:
+        ConfigError: The model has no such loss, but a weight is given.
+    """
+    weight, key = config.router_aux_loss, f"model.config.{_ROUTER_LOGITS}"
+    if not hasattr(typed, _ROUTER_LOGITS):
+        if weight:
+            message = f"model_type={typed.model_type} has no routers with an auxiliary loss"
+            raise ConfigError(
+                [ConfigIssue("model.router_aux_loss", f"{message}; use null", weight)]
+            )
+        return
+    configured = config.config.get(_ROUTER_LOGITS)
+    if weight is not None:
+        if configured is not None and bool(configured) != bool(weight):
+            message = f"contradicts model.router_aux_loss={plain(weight)}; remove this setting"
+            raise ConfigError([ConfigIssue(key, message, configured)])
+        setattr(typed, _ROUTER_LOGITS, bool(weight))
+        for name in ROUTER_LOSS_WEIGHTS:
+            if weight and hasattr(typed, name):
+                setattr(typed, name, float(weight))
+    elif configured is None and any(getattr(typed, name, None) for name in ROUTER_LOSS_WEIGHTS):
+        setattr(typed, _ROUTER_LOGITS, True)
+
+
+def _type_content(config: TransformersModel, content: dict[str, Any], kind: str) -> Any:
     """Merge overrides into a file's content and create the typed configuration.
 
     Raises:
@@ -141,7 +176,7 @@ def _shorten_lists(merged: dict[str, Any], content: Mapping[str, Any], cls: Any)
             merged[name] = value[:new_count]
 
 
-def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
+def _is_remote(config: TransformersModel, content: Mapping[str, Any]) -> bool:
     """Return whether a model uses the code in its repository.
 
     Raises:
@@ -162,7 +197,7 @@ def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
     raise ConfigError([ConfigIssue("model.trust_remote_code", message, False)])
 
 
-def _read_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
+def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
     """Read a configuration with the code in its repository.
 
     Raises:
@@ -188,7 +223,7 @@ def _read_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
     return typed
 
 
-def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> None:
     quantization = content.get("quantization_config") or {}
     if (
         method := quantization.get("quant_method")
@@ -202,7 +237,7 @@ def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> 
         raise ConfigError([ConfigIssue("model.path", message, config.path)])
 
 
-def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_kernels(content: Mapping[str, Any], config: TransformersModel) -> None:
     """Refuse a file that selects a repository of kernels, which transformers would run.
 
     Raises:
@@ -221,7 +256,7 @@ def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> No
             _refuse_kernels(value, config)
 
 
-def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+def _refuse_oversized(content: Mapping[str, Any], config: TransformersModel) -> None:
     """Refuse more blocks or experts than any model has, because each takes time to build.
 
     Raises:
@@ -236,7 +271,7 @@ def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> 
             raise ConfigError([ConfigIssue(source_key, message, config.path or ...)])
 
 
-def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
+def _refuse_kind(kind: Any, config: TransformersModel) -> None:
     """Refuse a ``model_type`` that is not a causal language model.
 
     Raises:
@@ -257,7 +292,7 @@ def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
     raise ConfigError([ConfigIssue(key, message, value)])
 
 
-def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
+def _refuse_untrainable(typed: Any, config: TransformersModel) -> None:
     """Refuse models that a causal language model's loss would train wrongly without an error.
 
     Raises:
@@ -284,7 +319,7 @@ def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
         raise ConfigError([ConfigIssue(key, f"{prefix}{reason}", config.path or kind)])
 
 
-def _config_issue(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+def _config_issue(config: TransformersModel, error: Exception) -> ConfigIssue:
     """Shorten transformers' error about a configuration to one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
-from axonlaunch.models.hf.architecture import architecture
+from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.specs.spec import ModelOutputs
 from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Attributes with the weight of the routers' auxiliary loss."""
 
 
 class CausalLM(nn.Module):
@@ -64,7 +62,33 @@ class CausalLM(nn.Module):
         return ModelOutputs(logits, auxiliary * _coefficient(self))
 
 
-def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
+class RoutedCausalLM(CausalLM):
+    """A model with an auxiliary loss of its routers, in which padding does not count.
+
+    Attributes:
+        takes_present: Whether the forward takes ``present``.
+    """
+
+    takes_present = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        present: Tensor | None = None,
+    ) -> Tensor | ModelOutputs:
+        """Return logits and the auxiliary loss.
+
+        Args:
+            input_ids: Tokens [samples, tokens].
+            positions: Position of each token in its document, if rows hold several documents.
+            present: Whether each token is not padding, [samples, tokens] bool; None: none is.
+        """
+        with library.router_loss_without_padding(present):
+            return super().forward(input_ids, positions)
+
+
+def build_recorded(config: TransformersModel) -> tuple[nn.Module, dict[str, Initializer]]:
     """Build a model and return it with the initializers of its parameters.
 
     Raises:
@@ -89,12 +113,18 @@ def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Init
         raise
     except Exception as error:  # a constructor may raise any error
         raise ConfigError([_failure(config, error)]) from error
-    cls = type(model)
-    model.__class__ = type(cls.__name__, (CausalLM, cls), {"__module__": cls.__module__})
+    if config.router_aux_loss:
+        for name in ROUTER_LOSS_WEIGHTS:
+            if hasattr(model, name):
+                setattr(model, name, float(config.router_aux_loss))
+    cls, base = type(model), CausalLM
+    if getattr(typed, "output_router_logits", False) and library.mask_router_loss(cls.__module__):
+        base = RoutedCausalLM
+    model.__class__ = type(cls.__name__, (base, cls), {"__module__": cls.__module__})
     return model, initializers
 
 
-def untraceable(config: HuggingFaceConfig) -> str:
+def untraceable(config: TransformersModel) -> str:
     """Return why a model can't be run on tensors without values; empty if it can."""
     if config.attention == "flex":  # it calls torch's compiler, which would crash the process
         return "model.attention=flex can't be run without values; use sdpa to estimate"
@@ -108,14 +138,14 @@ def _coefficient(model: Any) -> float:
         ConfigError: The model has no known attribute for it.
     """
     for owner in (model, model.config):
-        for name in _COEFFICIENTS:
+        for name in ROUTER_LOSS_WEIGHTS:
             if (value := getattr(owner, name, None)) is not None:
                 return float(value)
     message = "its auxiliary loss has no known weight; use false"
-    raise ConfigError([ConfigIssue("model.config.output_router_logits", message, True)])
+    raise ConfigError([ConfigIssue("model.router_aux_loss", message, None)])
 
 
-def _failure(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+def _failure(config: TransformersModel, error: Exception) -> ConfigIssue:
     reason = " ".join(str(error).split()).split(". ")[0][:400] or type(error).__name__
     if config.attention != "auto" and "ttention" in reason:
         message = f"the model refuses it ({reason}); use auto"

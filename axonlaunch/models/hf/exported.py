@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.reading import files, library
@@ -27,7 +27,7 @@ _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """
 
 
-def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
+def config_json(config: TransformersModel) -> dict[str, Any]:
     """Return the content of ``config.json``, including overrides.
 
     Raises:
@@ -42,7 +42,7 @@ def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
     return content
 
 
-def copy_other_files(config: HuggingFaceConfig, folder: Path) -> list[str]:
+def copy_other_files(config: TransformersModel, folder: Path) -> list[str]:
     """Copy tokenizer files and the generation configuration; return the names of the written files.
 
     If the model has no generation configuration, it is created from the model's configuration.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from axonlaunch.config.options.losses import LOSSES
 from axonlaunch.config.registry import keywords_of
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.system.text.units import Counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +29,12 @@ class CustomLoss:
         sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
         count: Maps a micro-batch to the number that its loss counts as; None counts targets or
             samples.
+        counted: What ``count`` counts.
     """
 
     sum: Callable[[Any, Any], Tensor]
     count: Callable[[Any], Tensor | int] | None
+    counted: Counted = "targets"
 
 
 def register_loss(
@@ -39,6 +42,7 @@ def register_loss(
     *,
     config: type | None = None,
     count: Callable[[Any], Tensor | int] | None = None,
+    counted: Counted = "targets",
     summary: str | None = None,
 ) -> Callable[[_Loss], _Loss]:
     """Register a function ``(outputs, batch) -> sum`` as ``train.loss=NAME``.
@@ -56,13 +60,16 @@ def register_loss(
         count: Maps a micro-batch, before the forward, to the number that divides its sum. By
             default, the number of targets that are not -100 for a dataset of pairs, otherwise the
             number of samples.
+        counted: What ``count`` counts, which names metrics: tokens, images, samples or targets.
         summary: One line for ``axonlaunch ls losses``; by default the first line of the docstring.
 
     Raises:
-        ValueError: The name is already registered, or ``config`` is not a dataclass with a field
-            ``name``.
+        ValueError: The name is already registered, ``config`` is not a dataclass with a field
+            ``name``, or ``counted`` is none of these words.
     """
     LOSSES.check_config(name, config)
+    if counted not in get_args(Counted):
+        raise ValueError(f"counted={counted!r}: use one of {', '.join(get_args(Counted))}")
 
     def register(loss: _Loss) -> _Loss:
         def with_options(options: Any) -> CustomLoss:
@@ -71,7 +78,7 @@ def register_loss(
                     return loss(outputs, batch, options)  # type: ignore[no-any-return]
                 return loss(outputs, batch, **options.arguments)  # type: ignore[no-any-return]
 
-            return CustomLoss(total, count)
+            return CustomLoss(total, count, counted)
 
         description = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
         arguments = None if config else keywords_of(loss, passed=2)

@@ -7,18 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs
 
 
-def cross_entropy_sum(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
+def cross_entropy_sum(
+    outputs: Tensor | ModelOutputs,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Return the summed cross entropy, in nats, of logits [..., C] and classes [...], in fp32.
 
     An auxiliary loss is added once for each counted target.
+
+    Args:
+        outputs: Logits, optionally with an auxiliary loss.
+        targets: Classes; ``IGNORE_INDEX`` is not counted.
+        label_smoothing: Share of each target's probability that is spread evenly over the C classes
+            (Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7).
+        z_loss: Factor of the squared log of the softmax's denominator, which is added for each
+            counted target (Chowdhery et al., "PaLM", 2022, section 5).
     """
-    return with_auxiliary_loss(_cross_entropy_sum, outputs, targets)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return _cross_entropy_sum(logits, targets, label_smoothing, z_loss)
+
+    return with_auxiliary_loss(loss, outputs, targets)
 
 
 def with_auxiliary_loss(
@@ -39,10 +58,18 @@ def with_auxiliary_loss(
     return loss(outputs.logits, targets) + outputs.auxiliary_loss.float() * counted
 
 
-def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(),
-        targets.flatten(),
+def _cross_entropy_sum(
+    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    rows, targets = logits.flatten(0, -2).float(), targets.flatten()
+    total = F.cross_entropy(
+        rows,
+        targets,
         ignore_index=IGNORE_INDEX,
         reduction="sum",
+        label_smoothing=label_smoothing,
     )
+    if z_loss:
+        denominators = torch.logsumexp(rows, -1).masked_fill(targets == IGNORE_INDEX, 0.0)
+        total = total + z_loss * denominators.square().sum()
+    return total

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import sum_over
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.models.torch_internals import DTensorSpec, StridedShard, TensorMeta, local_tensor
 
 Interval = tuple[int, int]
@@ -131,7 +132,7 @@ def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
     All ranks of the mesh must call this; only the sums are communicated. The result is in fp32, or
     in fp64 for an fp64 matrix.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     dtype = torch.promote_types(local.dtype, torch.float32)
     total = torch.zeros(tensor.shape[1 - dim], dtype=dtype, device=local.device)
     for box in local_boxes(tensor):
@@ -158,7 +159,7 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
         boxes = local_boxes(tensor)
     except NotImplementedError:
         return [((...,), full_tensor(tensor.detach()).clone())]
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_part(tensor.detach())
     return [
         (tuple(slice(start, start + length) for start, length in box.region), box.of(local).clone())
         for box in boxes

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -167,7 +167,7 @@ def fill(
         name: Name of the parameter in the whole model.
         staging: Buffer for values of parameters on a device; shared by all parameters of a model.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if local.numel() == 0:
         return
     for box in local_boxes(parameter):

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 

@@ -26,9 +26,9 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.models.facts.figures import model_figures
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -147,7 +147,7 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """
     two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
-    figures = model_figures(config.model)
+    figures = source_of(config).figures()
     depths = (figures.period, 2 * figures.period) if figures.num_blocks else (0, 0)
     runs = []
     for mode in _MODES:

@@ -17,7 +17,9 @@ def build_plan_table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("")
     table.add_column("layout", overflow="fold")
-    for name in ("per device", "tokens/s/device", "step", "MFU"):
+    # MFU is known for sequences of tokens only.
+    counted = "tokens" if any(planned.mfu is not None for planned in plan.candidates) else "samples"
+    for name in ("per device", f"{counted}/s/device", "step", "MFU"):
         table.add_column(name, justify="right")
     for number, planned in enumerate(plan.candidates, 1):
         memory = size(planned.process_bytes)

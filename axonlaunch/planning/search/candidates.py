@@ -21,7 +21,8 @@ from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain import with_values
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.figures import ModelFigures, model_figures
+from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 
@@ -79,7 +80,7 @@ def candidates(
         offloads: Whether tensors can be offloaded to host memory.
     """
     options = partial(_options, fixed)
-    batch, figures = config.train.global_batch_size, model_figures(config.model)
+    batch, figures = config.train.global_batch_size, source_of(config).figures()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = figures.num_blocks or len(spec.blocks(model))
     can_divide = bool(config.strategy.tensor.plan or spec.plan(model))
@@ -144,7 +145,7 @@ def _degrees(
     """Yield degrees by the name of the axis."""
     heads = figures.num_attention_heads  # 0 without attention: nothing to divide
     key_value_heads = figures.num_key_value_heads
-    batch, length = config.train.global_batch_size, getattr(config.data, "sequence_length", 1)
+    batch, length = config.train.global_batch_size, config.sequence_length or 1
     options = [_options(fixed, axis.key, usual[axis.name]) for axis in AXES]
     for combination in itertools.product(*options):
         degrees = {axis.name: degree for axis, degree in zip(AXES, combination, strict=True)}

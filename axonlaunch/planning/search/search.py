@@ -19,8 +19,8 @@ from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.models.facts.figures import model_figures
 from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
@@ -130,7 +130,7 @@ def _required_figures(config: RunConfig, devices: int) -> list[str]:
     names = ["memory_gib", "devices_per_node", PRECISIONS[train.precision].peak]
     names += [peak] if peak not in names else []
     names += ["matrix_efficiency", "multiprocessors"]
-    if model_figures(config.model).num_attention_heads:
+    if source_of(config).figures().num_attention_heads:
         names.append("attention_efficiency")
     if not config.hardware.kernel_bytes:
         names += ["memory_bandwidth_gb_s", "memory_efficiency"]

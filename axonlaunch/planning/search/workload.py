@@ -22,11 +22,10 @@ def workload(config: RunConfig, *, searched: bool = False) -> Workload:
     micro_batch_size = (
         None if searched else Layout.of(config, world_size=num_ranks(config)).micro_batch_size
     )
-    length = getattr(config.data, "sequence_length", None)
     return Workload(
         global_batch_size=train.global_batch_size,
         micro_batch_size=micro_batch_size,
-        sequence_length=length if isinstance(length, int) else None,
+        sequence_length=config.sequence_length,
         precision=train.precision,
         activation_checkpointing=None if searched else train.activation_checkpointing,
     )

@@ -24,12 +24,12 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.engines.optimizer.clipping import local_part
-from axonlaunch.models.facts.figures import model_figures, of_blocks
 from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
@@ -129,7 +129,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    figures = model_figures(config.model)
+    figures = source_of(config).figures()
     depth, period = figures.num_blocks, figures.period
     if not depth and layout.pipeline > 1:
         message = (
@@ -220,7 +220,7 @@ def reduced_config(
         }
         world_size = 2 * world_size // layout.pipeline
     if layers:
-        settings |= of_blocks(config.model, layers * stages)
+        settings |= source_of(config).with_blocks(layers * stages)
     return with_values(config, {**settings, **settings_for_ranks(world_size)})
 
 

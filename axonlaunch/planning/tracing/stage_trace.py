@@ -16,13 +16,14 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.optimizer.clipping import local_part
-from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world
@@ -198,7 +199,9 @@ def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
     input_bytes = next(micro_batches).nbytes // layout.divisor("sequences")
     if layout.pipeline == 1:
         input_bytes += torch.float32.itemsize
-    read_bytes = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
+    read_bytes = (
+        _most_read_at_once(dry.engine) if source_of(reduced.config).initial_weights() else 0
+    )
     page_locking_overhead = _page_locking_overhead(dry.engine, reduced.config)
     return Traced(
         trace.events,

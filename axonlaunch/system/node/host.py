@@ -21,9 +21,53 @@ def free_memory_bytes() -> int:
     return int(kib) << 10
 
 
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+"""Environment variable with the number of threads of a process, read by OpenMP and by torch."""
+
+
 def threads(*, ranks: int) -> int:
-    """Return the number of threads for each rank: an equal share of this process's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    """Return the number of threads for each rank.
+
+    It is that of ``OMP_NUM_THREADS``, else an equal share of this process's cores.
+
+    Raises:
+        ValueError: ``OMP_NUM_THREADS`` is not a number of threads.
+    """
+    return requested_threads() or max(1, cores() // ranks)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def requested_threads() -> int | None:
+    """Return the number of threads that the user requests by ``OMP_NUM_THREADS``.
+
+    Returns:
+        The number, the first of a list for nested levels (``4,2``); None if the user did not set
+        it. torchrun sets it to 1 for its ranks if the user did not.
+
+    Raises:
+        ValueError: It is not a number of threads.
+    """
+    text = os.environ.get(OMP_NUM_THREADS, "").partition(",")[0].strip()
+    if not text or (text == "1" and _is_set_by_torchrun()):
+        return None
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ValueError("expected a number of threads, 1 or more")
+    return int(text)
+
+
+def _is_set_by_torchrun() -> bool:
+    """Return whether torchrun started this process and has no ``OMP_NUM_THREADS`` itself."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:  # the environment that the parent was started with
+        variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    return not any(each.startswith(f"{OMP_NUM_THREADS}=".encode()) for each in variables)
 
 
 def private_folder(path: Path) -> Path:

@@ -1,11 +1,11 @@
-"""Names metrics by the unit that has a target in the loss: tokens, images or samples."""
+"""Names metrics by what the loss counts: tokens, images, samples, or several targets per sample."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Counted = Literal["tokens", "images", "samples"]
+Counted = Literal["tokens", "images", "samples", "targets"]
 
 
 def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.comm.checks.json_exchange import all_gather_json
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.base import Engine
 
 LEAST_LOSS_SCALE = 1e-4
@@ -112,5 +112,4 @@ def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(local_part(tensor)).all())

@@ -24,7 +24,7 @@ class RunInfo:
         resumed_at: Step of the checkpoint that was loaded; None if the run starts at step 0.
         ids: Ids of this run at external services, by name of the logger. A logger adds its id for
             the next start of the run. Empty if the run was not resumed.
-        counted: Unit that has a target in the loss, which names metrics: tokens, images or samples.
+        counted: What the loss counts, which names metrics: tokens, images, samples or targets.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Logger:
                 loss_scale; on a GPU also mfu, reserved_bytes, active_bytes, alloc_retries, power_w,
                 utilization, temperature_c. For an evaluation: eval_loss, perplexity, eval_tokens,
                 unigram_entropy, and eval_loss/NAME and perplexity/NAME for each source of a mix.
-                With images or other samples the names contain ``images`` or ``samples`` instead of
-                ``tokens``. Unknown values are omitted.
+                If the loss counts something else, the names contain ``images``, ``samples`` or
+                ``targets`` instead of ``tokens``. Unknown values are omitted.
             step: Number of optimizer steps done, never lower than in the previous call.
         """
         raise NotImplementedError

@@ -36,7 +36,7 @@ class EventLog:
         Args:
             folder: Run folder.
             world_size: Number of ranks of this attempt.
-            counted: Unit that has a target in the loss; it names metrics.
+            counted: What the loss counts; it names metrics.
         """
         self._counted = counted
         self._folder = folder

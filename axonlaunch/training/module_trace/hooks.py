@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.diagnostics.module_trace.files import TracedKind, TracedTensor
 from axonlaunch.models.fake.output_regions import (
     first_floating,
@@ -87,7 +87,7 @@ class Statistics:
         # An in-place operation keeps the tensor object but changes its version.
         version = tensor, tensor._version
         if self._last is None or self._last[0] is not tensor or self._last[1] != version[1]:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             reduce = _sum_pieces if local.device.type == "cpu" else _OnDevice.of
             self._last, self._reduced = version, reduce(local.detach())
         self._entries.append((key, self._reduced))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.data.texts.chat_template import ChatTemplate
+from axonlaunch.data.texts.chats.chat_template import ChatTemplate
 from axonlaunch.training.text.sampling import TrainedText
 
 

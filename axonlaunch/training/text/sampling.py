@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from axonlaunch import checkpoint, config
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.data import DATASETS, CustomDataConfig
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
+from axonlaunch.models.specs.source import model_in_folder, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -143,7 +143,7 @@ def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer
         raise ConfigError([ConfigIssue("", message)])
     dataset_text = _text_of_custom_dataset(saved.data)
     tokenizer = dataset_text or load_kept(folder) or _tokenizer_of_model(saved)
-    length = dataset_text.length if dataset_text else getattr(saved.data, "sequence_length", None)
+    length = dataset_text.length if dataset_text else saved.sequence_length
     if tokenizer is None or length is None:
         length = _length(saved.data, where=f"{folder}: the run")
     import torch
@@ -178,24 +178,20 @@ def _text_of_custom_dataset(data: Any) -> _DatasetText | None:
 
 def _tokenizer_of_model(saved: RunConfig) -> Tokenizer | None:
     """Return the tokenizer in the model folder of a run; None without one or with byte data."""
-    if not isinstance(saved.model, HuggingFaceConfig) or _is_text(saved.data):
-        return None
-    from axonlaunch.models.hf.reading import files
-
-    folder = files.folder(saved.model)
+    folder = None if _is_text(saved.data) else source_of(saved).folder()
     return None if folder is None else read_foreign(folder, model=model_of_folder(folder))
 
 
 def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
     """Return the model, context length and tokenizer of a folder of safetensors files."""
     from axonlaunch.checkpoint.exchange import weights
-    from axonlaunch.models.build import build_model
+    from axonlaunch.models.build import build_model, spec_for
 
     tokenizer = weights.exported_tokenizer(folder)
     described: Any
     if tokenizer is None and not weights.was_trained_on_text(folder) and tokenizer_files(folder):
         tokenizer = read_foreign(folder, model=model_of_folder(folder))
-        described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+        described = model_in_folder(folder)
         length = None
     else:
         described, data = weights.describe_folder(folder)
@@ -205,8 +201,7 @@ def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
         )
     model = build_model(described).eval()
     if length is None:
-        untyped_model: Any = model
-        length = getattr(untyped_model.config, "max_position_embeddings", None) or _CONTEXT
+        length = spec_for(described).max_positions or _CONTEXT
     if wrong := weights.differences(folder, described, model):
         message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
         raise ConfigError([ConfigIssue("", message)])

@@ -18,6 +18,7 @@ from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.optimizer import MuonConfig
+from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
@@ -101,10 +102,11 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     schedule = config.scheduler
     if schedule.name == "constant":  # only its warm-up changes the rate
         settings["scheduler.warmup_steps"] = plan.steps + _STEPS_LEFT
-    elif schedule.warmup_steps == "auto" or schedule.warmup_steps > _WARMUP:
+    elif isinstance(schedule, ConstantConfig) and schedule.warmup_steps not in range(_WARMUP):
         settings["scheduler.warmup_steps"] = _WARMUP
     if schedule.name == "wsd":
         settings["scheduler.decay_steps"] = plan.steps + _STEPS_LEFT - _WARMUP
+        settings["scheduler.decay_ratio"] = None
     if getattr(config.optimizer, "weight_decay", None) == 0:
         settings["optimizer.weight_decay"] = _DECAY
     if Layout.of(config, world_size=num_ranks(config)).facts.section == "ddp":

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
@@ -372,5 +372,4 @@ def _overwrite(state: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _overwrite(value)
         else:
-            local = value.to_local() if isinstance(value, DTensor) else value
-            local.detach().zero_()
+            local_part(value).detach().zero_()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from axonlaunch.config import RunConfig
-from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.verification.references.plain_optimizer import plain_rate
 
 _CHECKED = 512

@@ -26,12 +26,12 @@ from axonlaunch.config import (
 from axonlaunch.config.axes import AXES
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.optimization.optimizer import AdamWConfig, ConstantConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
+from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
-from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
-from axonlaunch.models.build import on_meta
+from axonlaunch.models.specs.source import ModelDivision, NotReducibleError, source_of
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system.storage import cache
@@ -45,11 +45,6 @@ MAX_RANKS = 8
 """Layouts with more ranks are proved with two ranks on each of their axes."""
 STEPS = 2
 _LENGTH = 32
-_LARGEST = 20_000_000  # parameters of a custom model, which is not reduced
-
-
-class _NotReducibleError(Exception):
-    """A model cannot be reduced to one that can be compared in seconds; the text is the reason."""
 
 
 def prove(config: RunConfig) -> Proof:
@@ -67,7 +62,7 @@ def prove(config: RunConfig) -> Proof:
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before", seconds=time.monotonic() - began)
         parameters = _check_similar(config, small)
-    except _NotReducibleError as why:
+    except NotReducibleError as why:
         return replace(proof, reason=str(why), seconds=time.monotonic() - began)
     result = on_mock(small, ComparisonPlan(steps=STEPS))
     if result.verdict == "nothing proved":
@@ -90,7 +85,7 @@ def preview(config: RunConfig) -> Proof:
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before")
         return replace(proof, outcome="to be proved", parameters=_check_similar(config, small))
-    except _NotReducibleError as why:
+    except NotReducibleError as why:
         return replace(proof, reason=str(why))
 
 
@@ -99,7 +94,7 @@ def reduced(config: RunConfig) -> RunConfig:
 
     Raises:
         ConfigError: The model's configuration cannot be read.
-        _NotReducibleError: The model cannot be reduced.
+        NotReducibleError: The model cannot be reduced.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
     degrees = _degrees(layout)
@@ -156,26 +151,20 @@ def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, An
 
 
 def _with_small_model(config: RunConfig, layout: Layout, degrees: dict[str, int]) -> RunConfig:
-    if isinstance(config.model, HuggingFaceConfig):
-        from axonlaunch.models.hf.analysis import reduced as hf
-
-        division = hf.ModelDivision(
-            stages=degrees["pp"] * layout.stages_per_rank,
-            tensor=degrees["tp"],
-            before=layout.tensor,
-        )
-        try:
-            model: Any = hf.reduce_model(config.model, division)
-            tokens = hf.vocabulary(model)
-        except hf.NotReducibleError as error:
-            raise _NotReducibleError(str(error)) from error
+    division = ModelDivision(
+        stages=degrees["pp"] * layout.stages_per_rank, tensor=degrees["tp"], before=layout.tensor
+    )
+    small = source_of(config).reduce(division)
+    if small is not None:
         data = SyntheticTokensConfig(
-            vocab_size=tokens,
+            vocab_size=small.vocab_size,
             sequence_length=_LENGTH,
             document_length=_LENGTH // 3 if _is_packed(config) else None,
         )
-        return with_values(config, {"model": model, "data": data, "tokenizer": TokenizerConfig()})
-    if isinstance(getattr(config.data, "sequence_length", None), int):
+        return with_values(
+            config, {"model": small.config, "data": data, "tokenizer": TokenizerConfig()}
+        )
+    if config.sequence_length is not None:
         return with_values(config, {"data.sequence_length": _LENGTH})
     return config
 
@@ -191,39 +180,27 @@ def _check_similar(config: RunConfig, small: RunConfig) -> int:
 
     Raises:
         ConfigError: A model cannot be built.
-        _NotReducibleError: The small model differs in kind or cannot run in the smaller layout.
+        NotReducibleError: The small model differs in kind or cannot run in the smaller layout.
     """
-    if isinstance(config.model, HuggingFaceConfig) and isinstance(small.model, HuggingFaceConfig):
-        from axonlaunch.models.hf.analysis import reduced as hf
-
-        try:
-            count = hf.refuse_unlike(config.model, small.model)
-        except hf.NotReducibleError as error:
-            raise _NotReducibleError(str(error)) from error
-    else:
-        count = sum(p.numel() for p in on_meta(small, seed=0).parameters())
-        if count > _LARGEST:
-            raise _NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
+    count = source_of(config).check_small(small)
     if problems := find_issues(small, devices=None):
-        raise _NotReducibleError(f"with few blocks and heads, {problems[0]}")
+        raise NotReducibleError(f"with few blocks and heads, {problems[0]}")
     return count
 
 
 def _proof_file(small: RunConfig) -> Path | None:
     """Return the cache file of a proof; None for models with code that may change."""
-    if small.plugins or not isinstance(small.model, HuggingFaceConfig):
+    model = None if small.plugins else source_of(small).identity()
+    if model is None:
         return None
-    from axonlaunch.models.hf.analysis import reduced as hf
-
     dependencies = {
-        "model": hf.identity(small.model),
+        "model": model,
         "adapter": None if small.adapter is None else to_tree(small.adapter),
         "data": to_tree(small.data),
         "strategy": to_tree(small.strategy),
         "train": to_tree(replace(small.train, prove="auto")),
         "ranks": num_ranks(small),
         "torch": version("torch"),
-        "transformers": version("transformers"),
         "axonlaunch": version("axonlaunch"),
         "source": cache.source_hash(),
     }

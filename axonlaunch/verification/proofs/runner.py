@@ -12,7 +12,8 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.consistency.run_precision import with_precision
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_of
 from axonlaunch.system.processes.forkserver import Starter
@@ -52,9 +53,8 @@ def verify(
     if dump is not None and config.train.compile:
         message = "train.compile=true: compiled blocks cannot be recorded; use false or omit --dump"
         raise ConfigError([ConfigIssue("train.compile", message)])
-    if isinstance(config.model, HuggingFaceConfig):
-        # Any weights serve the comparison, and random ones need no files.
-        config = configuration.with_values(config, {"model.init": "random"})
+    # Any weights serve the comparison, and random ones need no files.
+    config = configuration.with_values(config, source_of(config).random_weights())
     devices = 0
     if config.launch.backend == "auto":
         devices = forked_call.call(
@@ -63,6 +63,7 @@ def verify(
             config,
             task="counting accelerators",
         )
+        config = with_precision(config, has_bf16=devices > 0)  # that of a run on this node
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(
@@ -109,7 +110,7 @@ def is_to_be_proved(config: RunConfig) -> bool:
     prove = config.train.prove
     if prove == "never" or num_ranks(config) == 1:
         return False
-    return prove == "always" or isinstance(config.model, HuggingFaceConfig)
+    return prove == "always" or source_of(config).code == "library"
 
 
 def prove_layout(context: Starter, config: RunConfig) -> Proof | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.options.data import IGNORE_INDEX
@@ -110,7 +111,7 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
         if not starts_constant or not parameter.is_floating_point() or not _numel(parameter):
             continue
         noise = _noise(name, parameter.shape) * _NOISE_DEVIATION
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = local_part(parameter)
         for box in local_boxes(parameter):
             region = tuple(slice(start, start + length) for start, length in box.region)
             box.of(local).add_(noise[region].to(local))
@@ -134,7 +135,7 @@ def overflow(updated: Tensor) -> None:
     """Set the first element of a parameter's gradient to infinity, on the rank that holds it."""
     assert updated.grad is not None
     gradient: Any = updated.grad
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = local_part(gradient)
     for box in local_boxes(gradient):
         if not any(start for start, _ in box.region) and box.of(local).numel():
             box.of(local)[(0,) * local.ndim] = math.inf
@@ -174,9 +175,8 @@ class Dropout:
             setattr(module, name, 0.0)
 
 
-def _numel(parameter: Any) -> int:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return int(local.numel())
+def _numel(parameter: Tensor) -> int:
+    return local_part(parameter).numel()
 
 
 def _noise(name: str, shape: torch.Size) -> Tensor:

@@ -7,7 +7,6 @@ datasets are not checked, because their meaning is unknown.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
-from axonlaunch.data.datasets.dataset import AnyBatch, Batch, Dataset, Split
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, Split
 from axonlaunch.data.datasets.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.datasets.user_datasets import PairsDataset
 from axonlaunch.data.texts.mix import AnyText, TextMix
@@ -178,30 +177,22 @@ def _at_ends(loader: Loader, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def random_problem(loader: Loader) -> str:
-    """Describe a dataset with random samples and its generators; empty if it is deterministic."""
+    """Describe a dataset with random samples; empty if its samples are reproducible.
+
+    The loader seeds the global generators for each sample, so only others are noticed.
+    """
     if isinstance(loader, StreamLoader):
         return ""
-    dataset, indices = loader.dataset, loader.indices(0)[:_FEW]
-    states = _random_states()
-    first = _fingerprints(dataset.samples(indices, split="train"))
-    used = [name for name, state in _random_states().items() if state != states[name]]
-    if first == _fingerprints(dataset.samples(indices, split="train")):
+    indices = loader.indices(0)[:_FEW]
+    first, second = (_fingerprints(loader.read(indices, split="train")) for _ in range(2))
+    if first == second:
         return ""
-    generators = " and ".join(used) or "a custom generator"
     return (
-        "Reading the same sample twice gave different values: the dataset uses random "
-        f"numbers ({generators}). Seed them with the sample's index, for example "
-        "numpy.random.default_rng(index), or turn augmentation off"
+        "Reading the same sample twice gave different values: the dataset uses random numbers of a "
+        "generator of its own. Use the functions of torch, numpy.random or Python's random, which "
+        "are seeded for each sample, or seed the generator with the sample's index, for example "
+        "numpy.random.default_rng(index)"
     )
-
-
-def _random_states() -> dict[str, bytes]:
-    """Return the states of the global generators, by their names in messages."""
-    return {
-        "Python's random": repr(random.getstate()).encode(),
-        "numpy.random": repr(np.random.get_state(legacy=False)).encode(),
-        "torch's": torch.get_rng_state().numpy().tobytes(),
-    }
 
 
 def at_ends_of_epochs(loader: Loader) -> Iterator[int]:
@@ -241,11 +232,11 @@ def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -
     has_pairs = _is_included(config) or isinstance(dataset, PairsDataset)
     if not has_pairs or not all(isinstance(batch, Batch) for batch in batches):
         return ""
-    held_out = [*_read(dataset, part, "eval")]
+    held_out = [*_read(loader, part, "eval")]
     if Counter(held_out) != Counter(row for batch in batches for row in _fingerprints(batch)):
         return "the data: an evaluation does not read each held-out sample once"
     first = np.arange(min(dataset.num_samples, _COMPARED))
-    samples = [*_read(dataset, first, "train")]
+    samples = [*_read(loader, first, "train")]
     repeats = len({*samples}) < _DISTINCT * len(samples)
     if not repeats and {*samples}.issuperset(held_out) and len({*held_out}) > 1:
         return "the data: every held-out sample is also one of the first training samples"
@@ -264,16 +255,16 @@ def part_problem(loader: Loader, part: range | None, batches: Sequence[AnyBatch]
         return ""
     if not all(isinstance(batch, Batch) for batch in batches):
         return ""
-    allowed = Counter(_read(loader.dataset, np.asarray(part), "eval"))
+    allowed = Counter(_read(loader, np.asarray(part), "eval"))
     if Counter(row for batch in batches for row in _fingerprints(batch)) <= allowed:
         return ""
     return "the data: an evaluation of one source reads samples of another source, or repeats one"
 
 
-def _read(dataset: Dataset, indices: npt.NDArray[np.int64], split: Split) -> Iterator[bytes]:
+def _read(loader: Loader, indices: npt.NDArray[np.int64], split: Split) -> Iterator[bytes]:
     """Yield the fingerprints of samples, with few samples in memory at a time."""
     for start in range(0, len(indices), _AT_ONCE):
-        yield from _fingerprints(dataset.samples(indices[start : start + _AT_ONCE], split=split))
+        yield from _fingerprints(loader.read(indices[start : start + _AT_ONCE], split=split))
 
 
 def _fingerprints(batch: AnyBatch) -> list[bytes]:

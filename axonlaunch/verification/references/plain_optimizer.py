@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
+from axonlaunch.config.optimization.schedules import SCHEDULERS
 from axonlaunch.models.specs.spec import ModelSpec
 
 PEAK = "initial_lr"
@@ -62,6 +63,11 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         peak: Largest learning rate.
         steps: Number of steps of the complete run.
     """
+    if not hasattr(schedule, "warmup_steps"):
+        if getattr(schedule, "target", None) is None:
+            return float(peak * SCHEDULERS.get(schedule.name)(schedule)(step, steps))
+        function = import_callable("scheduler.target", schedule.target)
+        return float(peak * function(step, steps, **schedule.arguments))
     warmup = schedule.warmup_steps
     if warmup == "auto":
         ratio = schedule.warmup_ratio
@@ -72,7 +78,9 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         return peak
     final = schedule.final_lr_ratio
     if schedule.name == "wsd":
-        decay = schedule.decay_steps or max(1, steps // 5)
+        share = schedule.decay_ratio
+        decay = schedule.decay_steps
+        decay = decay or max(1, steps // 5 if share is None else round(steps * share))
         left = min(1.0, (steps - 1 - step) / decay)
         return float(peak * (final + (1 - final) * left))
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))

@@ -26,9 +26,10 @@ from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
-from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
+from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.references import comparison_inputs, data_checks, plain_model
@@ -126,7 +127,7 @@ class PlainRun:
                     parameter.data = parameter.data.to(dtype)
         if self._spec.initializers is not None:
             start_magnitudes(model)  # from the weights in param_dtype
-        if initial_weights(config.model) is not None:
+        if source_of(config).initial_weights() is not None:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
@@ -203,7 +204,7 @@ class PlainRun:
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
         with watch as calls:
             for piece in self._pieces(batch):
-                loss = self._loss_sum(piece) / max(1, counted)
+                loss = self._loss_sum(piece, training=True) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
         if calls is not None:
@@ -298,12 +299,19 @@ class PlainRun:
         if first is not None:
             restore_buffers(self.model, first)
 
-    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+    def _loss_sum(self, batch: MicroBatch, *, training: bool) -> Tensor:
         batch = plain_model.map_batch(batch, self._to_device)
         outputs = self._outputs(batch)
         if self._custom_loss is None:
             assert isinstance(batch, Batch)
-            return loss_sum(self._spec, outputs, batch.targets)
+            train = self._config.train
+            return loss_sum(
+                self._spec,
+                outputs,
+                batch.targets,
+                label_smoothing=train.label_smoothing if training else 0.0,
+                z_loss=train.z_loss if training else 0.0,
+            )
         total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0
 
@@ -389,7 +397,7 @@ class PlainRun:
             counted += self._count(batch)
             # Use the layout's micro-batch size, because some models mix samples.
             pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
-            total += sum(float(self._loss_sum(piece)) for piece in pieces)
+            total += sum(float(self._loss_sum(piece, training=False)) for piece in pieces)
         return total / max(1.0, counted), counted
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:

@@ -129,7 +129,7 @@ def test_rotary_angles_that_follow_the_longest_position_are_refused() -> None:
 
 
 def test_router_loss_of_all_tokens_is_refused_with_context_parallelism() -> None:
-    with pytest.raises(ConfigError, match=r"use model\.config\.output_router_logits=false"):
+    with pytest.raises(ConfigError, match=r"use model\.router_aux_loss=false"):
         run_config(without_folder("mixtral", *CONTEXT, output_router_logits=True))
 
 

@@ -12,8 +12,9 @@ from axonlaunch import config as configs
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import on_meta
-from axonlaunch.models.facts.figures import ModelFigures, model_figures, of_blocks
+from axonlaunch.models.facts.figures import ModelFigures
 from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.search.candidates import candidates
 from axonlaunch.planning.throughput.step_work import step_work
 
@@ -33,7 +34,7 @@ def described(config: dict[str, Any], blocks: int = 4) -> HuggingFaceConfig:
 @pytest.mark.parametrize("kind", FOUR_BLOCKS)
 def test_block_repetition_is_detected_for_mixed_kinds(kind: str) -> None:
     config, figures = FOUR_BLOCKS[kind]
-    assert model_figures(described(config)) == figures
+    assert source_of(described(config)).figures() == figures
 
 
 def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:
@@ -44,7 +45,7 @@ def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:
 def test_reduced_depth_keeps_first_blocks() -> None:
     config = described(FAMILIES["gemma2"])
     fewer: Any = run(config)
-    fewer = configs.with_values(fewer, of_blocks(config, 2))
+    fewer = configs.with_values(fewer, source_of(config).with_blocks(2))
     assert structure(fewer.model).kinds == structure(config).kinds[:2]
 
 

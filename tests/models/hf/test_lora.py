@@ -103,12 +103,35 @@ def test_unsupported_lora_of_packed_experts_is_refused(key: str, value: str) -> 
     assert problem.key == key
 
 
-def compared(kind: str, layout: str, folder: Path, *more: str, **options: Any) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "single",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("tensor 2", "fsdp 2", "pipeline 2")
+        ),
+    ],
+)
+def test_lora_plus_equals_optimizer_of_peft(layout: str, tmp_path: Path) -> None:
+    groups = 'optimizer.groups={"*.lora_B.*": {lr_scale: 4}}'
+    options = {"target_modules": "all-linear"}
+    compared("qwen3", layout, tmp_path, groups, loraplus=4.0, **options)
+
+
+def compared(
+    kind: str,
+    layout: str,
+    folder: Path,
+    *more: str,
+    loraplus: float | None = None,
+    **options: Any,
+) -> None:
     """Compare five steps of a layout with peft and the same options."""
     save(kind, folder)
     overrides = [*LORA, *more, f"model.path={folder}"]
     losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
-    expected, wanted = by_peft(folder, overrides, options, start)
+    expected, wanted = by_peft(folder, overrides, options, start, loraplus=loraplus)
     assert losses == pytest.approx(expected, rel=2e-5)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -139,16 +162,22 @@ def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor],
 
 
 def by_peft(
-    path: Path, overrides: list[str], options: dict[str, Any], start: dict[str, Tensor]
+    path: Path,
+    overrides: list[str],
+    options: dict[str, Any],
+    start: dict[str, Tensor],
+    *,
+    loraplus: float | None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the same from a plain loop with the same initial adapters."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     conv = type(base).__name__.startswith("GPT2")
     # Its import takes a second in every worker.
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from peft.optimizers import create_loraplus_optimizer
 
-    settings = LoraConfig(r=4, lora_alpha=6, fan_in_fan_out=conv, **options)
-    model: Any = get_peft_model(base, settings)
+    adapter = LoraConfig(r=4, lora_alpha=6, fan_in_fan_out=conv, **options)
+    model: Any = get_peft_model(base, adapter)
     loaded = set_peft_model_state_dict(
         model, {f"base_model.model.{_theirs(name)}": tensor for name, tensor in start.items()}
     )
@@ -158,7 +187,16 @@ def by_peft(
     vectors = [p for p in trained.values() if p.ndim < 2]
     matrices = [p for p in trained.values() if p.ndim > 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1)
+    settings = {"lr": 3e-3, "eps": 1e-6, "betas": (0.9, 0.99)}
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **settings, weight_decay=0.1)
+    if loraplus is not None:
+        optimizer = create_loraplus_optimizer(
+            model,
+            torch.optim.AdamW,
+            loraplus_lr_ratio=loraplus,
+            loraplus_weight_decay=0.1,
+            **settings,
+        )
     losses: list[float] = []
     model.train()
     for batch in batches(run_config([*SETTINGS, *overrides, "strategy=single"])):

@@ -78,7 +78,7 @@ def test_router_loss_of_all_blocks_is_refused_in_pipeline() -> None:
     (issue,) = raised.value.problems
     assert issue.key == "strategy.pipeline.degree"
     assert "its auxiliary loss needs all blocks" in issue.message
-    assert "use model.config.output_router_logits=false" in issue.message
+    assert "use model.router_aux_loss=false" in issue.message
 
 
 def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:

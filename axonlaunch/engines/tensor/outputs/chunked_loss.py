@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,14 @@ _Sum = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss:
-    """The summed loss, computed from hidden states and a deferred head."""
+    """Computes summed losses from hidden states and a deferred head."""
 
-    def __init__(self, loss: _Sum, *, chunk: int) -> None:
-        """Create the loss.
+    def __init__(self, *, chunk: int) -> None:
+        """Create it without a head, see ``defer``.
 
         Args:
-            loss: Maps ``(logits, targets)`` to the sum over counted targets.
             chunk: Number of tokens per chunk.
         """
-        self._loss = loss
         self._chunk = chunk
         self._heads: list[_DeferredHead] = []
 
@@ -65,11 +64,17 @@ class ChunkedLoss:
             for head in self._heads:
                 head.is_deferred = True
 
-    def __call__(self, outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
-        """Return the summed loss in fp32, including an auxiliary loss of the model."""
-        return with_auxiliary_loss(self._sum, outputs, targets)
+    def sum(self, loss: _Sum, outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
+        """Return the summed loss in fp32, including an auxiliary loss of the model.
 
-    def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        Args:
+            loss: Maps ``(logits, targets)`` to the sum over counted targets.
+            outputs: Hidden states in place of logits.
+            targets: Classes.
+        """
+        return with_auxiliary_loss(partial(self._sum, loss), outputs, targets)
+
+    def _sum(self, loss: _Sum, hidden: Tensor, targets: Tensor) -> Tensor:
         [head] = self._heads
         entered = head.enter_head(hidden)
         rows, targets = entered.flatten(0, -2), targets.flatten()
@@ -78,18 +83,19 @@ class ChunkedLoss:
         total = torch.zeros((), device=rows.device)
         pairs = zip(rows.split(self._chunk), targets.split(self._chunk), strict=True)
         for hidden_chunk, target_chunk in pairs:
-            total = total + self._chunk_loss(head, hidden_chunk, target_chunk)
+            total = total + _chunk_loss(loss, head, hidden_chunk, target_chunk)
         return total
 
-    def _chunk_loss(self, head: _DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
-        def compute(hidden: Tensor) -> Tensor:
-            return self._loss(head.logits(hidden), targets)
 
-        if not torch.is_grad_enabled():
-            return compute(hidden)
-        losses: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
-        loss: Tensor = losses
-        return loss
+def _chunk_loss(loss: _Sum, head: _DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+    def compute(hidden: Tensor) -> Tensor:
+        return loss(head.logits(hidden), targets)
+
+    if not torch.is_grad_enabled():
+        return compute(hidden)
+    summed: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
+    total: Tensor = summed
+    return total
 
 
 class _DeferredHead:

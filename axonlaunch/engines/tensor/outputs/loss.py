@@ -21,7 +21,13 @@ from axonlaunch.models.specs.spec import IGNORE_INDEX
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits_local: Tensor, targets: Tensor, *, group: ProcessGroup, classes: int | None = None
+    logits_local: Tensor,
+    targets: Tensor,
+    *,
+    group: ProcessGroup,
+    classes: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the summed cross entropy in nats, 0-dim, in fp32, the same on every rank.
 
@@ -31,6 +37,8 @@ def vocab_parallel_cross_entropy_sum(
         targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
         group: The ranks among which the classes are divided.
         classes: Total number of classes; None if every rank has equally many.
+        label_smoothing: As in ``models.specs.loss.cross_entropy_sum``.
+        z_loss: As in ``models.specs.loss.cross_entropy_sum``.
 
     Raises:
         ValueError: The shapes of logits and targets differ, or the number of columns is not this
@@ -48,7 +56,7 @@ def vocab_parallel_cross_entropy_sum(
         raise ValueError(
             f"rank {group.rank} has logits of {columns} of {size} classes, expected {expected}"
         )
-    loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size)
+    loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size, (label_smoothing, z_loss))
     return loss
 
 
@@ -63,8 +71,14 @@ def gather_logits(logits_local: Tensor, *, group: ProcessGroup, classes: int) ->
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, classes: int
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: ProcessGroup,
+        classes: int,
+        terms: tuple[float, float],
     ) -> Tensor:
+        smoothing, z_loss = terms
         counted = targets != IGNORE_INDEX
         is_class = (targets >= 0) & (targets < classes)
         assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
@@ -76,23 +90,35 @@ class _CrossEntropySum(torch.autograd.Function):
         highest = max_over(logits.amax(-1, keepdim=True).to(precision), group)
         exponents = logits - highest
         target_logits = exponents.gather(-1, local_targets).masked_fill_(elsewhere, 0.0)
+        if smoothing:
+            spread = smoothing / classes * exponents.sum(-1, keepdim=True)
+            target_logits = (1 - smoothing) * target_logits + spread
         exponents.exp_()
         stacked = torch.stack((exponents.sum(-1, keepdim=True), target_logits))
         total, target_logits = sum_over(stacked, group)
         uncounted = ~counted.unsqueeze(-1)
-        loss: Tensor = (total.log() - target_logits).masked_fill(uncounted, 0.0).sum()
+        losses = total.log() - target_logits
+        log_denominators = total.log() + highest if z_loss else None
+        if log_denominators is not None:
+            losses += z_loss * log_denominators.square()
+        loss: Tensor = losses.masked_fill(uncounted, 0.0).sum()
         if ctx.needs_input_grad[0]:
-            # softmax - onehot, the gradient up to a factor, is written over the exponentials. It is
+            # softmax - target, the gradient up to a factor, is written over the exponentials. It is
             # saved in the type of the logits, because the gradient must have that type anyway.
-            softmax = exponents.div_(total)
-            softmax.scatter_add_(-1, local_targets, elsewhere.to(precision) - 1.0)
-            ctx.save_for_backward(softmax.masked_fill_(uncounted, 0.0).to(logits.dtype))
+            gradient = exponents.div_(total)
+            if log_denominators is not None:  # z_loss * log(denominator)^2
+                gradient *= 1 + 2 * z_loss * log_denominators
+            if smoothing:
+                gradient -= smoothing / classes
+            targets_here = (1 - smoothing) * (elsewhere.to(precision) - 1.0)
+            gradient.scatter_add_(-1, local_targets, targets_here)
+            ctx.save_for_backward(gradient.masked_fill_(uncounted, 0.0).to(logits.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (difference,) = ctx.saved_tensors
-        return difference * gradient.to(difference.dtype), None, None, None
+        return difference * gradient.to(difference.dtype), None, None, None, None
 
 
 _cross_entropy_sum: Any = _CrossEntropySum.apply

@@ -33,18 +33,20 @@ class Losses:
 
     Attributes:
         loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
+        evaluation_loss: The same without label smoothing and z-loss.
         gather_outputs: Gathers a rank's output shard to full outputs.
         chunked: Chunked loss; None computes the loss on all logits at once.
         custom: User-defined loss that replaces ``loss``.
     """
 
     loss: Callable[[Any, Tensor], Tensor]
+    evaluation_loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
     chunked: ChunkedLoss | None = None
     custom: CustomLoss | None = None
 
     def sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
-        """Return the loss of a micro-batch, 0-dim.
+        """Return the training loss of a micro-batch, 0-dim.
 
         Args:
             outputs: Outputs of the model.
@@ -53,13 +55,22 @@ class Losses:
         Raises:
             ConfigError: The model did not return a tensor and the loss requires one.
         """
+        return self._sum(self.loss, outputs, batch)
+
+    def evaluation_sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
+        """Return the loss of a micro-batch without label smoothing and z-loss, 0-dim."""
+        return self._sum(self.evaluation_loss, outputs, batch)
+
+    def _sum(
+        self, loss: Callable[[Any, Tensor], Tensor], outputs: Any, batch: MicroBatch | Tensor
+    ) -> Tensor:
         if self.custom is not None:
             assert not isinstance(batch, Tensor)
             return self.custom.sum(outputs, batch.full)
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
         assert not isinstance(batch, CollatedSamples)
-        return self.loss(outputs, batch if isinstance(batch, Tensor) else batch.targets)
+        return loss(outputs, batch if isinstance(batch, Tensor) else batch.targets)
 
     def count(self, batch: AnyBatch, *, micro_batch_size: int) -> Tensor:
         """Return the divisor of the loss for a rank's share of a batch, 0-dim int64.
@@ -92,20 +103,31 @@ def losses_of(
         classes: Total number of classes, if the logits are sharded; None if every rank has all.
         group: The ranks among which the classes are divided.
     """
-    loss: Callable[[Any, Tensor], Tensor] = spec.loss
-    cross_entropy: Callable[[Tensor, Tensor], Tensor] = spec.loss
+    chunked = None if train.loss_chunk is None else ChunkedLoss(chunk=train.loss_chunk)
     gather: Callable[[Tensor], Tensor] = _as_is
     if classes is not None:
-        cross_entropy = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
-        loss = partial(with_auxiliary_loss, cross_entropy)
         gather = partial(gather_logits, group=group, classes=classes)
-    elif train.compile and train.loss_chunk is None and spec.loss is cross_entropy_sum:
-        # Eager cross entropy reads and writes the full fp32 logits in each of its five kernels.
-        loss = torch.compile(cross_entropy_sum, mode=train.compile_mode)
-    if train.loss_chunk is None:
-        return Losses(loss, gather, custom=build_custom_loss(train))
-    chunked = ChunkedLoss(cross_entropy, chunk=train.loss_chunk)
-    return Losses(chunked, gather, chunked)
+
+    def select(**terms: float) -> Callable[[Any, Tensor], Tensor]:
+        """Return the loss with non-zero terms that are added to cross entropy."""
+        loss: Callable[[Any, Tensor], Tensor] = partial(spec.loss, **terms) if terms else spec.loss
+        if classes is not None:
+            divided = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
+            loss = partial(divided, **terms)
+        if chunked is not None:
+            return partial(chunked.sum, loss)
+        if classes is not None:
+            return partial(with_auxiliary_loss, loss)
+        if train.compile and spec.loss is cross_entropy_sum:
+            # Eager cross entropy reads and writes the full fp32 logits in each of its five kernels.
+            return torch.compile(loss, mode=train.compile_mode)
+        return loss
+
+    terms = {"label_smoothing": train.label_smoothing, "z_loss": train.z_loss}
+    terms = {name: value for name, value in terms.items() if value}
+    evaluation_loss = select()
+    loss = select(**terms) if terms else evaluation_loss
+    return Losses(loss, evaluation_loss, gather, chunked, custom=build_custom_loss(train))
 
 
 def _as_is(outputs: Tensor) -> Tensor:

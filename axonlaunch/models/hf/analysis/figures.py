@@ -6,11 +6,12 @@ is no period.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError
+from axonlaunch.models.facts.figures import ModelFigures
 from axonlaunch.models.hf.analysis.structure import Structure, structure
 from axonlaunch.models.modules.repeated_blocks import block_key
 
@@ -18,23 +19,8 @@ _INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_ind
 """Attributes of a block's modules that hold its number."""
 
 
-@dataclass(frozen=True)
-class Period:
-    """Repetition of a model's blocks.
-
-    Attributes:
-        typed: transformers' configuration of the model.
-        num_blocks: Number of blocks; 0 if fewer can't represent them.
-        period: Number of blocks after which their kinds repeat.
-    """
-
-    typed: Any
-    num_blocks: int = 0
-    period: int = 1
-
-
-def period(config: HuggingFaceConfig) -> Period:
-    """Return the repetition of a model's blocks.
+def model_figures(config: TransformersModel) -> ModelFigures:
+    """Return a model's sizes; ``num_blocks`` is 0 if fewer blocks can't represent all.
 
     Raises:
         ConfigError: The model can't be built.
@@ -43,13 +29,15 @@ def period(config: HuggingFaceConfig) -> Period:
     kinds = _kinds(full_model)
     repeated = next((p for p in range(1, len(kinds) // 2 + 1) if kinds[p:] == kinds[:-p]), None)
     if repeated is None:
-        return Period(full_model.typed)
+        return ModelFigures.of(full_model.typed, num_blocks=0)
     fewer = replace(config, config={**config.config, "num_hidden_layers": repeated})
     try:
         is_prefix = _kinds(structure(fewer)) == kinds[:repeated]
     except ConfigError:
         is_prefix = False
-    return Period(full_model.typed, len(kinds), repeated) if is_prefix else Period(full_model.typed)
+    if not is_prefix:
+        return ModelFigures.of(full_model.typed, num_blocks=0)
+    return ModelFigures.of(full_model.typed, num_blocks=len(kinds), period=repeated)
 
 
 def _kinds(model: Structure) -> list[Any]:

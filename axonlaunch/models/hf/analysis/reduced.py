@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 from torch import nn
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.architecture import architecture, canonical
 from axonlaunch.models.hf.reading import files
+from axonlaunch.models.specs.source import LARGEST_SMALL_MODEL, ModelDivision, NotReducibleError
 
-LARGEST = 20_000_000
-"""Maximum number of parameters of a small model."""
-
+_Model = TypeVar("_Model", bound=TransformersModel)
 _HEAD_SIZE = 16
 _HIDDEN = 64
 _TOKENS = 64
@@ -85,40 +85,20 @@ _STATE_SIZES = {
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 
 
-class NotReducibleError(Exception):
-    """There is no small model of this architecture; the message says why."""
-
-
-@dataclass(frozen=True)
-class ModelDivision:
-    """How a layout splits a model and its small counterpart.
-
-    Attributes:
-        stages: Pipeline stages; each needs a block.
-        tensor: Ranks that share each layer of the small model.
-        before: Ranks that share each layer of the original model.
-    """
-
-    stages: int = 1
-    tensor: int = 1
-    before: int = 1
-
-
-def reduce_model(config: HuggingFaceConfig, division: ModelDivision) -> HuggingFaceConfig:
-    """Return the configuration of a small model of the same architecture with random weights.
+def reduce_model(config: _Model, division: ModelDivision) -> _Model:
+    """Return the configuration of a small model of the same architecture.
 
     Raises:
         ConfigError: The architecture can't be determined.
         NotReducibleError: transformers rejects the configuration of the small model.
     """
     typed = architecture(config)
-    small = replace(config, init="random", weights=None)
     sizes = dict(_small_sizes(typed, division))
     replaced = canonical(sizes, typed)
     overrides = {
         k: v for k, v in config.config.items() if not canonical({k: v}, typed).keys() & replaced
     }
-    small = replace(small, config={**overrides, **sizes})
+    small = replace(config, config={**overrides, **sizes})
     try:
         architecture(small)
     except ConfigError as error:
@@ -126,7 +106,7 @@ def reduce_model(config: HuggingFaceConfig, division: ModelDivision) -> HuggingF
     return small
 
 
-def vocabulary(small: HuggingFaceConfig) -> int:
+def vocabulary(small: TransformersModel) -> int:
     """Return the vocabulary size of a small model.
 
     Raises:
@@ -138,18 +118,23 @@ def vocabulary(small: HuggingFaceConfig) -> int:
     return size
 
 
-def identity(small: HuggingFaceConfig) -> dict[str, Any]:
-    """Return everything that determines a small model's computation, except installed packages."""
+def identity(small: TransformersModel) -> dict[str, Any]:
+    """Return everything that determines a small model's computation, except torch."""
     content = architecture(small).to_dict()
     del content["transformers_version"]
     content.pop("_name_or_path", None)
     code = {}
     if small.trust_remote_code and (folder := files.folder(small)) is not None:
         code = {file.name: file.read_text() for file in sorted(folder.glob("*.py"))}
-    return {"config": content, "attention": small.attention, "code": code}
+    return {
+        "config": content,
+        "attention": small.attention,
+        "code": code,
+        "transformers": version("transformers"),
+    }
 
 
-def refuse_unlike(config: HuggingFaceConfig, small: HuggingFaceConfig) -> int:
+def refuse_unlike(config: TransformersModel, small: TransformersModel) -> int:
     """Check that a small model consists of the same parts; return its number of parameters.
 
     Raises:
@@ -162,7 +147,7 @@ def refuse_unlike(config: HuggingFaceConfig, small: HuggingFaceConfig) -> int:
     except ConfigError as error:
         raise NotReducibleError(error.problems[0].message) from error
     count = sum(parameter.numel() for parameter in reduced.model.parameters())
-    if count > LARGEST:
+    if count > LARGEST_SMALL_MODEL:
         raise NotReducibleError(
             f"it is large even with few blocks, heads and experts: {count / 1e6:.0f}M parameters"
         )

@@ -69,7 +69,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
     if isinstance(outputs, ModelOutputs):
-        return "its auxiliary loss needs all tokens; use model.config.output_router_logits=false"
+        return "its auxiliary loss needs all tokens; use model.router_aux_loss=false"
     if isinstance(outputs, str):
         return outputs
     if _finds_positions_in_tokens(model, _length(model)):

@@ -10,12 +10,12 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.models.fake.block_flow import block_flow
 from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided, why_unpackable
 from axonlaunch.models.hf.build import build_recorded, untraceable
@@ -101,21 +101,20 @@ class Structure:
         return self.no_layers or why_unpackable(self.representative, layers=self.layers or "")
 
 
-def structure(config: HuggingFaceConfig) -> Structure:
+def structure(config: TransformersModel) -> Structure:
     """Build a model without storage and return its structure; cached for each configuration.
 
     Raises:
         ConfigError: The model can't be built.
     """
-    keys = asdict(config)
-    del keys["init"], keys["weights"]
+    keys = {field.name: getattr(config, field.name) for field in fields(TransformersModel)}
     return _derive(json.dumps(keys, sort_keys=True, default=str), str(files.read_config(config)))
 
 
 @functools.lru_cache(maxsize=8)
 def _derive(keys: str, content: str) -> Structure:
     del content  # part of the cache key, because config.json may change
-    config = HuggingFaceConfig(**json.loads(keys), init="random")
+    config = TransformersModel(**json.loads(keys))
     model, initializers = build_recorded(config)
     layers, no_layers = _layers(model)
     return Structure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -19,52 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.hf.reading import library
-from axonlaunch.models.tensors.tensor_origins import CannotPlaceError, OriginTensor, Read
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A parameter that is computed from full tensors of a checkpoint and can't be read in part.
-
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the parameter.
-        sources: Names of the checkpoint's tensors.
-        convert: Maps tensors by name to parameters by name.
-    """
-
-    name: str
-    shape: torch.Size
-    sources: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any]], dict[str, Any]]
-
-    def read(
-        self, read: Read, offsets: Sequence[int], lengths: Sequence[int], into: Tensor
-    ) -> None:
-        """Fill a tensor with a region of the parameter; the full parameter is in memory meanwhile.
-
-        Args:
-            read: Reads a source by name; an empty region reads all of it.
-            offsets: First index of the region in each dimension.
-            lengths: Size of the region in each dimension.
-            into: Tensor [*lengths] to fill in place.
-        """
-        region = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        values = self.convert({name: read(name, ()) for name in self.sources})[self.name]
-        into.copy_(values[region])
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Sources of a model's parameters in a checkpoint.
-
-    Attributes:
-        parameters: Source of each parameter by name.
-        unexpected: Names of tensors that the model does not use.
-    """
-
-    parameters: Mapping[str, OriginTensor | Computed]
-    unexpected: tuple[str, ...] = ()
+from axonlaunch.models.tensors.saved_tensors import Computed, SavedTensors
+from axonlaunch.models.tensors.tensor_origins import CannotPlaceError, OriginTensor
 
 
 @dataclass
@@ -80,7 +36,7 @@ class _ConverterInputs:
     sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Conversion:
+def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> SavedTensors:
     """Find a model's parameters among a checkpoint's tensors, as ``from_pretrained`` does.
 
     Args:
@@ -106,7 +62,7 @@ def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Convers
         for name in unexpected
         if not any(re.search(expression, name) for expression in ignored)
     ]
-    return Conversion(_by_first_name(model, parameters), tuple(not_ignored))
+    return SavedTensors(_by_first_name(model, parameters), tuple(not_ignored))
 
 
 def as_saved(

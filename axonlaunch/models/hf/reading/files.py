@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.reading import library
 from axonlaunch.system.storage.files import inside_folder, read_text
@@ -26,7 +26,7 @@ _ID = re.compile(r"\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?")
 _LARGEST_JSON = 64 << 20
 
 
-def folder(config: HuggingFaceConfig) -> Path | None:
+def folder(config: TransformersModel) -> Path | None:
     """Return the folder of a model's files; None for a model that has only ``model.config``.
 
     Raises:
@@ -45,7 +45,7 @@ def folder(config: HuggingFaceConfig) -> Path | None:
     return cached
 
 
-def read_config(config: HuggingFaceConfig) -> dict[str, Any]:
+def read_config(config: TransformersModel) -> dict[str, Any]:
     """Return the content of ``config.json``; {} for a model that has only ``model.config``.
 
     Raises:
@@ -93,7 +93,7 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
     return content
 
 
-def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
+def fetch(config: TransformersModel, *, weights: bool) -> Path | None:
     """Download a model from the Hub into its cache, with a progress bar, if it is not there.
 
     Args:
@@ -150,11 +150,11 @@ def is_complete(model_folder: Path) -> bool:
     return bool(names) and all((model_folder / name).exists() for name in names)
 
 
-def _code(config: HuggingFaceConfig) -> list[str]:
+def _code(config: TransformersModel) -> list[str]:
     return ["*.py"] if config.trust_remote_code else []
 
 
-def _cached_folder(config: HuggingFaceConfig) -> Path | None:
+def _cached_folder(config: TransformersModel) -> Path | None:
     """Return a model's folder in the Hub's cache if it contains the configuration, or None."""
     library.transformers()
     import huggingface_hub
@@ -177,7 +177,7 @@ def _refuse_invalid_id(path: str) -> None:
     raise ConfigError([ConfigIssue("model.path", message, path)])
 
 
-def _missing_files(config: HuggingFaceConfig, reason: str) -> ConfigIssue:
+def _missing_files(config: TransformersModel, reason: str) -> ConfigIssue:
     option = f" --revision {config.revision}" if config.revision else ""
     message = (
         f"{reason}; give a folder, or run hf download {config.path}{option} "

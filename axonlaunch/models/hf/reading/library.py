@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 """Positions of tokens in their documents, [samples, tokens]; None without packing."""
 
 
+_PRESENT: ContextVar[Tensor | None] = ContextVar("present_tokens", default=None)
+"""Whether each token is not padding, [samples, tokens]; None: no token is padding."""
+
+
 @contextmanager
 def positions_of_a_part() -> Iterator[None]:
     """Tell transformers that a gap in the positions does not start a new document."""
@@ -65,6 +70,46 @@ def documents_apart(positions: Tensor) -> Iterator[None]:
         yield
     finally:
         _DOCUMENTS.reset(token)
+
+
+@contextmanager
+def router_loss_without_padding(present: Tensor | None) -> Iterator[None]:
+    """Make the auxiliary loss of routers count only tokens that are present.
+
+    Attention gets no such mask, because no token attends to padding after it.
+
+    Args:
+        present: Whether each token is not padding, [samples, tokens]; None: no token is padding.
+    """
+    token = _PRESENT.set(present)
+    try:
+        yield
+    finally:
+        _PRESENT.reset(token)
+
+
+@functools.cache
+def mask_router_loss(module_name: str) -> bool:
+    """Make the auxiliary loss in a module with a model's code obey the context above.
+
+    Returns:
+        Whether the module has the function that all models of transformers with such a loss have.
+    """
+    module: Any = sys.modules[module_name]
+    original = getattr(module, "load_balancing_loss_func", None)
+    if original is None or "attention_mask" not in inspect.signature(original).parameters:
+        return False
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_balancing_loss_func(*args: Any, **named: Any) -> Any:
+        call = signature.bind(*args, **named)
+        if call.arguments.get("attention_mask") is None and _PRESENT.get() is not None:
+            call.arguments["attention_mask"] = _PRESENT.get()
+        return original(*call.args, **call.kwargs)
+
+    module.load_balancing_loss_func = load_balancing_loss_func
+    return True
 
 
 def document_positions() -> Tensor | None:

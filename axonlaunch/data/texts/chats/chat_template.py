@@ -1,12 +1,14 @@
 """Renders chats by a tokenizer's chat template, and finds the tokens of the assistant.
 
 If the template has ``{% generation %}`` marks, they define the assistant's tokens. Otherwise a turn
-of the assistant is the text that the template adds for it; if that is ambiguous, the chat is
-invalid.
+of the assistant is the text that the template adds for it, up to the end of the turn; if that is
+ambiguous, the chat is invalid.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import json
 import re
@@ -16,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, one_of
 from axonlaunch.data.files.rows import BadRow
 from axonlaunch.data.files.tables import LARGEST_ROW
-from axonlaunch.data.texts.chat_rows import Chat, Message
+from axonlaunch.data.texts.chats.chat_rows import Chat, Message
+from axonlaunch.data.texts.chats.named_templates import TEMPLATES
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "tool_calls", "function_call")
@@ -64,7 +67,7 @@ class ChatTemplate:
         except ValueError:
             message = (
                 "the tokenizer has no chat template; use the one of the model's instruct version, "
-                "or put a chat_template.jinja into the folder"
+                f"or choose data.chat_template={one_of([*TEMPLATES, 'a file or a text'])}"
             )
             raise ConfigError([ConfigIssue(key, message)]) from None
         if marks_assistant and not loaded.is_fast:
@@ -127,6 +130,7 @@ class _Writer:
         self._tokenizer = tokenizer
         self._marks_assistant = marks_assistant
         self._has_marks = bool(_MARKS.search(tokenizer.get_chat_template()))
+        self._jinja: Any = importlib.import_module("transformers.utils.chat_template_utils")
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
         texts = [self._text(chat) for chat in chats]
@@ -188,20 +192,45 @@ class _Writer:
         except ValueError:
             return False
 
-    def _mark_tokens(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
+    def _mark_tokens(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written | BadRow]:
         """Yield tokens by the template's marks, in groups of chats with the same tools."""
-        for tools, group in itertools.groupby((chat for chat, _ in chats), lambda one: one.tools):
+        for tools, group in itertools.groupby(chats, lambda each: each[0].tools):
+            written = [*group]
             rendered = self._tokenizer.apply_chat_template(
-                [chat.messages for chat in group],
+                [chat.messages for chat, _ in written],
                 tools=tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            for tokens, mask in zip(
-                rendered["input_ids"], rendered["assistant_masks"], strict=True
-            ):
-                yield np.array(tokens, dtype=np.uint32), np.array(mask, dtype=np.uint8)
+            tokens, masks = rendered["input_ids"], rendered["assistant_masks"]
+            for number, (chat, text) in enumerate(written):
+                mask: npt.NDArray[np.uint8] | BadRow = np.array(masks[number], dtype=np.uint8)
+                if chat.uncounted or chat.context:
+                    mask = self._some_marks(chat, text)
+                if isinstance(mask, BadRow):
+                    yield mask
+                else:
+                    yield np.array(tokens[number], dtype=np.uint32), mask
+
+    def _some_marks(self, chat: Chat, text: str) -> npt.NDArray[np.uint8] | BadRow:
+        """Return which tokens are marked, except in messages that do not count."""
+        _, [spans] = self._jinja.render_jinja_template(
+            [chat.messages],
+            tools=chat.tools,
+            chat_template=self._tokenizer.get_chat_template(tools=chat.tools),
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        said = [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if len(spans) != len(said):
+            return BadRow(
+                f"the chat template marks {len(spans)} parts for {len(said)} messages of the "
+                "assistant, so which parts do not count is unknown"
+            )
+        counted = [span for span, n in zip(spans, said, strict=True) if chat.counts(n)]
+        tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return _overlapping(np.array(tokens["offset_mapping"]).reshape(-1, 2), counted)
 
     def _by_turns(self, chats: Sequence[tuple[Chat, str]]) -> list[Written | BadRow]:
         """Return tokens and, if requested, which of them the assistant's turns add."""
@@ -229,20 +258,21 @@ class _Writer:
         return written
 
     def _turns(self, chat: Chat, text: str) -> list[_Span]:
-        """Return the span of text that each turn of the assistant adds.
+        """Return the span of text that each turn of the assistant that counts adds.
 
         Raises:
             ValueError: A span is ambiguous.
         """
-        roles = enumerate(message["role"] for message in chat.messages)
-        return [self._turn(chat, number, text) for number, role in roles if role == "assistant"]
+        numbers = range(len(chat.messages))
+        return [self._turn(chat, number, text) for number in numbers if chat.counts(number)]
 
     def _turn(self, chat: Chat, number: int, text: str) -> _Span:
         """Return the span of text that a turn of the assistant adds.
 
         The span begins after the generation prompt, for example ``<|im_start|>assistant``. It ends
-        where a chat that stops with this turn ends. Some templates drop the reasoning of turns that
-        are not the last, so the end of the added text is searched for in the full text.
+        where a chat that stops with this turn ends, or with the end of the turn, ``<|im_end|>``:
+        a line break after it does not count. Some templates drop the reasoning of turns that are
+        not the last, so the end of the added text is searched for in the full text.
 
         Raises:
             ValueError: The texts are inconsistent.
@@ -264,7 +294,18 @@ class _Writer:
                 "the assistant's tokens are unknown; add {% generation %} marks to the template, "
                 "or use data.train_on=all"
             )
+        spoken = rest[:length].rstrip()
+        if self._end and spoken.endswith(self._end):
+            length = len(spoken)
         return start, start + length
+
+    @functools.cached_property
+    def _end(self) -> str:
+        """Text that ends a turn of the assistant; empty if there is none."""
+        try:
+            return self.end_of_turn()
+        except ValueError:  # the template rejects a question and an answer
+            return ""
 
     def _render(self, messages: Sequence[Message], chat: Chat | None, *, asks: bool = False) -> str:
         """Render messages.

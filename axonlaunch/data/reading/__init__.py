@@ -1,0 +1,1 @@
+"""Reading of user-defined samples: their random numbers, their errors and worker processes."""

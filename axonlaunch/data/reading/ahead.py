@@ -1,0 +1,54 @@
+"""Loads batches ahead in a thread, also those that worker processes read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+_Batch = TypeVar("_Batch")
+
+
+class Workers(Protocol):
+    """Processes that the thread waits for, see ``data.reading.processes``."""
+
+    def wait(self, result: Future[_Batch]) -> _Batch:
+        """Return the result of a load, or raise an error if a process hangs."""
+
+    def stop(self) -> None:
+        """End a waiting load."""
+
+    def close(self) -> None:
+        """End the processes; called in the thread."""
+
+
+def load_ahead(
+    loads: Iterator[Callable[[], _Batch]], *, ahead: int, workers: Workers | None = None
+) -> Generator[_Batch]:
+    """Yield the results of functions, in order, called in a thread while the caller works.
+
+    An exception is raised at the position of its result. Closing the generator ends the thread and
+    the processes.
+
+    Args:
+        loads: The functions.
+        ahead: Number of results that are loaded ahead.
+        workers: Processes that the functions wait for.
+    """
+    wait = Future[_Batch].result if workers is None else workers.wait
+    loading: deque[Future[_Batch]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
+        try:
+            for load in loads:
+                loading.append(pool.submit(load))
+                if len(loading) > ahead:
+                    yield wait(loading.popleft())
+            while loading:
+                yield wait(loading.popleft())
+        finally:
+            for future in loading:
+                future.cancel()
+            if workers is not None:
+                workers.stop()
+                pool.submit(workers.close).result()

@@ -1,0 +1,1 @@
+"""Chats: from the rows of files to tokens, and which tokens count."""

@@ -1,0 +1,263 @@
+"""Answers questions about the origin of a model: files, sizes, initial weights, small copies.
+
+Other packages ask the source and don't test the type of a model's configuration. This module does
+not import torch; methods import what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from axonlaunch.config import ConfigIssue, RunConfig, to_tree
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
+from axonlaunch.models.facts.figures import ModelFigures
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from axonlaunch.models.tensors.saved_tensors import SavedTensors
+
+LARGEST_SMALL_MODEL = 20_000_000
+"""Maximum number of parameters of a model that stands for a larger one."""
+_DEPTH = "num_hidden_layers"
+
+
+class NotReducibleError(Exception):
+    """There is no small model of this architecture; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelDivision:
+    """How a layout splits a model and its small counterpart.
+
+    Attributes:
+        stages: Pipeline stages; each needs a block.
+        tensor: Ranks that share each layer of the small model.
+        before: Ranks that share each layer of the original model.
+    """
+
+    stages: int = 1
+    tensor: int = 1
+    before: int = 1
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A small model of the same architecture, with random weights.
+
+    Attributes:
+        config: Typed configuration of the group ``model``.
+        vocab_size: Number of tokens that it accepts.
+    """
+
+    config: Any
+    vocab_size: int
+
+
+def source_of(config: Any) -> ModelSource:
+    """Return the source of the model of a run's or a model's configuration."""
+    model = model_of(config)
+    if isinstance(model, HuggingFaceConfig):
+        from axonlaunch.models.hf.source import HuggingFaceSource
+
+        return HuggingFaceSource(model)
+    return ModelSource(model)
+
+
+def model_of(config: Any) -> Any:
+    """Return the model's configuration, from a run's configuration or unchanged."""
+    return config.model if isinstance(config, RunConfig) else config
+
+
+def model_in_folder(folder: Path) -> Any:
+    """Return the configuration of the model that a ``config.json`` describes, without its weights.
+
+    Args:
+        folder: Folder with files as ``save_pretrained`` writes them.
+    """
+    return HuggingFaceConfig(path=str(folder.absolute()), init="random")
+
+
+class ModelSource:
+    """The source of a model that included or user code builds from its configuration.
+
+    Subclasses are sources of models that are described by files.
+
+    Attributes:
+        model: Typed configuration of the group ``model``.
+        sizes_key: Configuration key of the group that contains the model's sizes.
+    """
+
+    model: Any
+    sizes_key = "model"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def code(self) -> Literal["included", "library", "user"]:
+        """Origin of the model's code: this package, an installed library or the user."""
+        return "included" if type(self.model) in OWN_MODEL_CONFIGS else "user"
+
+    def problem(self, message: str) -> ConfigIssue:
+        """Return a problem of the model with the configuration key that selects the model."""
+        if isinstance(self.model, CustomConfig):
+            return ConfigIssue("model.target", message, self.model.target)
+        return ConfigIssue("model.name", message, self.model.name)
+
+    def device_problems(self, device: str) -> Iterator[ConfigIssue]:
+        """Yield reasons why the model can't be trained on a type of device: ``cpu`` or ``cuda``."""
+        del device
+        yield from ()
+
+    # Files and initial weights
+
+    def fetch(self, *, weights: bool) -> None:
+        """Download the model's files that are not on this node.
+
+        Args:
+            weights: Whether to download weights too, if training starts from them.
+
+        Raises:
+            ConfigError: The download fails.
+        """
+
+    def folder(self) -> Path | None:
+        """Return the folder of the model's files; None without files.
+
+        Raises:
+            ConfigError: The files are not on this node.
+        """
+        return None
+
+    def initial_weights(self) -> tuple[str, str] | None:
+        """Return the configuration key of saved initial weights and their path, or None.
+
+        Raises:
+            ConfigError: The files of the model are not on this node.
+        """
+        path: str | None = getattr(
+            self.model, "weights", None
+        )  # a registered dataclass may lack it
+        return None if path is None else ("model.weights", path)
+
+    def random_weights(self) -> dict[str, Any]:
+        """Return the settings of a run that replace the weights in the model's files by random."""
+        return {}
+
+    # Sizes and structure
+
+    def size(self, name: str) -> int | None:
+        """Return a size from the model's configuration, or None if it is unknown there."""
+        value: int | None = getattr(self.model, name, None)
+        return value
+
+    def setting(self, name: str, value: int) -> str:
+        """Return the override that changes a size."""
+        return f"{self.sizes_key}.{name}={value}"
+
+    def figures(self) -> ModelFigures:
+        """Return the sizes that planning scales.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        return ModelFigures.of(self.model, num_blocks=self.size(_DEPTH) or 0)
+
+    def with_blocks(self, count: int) -> dict[str, Any]:
+        """Return the settings of a run that change the number of blocks.
+
+        Args:
+            count: New number of blocks, a multiple of the period. ``num_blocks`` is not 0.
+        """
+        return {f"model.{_DEPTH}": count}
+
+    def block_kinds(self, blocks: Iterable[nn.Module]) -> list[str]:
+        """Return a name for the kind of each of the model's blocks."""
+        return [type(block).__name__ for block in blocks]
+
+    def published_plan(self) -> dict[str, str]:
+        """Return the tensor plan that the model's code includes, in the code's own terms.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        return {}
+
+    # A small model that stands for this one
+
+    def reduce(self, division: ModelDivision) -> SmallModel | None:
+        """Return a small model of the same architecture; None if the model is used as it is.
+
+        Raises:
+            ConfigError: The architecture can't be determined.
+            NotReducibleError: There is no small model.
+        """
+        del division
+        return None
+
+    def check_small(self, small: RunConfig) -> int:
+        """Check that a run's model can stand for this one; return its number of parameters.
+
+        Raises:
+            ConfigError: A model can't be built.
+            NotReducibleError: The small model is too large or consists of other parts.
+        """
+        from axonlaunch.models.build import on_meta
+
+        count = sum(p.numel() for p in on_meta(small, seed=0).parameters())
+        if count > LARGEST_SMALL_MODEL:
+            raise NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
+        return count
+
+    def identity(self) -> dict[str, Any] | None:
+        """Return everything that determines the model's computation; None if that is unknown."""
+        return None
+
+    # Names of tensors in files, and export
+
+    def find_saved(self, shapes: Mapping[str, Sequence[int]]) -> SavedTensors:
+        """Find the model's parameters among the tensors of safetensors files.
+
+        Args:
+            shapes: Shapes of the tensors by name.
+        """
+        from axonlaunch.models.tensors.saved_tensors import SavedTensors
+
+        return SavedTensors.with_same_names(shapes)
+
+    def as_saved(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return parameters with the names and in the form that files have.
+
+        Args:
+            tensors: Names and values of all parameters, in the order of the model.
+        """
+        return tensors
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the content of the ``config.json`` next to exported weights.
+
+        Raises:
+            ConfigError: The architecture can't be determined.
+        """
+        content: dict[str, Any] = to_tree(self.model)
+        return content
+
+    def copy_files(self, folder: Path) -> list[str]:
+        """Copy the model's files other than weights and ``config.json``; return their names.
+
+        Raises:
+            ConfigError: A file can't be copied.
+        """
+        del folder
+        return []
+
+    def peft_base(self) -> dict[str, Any] | None:
+        """Return the keys of PEFT's ``adapter_config.json`` that name the adapted model.
+
+        None if PEFT can't load the model.
+        """
+        return None

@@ -1,0 +1,184 @@
+"""Label smoothing and z-loss equal torch, transformers and their formulas, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configured import run_config
+from hf_families import without_folder
+from rank_engine import rank_engine
+from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
+
+import axonlaunch as ax
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.config.options.data import IGNORE_INDEX
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.engines.tensor.outputs.losses import losses_of
+from axonlaunch.models.architectures.gpt import SPEC
+from axonlaunch.models.build import build_model
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+
+SMOOTHING, Z_LOSS = 0.1, 0.02
+TERMS = [f"train.label_smoothing={SMOOTHING}", f"train.z_loss={Z_LOSS}"]
+GPT = [
+    *("model=gpt", "model.num_hidden_layers=2", "model.hidden_size=32"),
+    *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"),
+]
+BOTH = {"label_smoothing": SMOOTHING, "z_loss": Z_LOSS}
+
+
+def drawn(classes: int, *, scale: float = 5.0) -> tuple[Tensor, Tensor]:
+    """Return logits [2, 5, classes] and targets, one of which is not counted."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 5, classes, generator=generator) * scale
+    targets = torch.randint(classes, (2, 5), generator=generator)
+    targets[1, 2] = IGNORE_INDEX
+    return logits, targets
+
+
+def by_formula(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
+    """Return the sum in fp64, with the distribution of the targets written out."""
+    logits, classes = logits.double(), logits.shape[-1]
+    counted = targets != IGNORE_INDEX
+    wanted = F.one_hot(targets.clamp(min=0), classes).double()
+    wanted = (1 - label_smoothing) * wanted + label_smoothing / classes
+    losses = -(wanted * logits.log_softmax(-1)).sum(-1)
+    losses = losses + z_loss * logits.exp().sum(-1).log() ** 2
+    return losses[counted].sum()
+
+
+@pytest.mark.parametrize("terms", [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH], ids=str)
+def test_cross_entropy_with_terms_equals_formula(terms: dict[str, float]) -> None:
+    logits, targets = drawn(11)
+    exact = logits.double().requires_grad_()
+    logits.requires_grad_()
+    expected = by_formula(exact, targets, **{"label_smoothing": 0.0, "z_loss": 0.0, **terms})
+    expected.backward()
+    train = TrainConfig(**terms)
+    [losses] = World.mock(1).run(
+        lambda world: losses_of(SPEC, train, classes=None, group=world.default_group)
+    )
+    loss = losses.loss(logits, targets)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert logits.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert losses.evaluation_loss(logits, targets).item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_label_smoothing_equals_that_of_transformers() -> None:
+    logits, targets = drawn(11)
+    expected = LabelSmoother(epsilon=SMOOTHING)({"logits": logits}, targets)
+    computed = cross_entropy_sum(logits, targets, label_smoothing=SMOOTHING)
+    assert (computed / 9).item() == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("classes", [12, 11])
+@pytest.mark.parametrize("terms", [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH], ids=str)
+def test_vocabulary_parallel_terms_equal_formula(
+    size: int, classes: int, terms: dict[str, float]
+) -> None:
+    def rank(world: World) -> None:
+        logits, targets = drawn(classes)
+        exact = logits.double().requires_grad_()
+        expected = by_formula(exact, targets, **{"label_smoothing": 0.0, "z_loss": 0.0, **terms})
+        (2 * expected).backward()
+        mine = logits.chunk(size, -1)[world.rank].clone().requires_grad_()
+        loss = ax.vocab_parallel_cross_entropy_sum(
+            mine, targets, group=world.default_group, classes=classes, **terms
+        )
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        (2 * loss).backward()
+        assert mine.grad is not None
+        assert exact.grad is not None
+        wanted = exact.grad.chunk(size, -1)[world.rank]
+        torch.testing.assert_close(mine.grad.double(), wanted, rtol=1e-5, atol=1e-6)
+
+    World.mock(size).run(rank)
+
+
+CHUNK = "train.loss_chunk=5"
+TENSOR = ["strategy=tensor", "launch.nproc=2"]
+PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"],
+        TENSOR,
+        PIPELINE,
+        pytest.param([*TENSOR, CHUNK], marks=pytest.mark.slow),
+        pytest.param([*PIPELINE, CHUNK], marks=pytest.mark.slow),
+        pytest.param(["strategy=ddp", "launch.nproc=2", CHUNK], marks=pytest.mark.slow),
+        pytest.param(
+            ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_loss_terms_in_every_layout_equal_plain_torch(layout: list[str]) -> None:
+    verdict = compare.on_mock(run_config([*GPT, *TERMS, *layout]), ComparisonPlan(steps=2))
+    assert verdict.failure is None
+    assert verdict.passed, verdict.differences
+
+
+PACKED = ["data.document_length=6", "data.sequence_length=16"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GPT,
+        [*GPT, CHUNK],
+        pytest.param(without_folder("qwen3", *PACKED), marks=pytest.mark.slow),
+    ],
+    ids=["gpt", "chunks", "packed"],
+)
+def test_step_loss_and_gradients_with_terms_equal_torch(overrides: list[str]) -> None:
+    chosen = run_config([*overrides, *TERMS, "strategy=single"])
+    model = build_model(chosen.model, seed=0)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        batch: Any = loader.batch(0)
+        loss, tokens = engine.backward(batch)
+        named = {} if batch.positions is None else {"positions": batch.positions}
+        logits = model(batch.inputs, **named).flatten(0, 1)
+        targets = batch.targets.flatten()
+        expected = F.cross_entropy(logits, targets, label_smoothing=SMOOTHING)
+        expected = expected + Z_LOSS * logits[targets != IGNORE_INDEX].logsumexp(-1).square().mean()
+        expected.backward()
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+        wanted = dict(model.named_parameters())
+        for name, parameter in engine.named_parameters():
+            assert parameter.grad is not None
+            gradient = wanted[name].grad
+            assert gradient is not None
+            floor = 1.0 if name.endswith("k_proj.bias") else 0.0  # ignored by softmax
+            distance = (parameter.grad - gradient).norm() / (gradient.norm() + floor)
+            assert distance < 2e-6, name
+        total, count = engine.evaluate(batch).tolist()
+        assert count == int(tokens)
+        assert total / count == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+
+    World.mock(1).run(run)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_terms_of_cross_entropy_are_refused_with_another_loss(term: str) -> None:
+    key = term.partition("=")[0]
+    ax.register_loss("squares_for_terms")(lambda outputs, batch: outputs.square().sum())
+    with pytest.raises(ConfigError, match=rf"{key}=.*: it changes cross entropy, .* use 0"):
+        run_config([*GPT, term, "strategy=single", "train.loss=squares_for_terms"])

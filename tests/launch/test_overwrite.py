@@ -1,0 +1,92 @@
+"""``checkpoint.overwrite`` starts over in a run folder and keeps the run that was in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from command import Command
+
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.runs import Request, Runs
+from axonlaunch.system.storage.files import folder_lock
+
+OVERWRITE = "checkpoint.overwrite=true"
+JOB = {"SLURM_JOB_ID": "41"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of an earlier run named ``run``."""
+    monkeypatch.chdir(tmp_path)
+    start()
+    (tmp_path / "runs/run/kept").touch()
+    return tmp_path / "runs/run"
+
+
+def start(*overrides: str, variables: dict[str, str] | None = None) -> tuple[RunConfig, list[str]]:
+    """Open the folder of a run as a command does; return its configuration and what was said."""
+    identity = LaunchIdentity.detect(variables or {}, launcher="")
+    options = LaunchOptions(
+        context=multiprocessing.get_context("forkserver"), started=0.0, identity=identity
+    )
+    request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
+    [(_, config)] = Runs.load(request, ClusterEnvironment(), options).loaded
+    said: list[str] = []
+    with run_dir.open_run_dir(config, announce=said.append, launched_by=identity.name) as opened:
+        return opened, said
+
+
+def test_overwritten_run_is_kept_under_name_with_number(folder: Path) -> None:
+    opened, said = start(OVERWRITE)
+    assert said == [f"run: starting over; the earlier run was moved to {folder}.1"]
+    assert Path(f"{folder}.1/kept").exists()
+    assert not (folder / "kept").exists()
+    start(OVERWRITE)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "run.1", "run.2"]
+    assert Path(f"{folder}.1/kept").exists()
+    assert (opened.checkpoint.resume, opened.checkpoint.overwrite) == ("auto", False)
+
+
+def test_overwrite_without_earlier_run_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert start(OVERWRITE)[1] == []
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+def test_requeued_job_does_not_move_its_run_aside_again(folder: Path) -> None:
+    start(OVERWRITE, variables=JOB)
+    start(OVERWRITE, variables={**JOB, "SLURM_RESTART_COUNT": "1"})
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "run.1"]
+    start(OVERWRITE, variables={"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"})
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "run.1", "run.2"]
+
+
+def test_run_that_trains_is_not_moved_aside(folder: Path) -> None:
+    with folder_lock(folder / "logs"), pytest.raises(ConfigError, match="another process is train"):
+        start(OVERWRITE)
+    assert (folder / "kept").exists()
+
+
+def test_resuming_from_overwritten_run_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is in the run that checkpoint\.overwrite=true moves"):
+        start(OVERWRITE, "checkpoint.resume=runs/run")
+    assert (folder / "kept").exists()
+
+
+def test_overwrite_trains_a_finished_run_again(served: Command) -> None:
+    overrides = ["name=run", "strategy=single", "train.steps=2", "checkpoint.every=1"]
+    served.train(*overrides, "seed=1")
+    first = served.losses("run")
+    said = served.train(*overrides, OVERWRITE, "model.hidden_size=16").stdout
+    assert "starting over; the earlier run was moved to" in " ".join(said.split())
+    assert len(served.losses("run")) == 2
+    assert served.losses("run.1") == first
+    assert (served.folder / "runs/run.1/checkpoints/step_2").is_dir()

@@ -1,0 +1,135 @@
+"""The auxiliary loss of routers: on by default, without padding, as in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import save, without_folder
+from hf_loops import SETTINGS, adamw, batches, by_axonlaunch
+from torch.nn.functional import cross_entropy
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from axonlaunch.config import ConfigError
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.hf.architecture import architecture
+
+WEIGHT = 0.5
+SIZE = "train.micro_batch_size=2"
+LAYOUTS = {
+    "single": ["strategy=single", "launch.nproc=1"],
+    "fsdp": ["strategy=fsdp", "launch.nproc=2"],
+    "tensor": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return overrides for rows that are padded."""
+    folder = tmp_path_factory.mktemp("rows")
+    lines = [json.dumps({"text": f"{number} " * (1 + number % 9)}) for number in range(60)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    chosen = ["data=documents", f"data.files=[{folder}/rows.jsonl]", "data.packing=none"]
+    chosen += ["tokenizer.name=bytes", f"data.cache_dir={folder}/cache", "data.too_long=truncate"]
+    return [*chosen, "data.sequence_length=32"]
+
+
+def plain_losses(path: Path, overrides: list[str]) -> list[float]:
+    """Train with transformers' model and its function, with the mask as attention mask."""
+    import transformers
+
+    chosen = run_config([*SETTINGS, f"model.path={path}", *LAYOUTS["single"], *overrides])
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = adamw(model.train())
+    losses = []
+    for batch in batches(chosen):
+        assert batch.present is not None
+        counted, total = int((batch.targets != -100).sum()), 0.0
+        optimizer.zero_grad()
+        for rows in (slice(start, start + 2) for start in range(0, len(batch), 2)):
+            mask, targets = batch.present[rows], batch.targets[rows].flatten()
+            outputs = model(
+                input_ids=batch.inputs[rows], attention_mask=mask, output_router_logits=True
+            )
+            auxiliary = load_balancing_loss_func(
+                outputs.router_logits, model.num_experts, model.num_experts_per_tok, mask
+            )
+            loss = cross_entropy(outputs.logits.flatten(0, 1), targets, reduction="sum")
+            loss = (loss + WEIGHT * auxiliary * (targets != -100).sum()) / counted
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_padding_does_not_count_in_the_router_loss_under_any_layout(
+    kind: str, padded: list[str], tmp_path: Path
+) -> None:
+    save(kind, tmp_path, router_aux_loss_coef=WEIGHT)
+    expected = plain_losses(tmp_path, [*padded, SIZE])
+    for name, layout in LAYOUTS.items():
+        losses = by_axonlaunch(tmp_path, layout, *padded, SIZE)
+        assert losses == pytest.approx(expected, rel=1e-5), name
+    without = by_axonlaunch(tmp_path, LAYOUTS["single"], *padded, SIZE, "model.router_aux_loss=0")
+    assert without[0] < expected[0] - 0.1
+
+
+def typed(kind: str, *overrides: str, **changes: Any) -> Any:
+    config = run_config(
+        [*without_folder(kind, "strategy=single", "launch.nproc=1", **changes), *overrides]
+    )
+    return architecture(config.model), spec_for(config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "weight"),
+    [
+        ([], {"router_aux_loss_coef": 0.25}, 0.25),
+        ([], {"router_aux_loss_coef": 0.0}, None),
+        ([], {"router_aux_loss_coef": 0.25, "output_router_logits": False}, None),
+        (["model.router_aux_loss=false"], {"router_aux_loss_coef": 0.25}, None),
+        (["model.router_aux_loss=0.125"], {"router_aux_loss_coef": 0.25}, 0.125),
+        (["model.router_aux_loss=0.125"], {"router_aux_loss_coef": 0.0}, 0.125),
+    ],
+)
+def test_router_loss_has_the_configured_weight(
+    overrides: list[str], changes: dict[str, Any], weight: float | None
+) -> None:
+    config, spec = typed("mixtral", *overrides, **changes)
+    assert config.output_router_logits == (weight is not None)
+    assert spec.mixes_samples == (weight is not None)
+    if weight is not None:
+        assert config.router_aux_loss_coef == weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("gpt2", ["model.router_aux_loss=0.1"], "has no routers with an auxiliary loss; use null"),
+        ("mixtral", ["model.router_aux_loss=true"], "names no weight; use null"),
+        (
+            "mixtral",
+            ["model.router_aux_loss=0.1", "model.config.output_router_logits=false"],
+            r"output_router_logits=false: contradicts model\.router_aux_loss=0\.1",
+        ),
+        (
+            "mixtral",
+            ["strategy=pipeline", "launch.nproc=2", "model.config.router_aux_loss_coef=0.1"],
+            r"its auxiliary loss needs all blocks, which no stage has; use "
+            r"model\.router_aux_loss=false",
+        ),
+    ],
+)
+def test_a_router_loss_that_is_impossible_is_refused(
+    kind: str, overrides: list[str], message: str
+) -> None:
+    layout = [] if any("nproc" in word for word in overrides) else ["launch.nproc=1"]
+    with pytest.raises(ConfigError, match=message):
+        run_config([*without_folder(kind), *layout, *overrides])
