@@ -41,10 +41,10 @@ def model_card(checkpoint: Checkpoint, config: RunConfig, *, is_adapter: bool) -
     import yaml
 
     head: dict[str, Any] = {"tags": ["axonlaunch"]}
-    if source_of(config).code == "library":
-        head["library_name"] = "peft" if is_adapter else "transformers"
-        if (base := _base_model(config)) is not None:
-            head["base_model"] = base
+    if (library := source_of(config).library) is not None:
+        head["library_name"] = "peft" if is_adapter else library
+    if (base := _base_model(config)) is not None:
+        head["base_model"] = base
     if datasets := [name for name, is_of_hub in _data(config) if is_of_hub]:
         head["datasets"] = [*dict.fromkeys(name.partition("@")[0] for name in datasets)]
     return "\n".join(
@@ -72,11 +72,12 @@ def model_card(checkpoint: Checkpoint, config: RunConfig, *, is_adapter: bool) -
 
 
 def _rows(checkpoint: Checkpoint, config: RunConfig) -> Iterator[tuple[str, str]]:
-    path = config.model_path
-    if path is not None and config.is_pretrained:
-        yield "base model", _base_model(config) or Path(path).name
-    else:
+    if config.is_pretrained and config.model_path is not None:
+        yield "base model", _base_model(config) or Path(config.model_path).name
+    elif source_of(config).library is None:
         yield "base model", f"none; {config.model.name} trained from scratch"
+    else:
+        yield "base model", "none; trained from scratch"
     if config.adapter is not None:
         yield "adapter", config.adapter.name
     yield "data", ", ".join(name for name, _ in _data(config)) or config.data.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
@@ -25,8 +25,8 @@ class HuggingFaceSource(ModelSource):
     """The source of a causal language model of the installed transformers."""
 
     model: HuggingFaceConfig
+    library = "transformers"
     sizes_key = "model.config"
-    code: Literal["library"] = "library"
 
     def problem(self, message: str) -> ConfigIssue:
         """Return a problem of the model with the configuration key that selects the model."""

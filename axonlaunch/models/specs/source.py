@@ -88,10 +88,12 @@ class ModelSource:
 
     Attributes:
         model: Typed configuration of the group ``model``.
+        library: Name of the installed package that the model's code is from; None for other code.
         sizes_key: Configuration key of the group that contains the model's sizes.
     """
 
     model: Any
+    library: str | None = None
     sizes_key = "model"
 
     def __init__(self, model: Any) -> None:
@@ -100,6 +102,8 @@ class ModelSource:
     @property
     def code(self) -> Literal["included", "library", "user"]:
         """Origin of the model's code: this package, an installed library or the user."""
+        if self.library is not None:
+            return "library"
         return "included" if type(self.model) in OWN_MODEL_CONFIGS else "user"
 
     def problem(self, message: str) -> ConfigIssue:
@@ -139,9 +143,8 @@ class ModelSource:
         Raises:
             ConfigError: The files of the model are not on this node.
         """
-        path: str | None = getattr(
-            self.model, "weights", None
-        )  # a registered dataclass may lack it
+        # A registered dataclass may lack the field.
+        path: str | None = getattr(self.model, "weights", None)
         return None if path is None else ("model.weights", path)
 
     def random_weights(self) -> dict[str, Any]:
