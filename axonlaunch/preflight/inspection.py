@@ -13,6 +13,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES
+from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
@@ -21,7 +22,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
-from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, sharding_problems
+from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, expert_degrees, sharding_problems
 
 _DEGREE = 2
 """Degree with which an axis is checked."""
@@ -114,6 +115,8 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
         changed = with_values(config, {axis.key: degrees[0]})
         problems = AXIS_PROBLEMS[axis.name](changed, spec, model)
         yield _answer(f"{axis.key}={one_of(degrees)}", problems)
+    if experts := expert_degrees(spec, model)[1:]:
+        yield _answer(f"{EXPERT_DEGREE}={one_of(experts)}", [])
 
 
 def _answer(layout: str, problems: Iterable[ConfigIssue]) -> LayoutAnswer:

@@ -5,15 +5,18 @@ The model is on the meta device or on the CPU; no rank is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
 from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.problems.errors import one_of
+from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -26,6 +29,7 @@ from axonlaunch.engines.pipeline.split import (
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.division_check import division_problem
+from axonlaunch.engines.tensor.parallelize import without_modules
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.source import source_of
@@ -126,6 +130,8 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.degree", why, tensor.degree)
         return
     plan = tensor.plan or spec.plan(model)
+    if config.strategy.expert.degree > 1:  # experts are divided by expert_problems
+        plan = without_modules(plan, spec.experts(model))
     if not plan:
         message = (
             f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
@@ -155,10 +161,32 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     # A user's plan may name any block, so it needs the complete model.
     reduced = model if tensor.plan else spec.representative(model)
     plan = tensor.plan or spec.plan(reduced)
+    if config.strategy.expert.degree > 1:
+        plan = without_modules(plan, spec.experts(reduced))
     if difference := division_problem(
         reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)
     ):
         yield ConfigIssue("strategy.tensor.degree", difference, tensor.degree)
+
+
+def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield the reasons why the experts of the model can't be divided among ranks."""
+    degree = config.strategy.expert.degree
+    if degree == 1:
+        return
+    degrees = expert_degrees(spec, model)
+    if not degrees:
+        message = f"{type(model).__name__} has no experts that can be divided; use 1"
+        yield ConfigIssue(EXPERT_DEGREE, message, degree)
+    elif degree not in degrees:
+        message = f"the experts of a layer can't be divided evenly; use {one_of(degrees)}"
+        yield ConfigIssue(EXPERT_DEGREE, message, degree)
+
+
+def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
+    """Return the degrees that divide the experts of every layer; [] without such experts."""
+    experts: list[Any] = [model.get_submodule(name) for name in spec.experts(model)]
+    return divisors(math.gcd(*(part.num_experts for part in experts))) if experts else []
 
 
 def _custom_loss_problems(

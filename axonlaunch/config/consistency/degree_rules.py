@@ -128,7 +128,8 @@ def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigI
     degree, tensor = config.strategy.expert.degree, config.strategy.tensor.degree
     axes = Layout.of(config, world_size=world_size).axes
     ranks = math.prod(axes[name] for name in (DP_SHARD, *(axis.name for axis in INNER)))
-    if degree == 1 or ranks % degree == 0:
+    shards = data_parallel_facts(config.strategy).shards_parameters
+    if degree == 1 or ranks % degree == 0 or not shards:
         return []
     legal = [count for count in divisors(ranks) if count % tensor == 0]
     message = (

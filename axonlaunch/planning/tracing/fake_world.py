@@ -4,12 +4,13 @@ All private functions of torch that this needs are used in this module.
 ``tests/planning/test_fake_world.py`` checks them and says what to do if one moves. The patches are
 never undone: use this module in a process that is forked for one rank and ends with it.
 
-Patched in torch, each by one function below, with the problem that it avoids:
+Patched, each by one function below, with the problem that it avoids:
 
     DDP.__init__, Reducer._rebuild_buckets     the C++ reducer reads gradients, which have no bytes
     _PipelineSchedule._warmup_p2p              stages would ask absent neighbours for shapes
     schedules._batch_p2p                       a sent tensor would count as freed too early
     ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
+    routing.exchange_routes                    the chosen experts of a token are unknown
     aten._local_scalar_dense                   ``if grad.isfinite().all()`` has no answer
 
 The last one applies only inside ``assume_true``. An example: ``bool(fake > 0)`` is True, and
@@ -32,6 +33,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.process_group import ProcessGroup
+from axonlaunch.engines.expert import routing
+from axonlaunch.engines.expert.routing import Routes
 from axonlaunch.models.fake.fake_tensor_cache import with_tensor_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
@@ -53,6 +57,7 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
     use_static_pipeline_shapes()
     keep_sent_tensors()
     hide_sharding_propagation()
+    balance_routes()
     return World(
         rank=rank,
         local_rank=0,
@@ -165,6 +170,23 @@ def keep_sent_tensors() -> None:
         return [_InFlight(works, [message.tensor for message in messages])]
 
     schedules._batch_p2p = begin_and_hold
+
+
+def balance_routes() -> None:
+    """Let divided experts exchange as many rows as if every expert were chosen equally often."""
+
+    def balanced(experts: torch.Tensor, *, num_experts: int, group: ProcessGroup) -> Routes:
+        del num_experts
+        rows = len(experts)
+        sizes = [rows // group.size + (rank < rows % group.size) for rank in range(group.size)]
+        return Routes(
+            order=experts.argsort(stable=True),
+            sent=sizes,
+            received=[sizes[group.rank]] * group.size,
+            local_experts=experts.new_zeros(sizes[group.rank] * group.size),
+        )
+
+    routing.exchange_routes = balanced
 
 
 def hide_sharding_propagation() -> None:

@@ -23,8 +23,9 @@ from axonlaunch.config import (
     to_tree,
     with_values,
 )
-from axonlaunch.config.axes import AXES
+from axonlaunch.config.axes import AXES, OUTER
 from axonlaunch.config.code.plugins import import_plugins
+from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.optimization.optimizer import AdamWConfig
 from axonlaunch.config.optimization.schedules import ConstantConfig
@@ -134,12 +135,15 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 
 def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
+    outer = degrees["dp_replicate"] * math.prod(degrees[axis.name] for axis in OUTER)
+    of_a_replica = math.prod(degrees.values()) // outer
     settings: dict[str, Any] = {
         "launch.nproc": math.prod(degrees.values()),
         "launch.nnodes": 1,
         "launch.backend": "mock",
         "launch.device": "cpu",
         **{axis.key: degrees[axis.name] for axis in AXES},
+        EXPERT_DEGREE: math.gcd(config.strategy.expert.degree, of_a_replica),
         "strategy.tensor.async_collectives": False,
         "strategy.pipeline.split": "auto",
         "strategy.pipeline.microbatches": "auto",
