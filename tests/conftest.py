@@ -41,7 +41,10 @@ _SERVER = pytest.StashKey[served.Server]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep one server for all workers, because imports in each of them would take seconds."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes processes of tests ignore it
+    # Processes of tests inherit ignored signals. nohup ignores SIGHUP, and shells without job
+    # control ignore SIGINT for a command in the background (&).
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not has_workers:
         gc.disable()  # until collection ends, because imported modules stay

@@ -155,16 +155,11 @@ def _system_error_message(error: Exception) -> str:
 
 def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return the user errors in an exception; None for a bug in this package."""
-    from axonlaunch.checkpoint import CorruptCheckpointError
-    from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.system.processes.isolated import IsolatedCallError
+    from axonlaunch.config import ConfigIssue
+    from axonlaunch.launch.failures.user_errors import user_problems
 
-    if isinstance(error, ConfigError):
-        return error.problems
-    if isinstance(error, IsolatedCallError):
-        return [ConfigIssue("tokenizer.path", str(error))]
-    if isinstance(error, CorruptCheckpointError):
-        return [ConfigIssue("", str(error))]
+    if (problems := user_problems(error)) is not None:
+        return problems
     # Usage errors have this method in all versions of Typer. Some raise click's classes, some
     # classes of their own.
     format_message = getattr(error, "format_message", None)

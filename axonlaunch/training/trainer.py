@@ -64,6 +64,15 @@ class _Progress:
     waited: float = 0.0
     started: bool = False
 
+    def add(self, result: StepResult) -> None:
+        """Add the results of a step, without waiting for the device."""
+        self.steps_since += 1
+        self.tokens_since = self.tokens_since + result.tokens
+        if result.skipped is not None:
+            self.skipped = result.skipped + (0 if self.skipped is None else self.skipped)
+        if self.tokens_seen is not None:
+            self.tokens_seen = self.tokens_seen + result.tokens
+
     def exclude_since(self, moment: float) -> None:
         """Exclude the time from a moment to now from the measured step time."""
         self.since += time.perf_counter() - moment
@@ -217,20 +226,27 @@ class _Loop:
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
         """Train one step; return whether a rank requested a stop."""
-        parts, progress = self.parts, self.progress
+        parts, engine, progress = self.parts, self.parts.engine, self.progress
+        # fp16 skips updates with gradients that are not finite, and halves its scale.
+        is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
         began = time.perf_counter()
         with parts.profiler.step(step):
             progress.exclude_since(began)
             self.vote.cast(stop=parts.monitor.stop())
-            rate = parts.engine.learning_rate()
-            result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
-            progress.steps_since += 1
-            progress.tokens_since = progress.tokens_since + result.tokens
-            if result.skipped is not None:
-                previous = progress.skipped
-                progress.skipped = result.skipped + (0 if previous is None else previous)
-            if progress.tokens_seen is not None:
-                progress.tokens_seen = progress.tokens_seen + result.tokens
+            rate = engine.learning_rate()
+            batch = self._read()
+            self._begin("stepping")
+            with parts.peak_memory.step(engine):
+                loss, tokens = (parts.tracer or engine).backward(batch)
+                norm = None
+                if is_saved or (is_logged and not is_scaled):
+                    norm = raise_if_nonfinite(
+                        engine, loss, world=parts.world, checks_gradients=not is_scaled
+                    )
+                result = StepResult(loss, tokens, *engine.update(known_norm=norm))
+                if is_scaled and (is_logged or is_saved):
+                    raise_if_scale_is_exhausted(engine)
+            progress.add(result)
             if is_logged:
                 self._log(result, step=step, rate=rate)
             else:
@@ -314,23 +330,6 @@ class _Loop:
         batch = next(self.batches)
         self.progress.waited += time.perf_counter() - began
         return batch
-
-    def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
-        parts, engine = self.parts, self.parts.engine
-        self._begin("stepping")
-        with parts.peak_memory.step(engine):
-            loss, tokens = (parts.tracer or engine).backward(batch)
-            # fp16 skips updates with gradients that are not finite, and halves its scale.
-            is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
-            norm = None
-            if is_saved or (is_logged and not is_scaled):
-                norm = raise_if_nonfinite(
-                    engine, loss, world=parts.world, checks_gradients=not is_scaled
-                )
-            result = StepResult(loss, tokens, *engine.update(known_norm=norm))
-            if is_scaled and (is_logged or is_saved):
-                raise_if_scale_is_exhausted(engine)
-            return result
 
     def _epochs(self, step: int) -> Fraction:
         """Return the number of passes over data of known length."""

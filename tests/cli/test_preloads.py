@@ -8,7 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from axonlaunch.cli.shared.early_server import early_server, preloads
+from axonlaunch.cli.shared.early_server import early_server
+from axonlaunch.config import load
+from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
 from axonlaunch.system.processes import forkserver
 
 MODULE = "axonlaunch.models.hf.reading.preload"
@@ -33,6 +35,8 @@ def test_a_model_of_transformers_is_imported_for_all_ranks_at_once(word: str) ->
 )
 def test_the_compiler_is_imported_for_all_ranks_at_once_by_runs_that_use_it(word: str) -> None:
     assert preloads(["model=gpt", word], traces=False) == [COMPILER]
+    config = load(["model=gpt", "launch.nproc=4", word])
+    assert preloads_of_config(config, traces=config.strategy.auto) == [COMPILER]
 
 
 @pytest.mark.parametrize("line", ["estimate", "plan", "verify", "train --dry-run"])
@@ -57,6 +61,7 @@ def test_preload_imports_transformers_models() -> None:
 @pytest.mark.parametrize("overrides", [None, [], ["model=gpt", "data=text"]])
 def test_other_models_import_no_more_than_before(overrides: list[str] | None) -> None:
     assert preloads(overrides, traces=False) == []
+    assert preloads_of_config(load(["model=gpt"]), traces=False) == []
 
 
 @pytest.mark.parametrize(

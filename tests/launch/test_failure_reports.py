@@ -202,6 +202,19 @@ def test_rank_without_details_shows_only_reason(
     ]
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (9, "killed by SIGKILL; the system may have run out of memory"),
+        (11, "killed by SIGSEGV; compiled code failed, of torch or of another package"),
+        (15, "killed by SIGTERM"),
+        (int(signal.SIGRTMIN) + 6, "killed by SIGRTMIN+6"),
+    ],
+)
+def test_signal_that_killed_a_rank_is_named_with_its_likely_cause(number: int, reason: str) -> None:
+    assert exit_reason(-number) == reason
+
+
 def test_truncated_mapped_file_gets_hint(tmp_path: Path) -> None:
     killed = report(0, "signal", exit_reason(-signal.SIGBUS))
     (tmp_path / "a.txt").write_text("text " * 1000)

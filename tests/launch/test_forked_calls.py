@@ -17,6 +17,9 @@ from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call, forked_map
 from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_of
 
+pytestmark = pytest.mark.usefixtures("server")
+"""Calls use the shared server. Otherwise the first one would start another, which stays."""
+
 
 def failure(target: str) -> tuple[Exception, str]:
     """Return the exception of a call, and its traceback as Python prints it."""
@@ -61,7 +64,7 @@ def test_forked_call_panic_is_error_with_traceback() -> None:
         (-9, "signal 9 (SIGKILL); the system may have run out of memory"),
         (-7, "signal 7 (SIGBUS); a file that it read may have been cut short"),
         (-15, "signal 15 (SIGTERM); another program ended it: run the command again"),
-        (-40, "signal 40 (a real-time signal); another program"),
+        (-40, "signal 40 (SIGRTMIN+6); another program"),
         (3, "it exited with status 3 and without an answer; look for a plug-in"),
         (None, "its status is unknown, because the fork server was ended or stopped"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import served as programs
@@ -13,8 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import axonlaunch as ax
+from axonlaunch.checkpoint import CorruptCheckpointError
 from axonlaunch.config import with_values
 from axonlaunch.launch.commands import python_api
+from axonlaunch.system.processes.isolated import IsolatedCallError
 
 MOCK = [*TINY, "launch.nproc=2", "launch.backend=mock"]
 
@@ -115,6 +119,24 @@ def test_replaced_invalid_value_is_config_error() -> None:
     for function in (ax.train, ax.estimate, ax.verify):
         with pytest.raises(ax.ConfigError, match=r"train\.steps=-1: "):
             function(config)
+
+
+def test_sweep_is_config_error_that_says_to_load_each_run() -> None:
+    with pytest.raises(ax.ConfigError, match=r"train\.steps=1,2: several values; .* ax\.load for"):
+        ax.load([*MOCK, "train.steps=1,2"])
+
+
+@pytest.mark.parametrize(
+    "error", [CorruptCheckpointError("it is gone"), IsolatedCallError("it is gone")]
+)
+@pytest.mark.parametrize("function", [ax.train, ax.estimate, ax.verify, ax.plan])
+def test_corrupt_file_is_config_error(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., object], error: Exception
+) -> None:
+    monkeypatch.setattr(python_api, "_check_again", mock.Mock(side_effect=error))
+    with pytest.raises(ax.ConfigError, match="it is gone") as raised:
+        function(None, **({"devices": 2} if function is ax.plan else {}))
+    assert raised.value.__cause__ is error
 
 
 def test_text_as_overrides_and_list_as_config_are_type_errors() -> None:

@@ -25,7 +25,7 @@ from axonlaunch.system.authentication import Credentials
 from axonlaunch.system.processes.forkserver import ForkServerError
 
 PACKAGE = Path(axonlaunch.__file__).parent
-MOST_CALLS = 15
+MOST_CALLS = 14
 
 RECORDING = f"""
 import json, sys, traceback

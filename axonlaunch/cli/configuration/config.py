@@ -60,15 +60,13 @@ def command(
 
 
 def _accelerators() -> int:
-    """Count accelerators in a process with torch; ``train`` resolves ``auto`` with this count."""
+    """Count accelerators; ``train`` resolves ``auto`` with this count."""
+    from axonlaunch.launch.local.accelerators import count_accelerators
     from axonlaunch.launch.output.spinner import spinner
-    from axonlaunch.system.processes import forked_call, forkserver
+    from axonlaunch.system.processes import forkserver
 
-    with spinner("detecting accelerators"), forkserver.warm() as context:
-        count: int = forked_call.call(
-            context, "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
-        )
-    return count
+    with spinner("detecting accelerators"), forkserver.on_demand() as server:
+        return count_accelerators(server)
 
 
 def _explain(config: RunConfig, origins: dict[str, str], as_json: bool) -> None:

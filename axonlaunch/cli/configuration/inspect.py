@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli.shared.early_server import preloads
 from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, print_json
+from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 

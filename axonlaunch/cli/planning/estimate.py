@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.early_server import preloads
 from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.shared.plotting import check_plot, save
+from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 

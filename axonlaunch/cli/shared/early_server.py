@@ -7,19 +7,17 @@ long and run on another core meanwhile.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from axonlaunch.launch.environment_variables import may_be_rank
+from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.system.node import limits
 from axonlaunch.system.processes import forkserver
 
 COMMANDS = ("train", "estimate", "plan", "verify")
 """Commands that need a server. ``train`` needs none in a process that a launcher started."""
 _HELP = {"--help", "-h"}
-_COMPILES = re.compile(r"compile|deterministic|pipeline|strategy=(hybrid|auto)")
-"""Overrides of runs that import torch's compiler, directly or through torch's pipelines."""
 
 
 @contextmanager
@@ -39,18 +37,3 @@ def early_server(arguments: Sequence[str]) -> Iterator[None]:
     is_run = arguments[0] == "train" and "--dry-run" not in arguments
     with forkserver.warm(preload=preloads(arguments, traces=not is_run)):
         yield
-
-
-def preloads(overrides: Sequence[str] | None, *, traces: bool = True) -> list[str]:
-    """Return modules that the fork server imports in addition to those that every rank needs.
-
-    If only a configuration file shows that a module is needed, each rank imports it.
-
-    Args:
-        overrides: Overrides of the command line.
-        traces: Whether the command traces a training step on fake tensors.
-    """
-    words = [*(overrides or ())]
-    uses_hf = {"model=hf", "+model=hf", "model.name=hf"} & {*words}
-    compiles = traces or any(_COMPILES.search(word) for word in words)
-    return forkserver.modules_to_preload(compiler=compiles, transformers=bool(uses_hf))

@@ -19,7 +19,6 @@ from axonlaunch.cli.planning.estimate import (
     print_estimate,
     show_remedies,
 )
-from axonlaunch.cli.shared.early_server import preloads
 from axonlaunch.cli.shared.options import (
     STARTED,
     ConfigDir,
@@ -29,6 +28,7 @@ from axonlaunch.cli.shared.options import (
     print_json,
     problems_to_json,
 )
+from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
@@ -94,9 +94,10 @@ def command(
             server()
         # Import these now, while the server imports torch on another core.
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
-        from axonlaunch.launch.commands.request import Request, accelerators_of
+        from axonlaunch.launch.commands.request import Request
         from axonlaunch.launch.external.launcher_process import LauncherProcess
         from axonlaunch.launch.launcher import LaunchOptions
+        from axonlaunch.launch.local.accelerators import count_accelerators
         from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
 
         request = Request(
@@ -111,7 +112,7 @@ def command(
         launcher.watch()  # before importing torch, which takes seconds
         is_rank = environment.is_rank(
             partial(request.compose, request.overrides),
-            accelerators=partial(accelerators_of, server),
+            accelerators=partial(count_accelerators, server),
         )
         if is_rank:
             from axonlaunch.launch.external.entry import be_rank

@@ -281,6 +281,7 @@ class Composer:
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
                 message = f"{text}: several values; add -m to run them one after another"
+                message += ", or call ax.load for each"
                 problems.append(ConfigIssue("", message))
             elif override.is_delete():
                 (result.groups if self._files.has_group(key) else result.values).append(override)

@@ -6,10 +6,12 @@ from axonlaunch import config as configuration
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.launch.failures.user_errors import config_errors
 from axonlaunch.preflight import checks
 from axonlaunch.training.script_engine import Engine, engine_with_weights
 
 
+@config_errors()
 def build_engine(config: RunConfig, world: World) -> Engine:
     """Check a configuration, and build this rank's engine with initial weights.
 

@@ -19,13 +19,14 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.options.model import MODELS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import accelerators_of
 from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.failures.user_errors import config_errors
 from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.local.accelerators import count_accelerators
+from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
@@ -56,6 +57,7 @@ class RunFailedError(RuntimeError):
         return f"rank {rank} failed: {reason}; see {folder}/crash.json and {folder}/logs"
 
 
+@config_errors()
 def load(
     overrides: Sequence[str] = (),
     *,
@@ -76,7 +78,7 @@ def load(
     if isinstance(overrides, str):
         raise TypeError(f"overrides is a text; pass a list of settings, [{overrides!r}]")
     folders = [Path(folder) for folder in config_dirs]
-    with forkserver.on_demand(preload=_preloads(compiler=True)) as server:
+    with forkserver.on_demand(preload=preloads(overrides)) as server:
         _, config = auto_strategy.load_auto_strategy(
             overrides,
             compose=partial(configuration.compose, config_name=config_name, config_dirs=folders),
@@ -86,6 +88,7 @@ def load(
     return config
 
 
+@config_errors()
 def train(config: RunConfig) -> dict[str, Any]:
     """Start the ranks of a run, wait for their end, and return the summary.
 
@@ -107,9 +110,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     limits.allow_open_files()  # the server and the ranks inherit the limit
     environment = ClusterEnvironment.detect(os.environ)
     config = _check_again(config)
-    compiles = config.train.compile or config.strategy.pipeline.degree > 1
-    with forkserver.on_demand(preload=_preloads(config, compiler=compiles)) as server:
-        count = partial(accelerators_of, server)
+    with forkserver.on_demand(preload=preloads_of_config(config, traces=False)) as server:
+        count = partial(count_accelerators, server)
         composed = Composed(configuration.to_tree(config), {}, dict, [])
         if environment.is_rank(lambda: composed, accelerators=count):
             message = (
@@ -132,6 +134,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     return summary
 
 
+@config_errors()
 def estimate(
     config: RunConfig, *, exact: bool = False, analytic: bool = False, changes: bool = True
 ) -> Forecast:
@@ -157,6 +160,7 @@ def estimate(
         return with_changes(context, config, result) if changes else result
 
 
+@config_errors()
 def verify(
     config: RunConfig, *, steps: int = 6, fp64: bool = False, dump: str | Path | None = None
 ) -> ParityResult:
@@ -180,6 +184,7 @@ def verify(
         return runner.verify(context, config, steps=steps, fp64=fp64, dump=folder)
 
 
+@config_errors()
 def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
     """Search for the fastest layouts that fit, as ``axonlaunch plan`` does.
 
@@ -216,11 +221,5 @@ def _check_again(config: object) -> RunConfig:
 def _tracing(config: RunConfig) -> Iterator[ForkServerContext]:
     """Start a fork server that traces steps, and end it with the context."""
     limits.allow_open_files()
-    with forkserver.warm(preload=_preloads(config, compiler=True)) as context:
+    with forkserver.warm(preload=preloads_of_config(config)) as context:
         yield context
-
-
-def _preloads(config: RunConfig | None = None, *, compiler: bool) -> list[str]:
-    needs = None if config is None else MODELS.entry(config.model.name).needs
-    has_transformers = needs is not None and needs.module == "transformers"
-    return forkserver.modules_to_preload(compiler=compiler, transformers=has_transformers)

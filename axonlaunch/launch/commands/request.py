@@ -12,9 +12,9 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.local.accelerators import count_accelerators
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.tracing.shape_only_data import with_file_placeholders
-from axonlaunch.system.processes import forked_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def load_config(
     def compose_here(arguments: Sequence[str]) -> Composed:
         """Compose overrides, to which ``strategy=auto`` adds those of the layout."""
         composed = environment.applied_to(
-            request.compose(arguments), accelerators=partial(accelerators_of, server)
+            request.compose(arguments), accelerators=partial(count_accelerators, server)
         )
         if needs_files:
             return composed
@@ -104,11 +104,3 @@ def load_config(
     return auto_strategy.load_auto_strategy(
         overrides, compose=compose_here, server=server, config_dirs=request.config_dirs
     )
-
-
-def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
-    """Count this node's accelerators in a forked process."""
-    count: int = forked_call.call(
-        server(), "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
-    )
-    return count

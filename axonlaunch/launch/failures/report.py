@@ -10,13 +10,13 @@ import dataclasses
 import errno
 import json
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from axonlaunch.diagnostics.flight_recorder import Record
+from axonlaunch.system.processes.death_signals import cause_of_signal, signal_name
 
 FailureKind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
 
@@ -164,9 +164,8 @@ def plain_ranks(numbers: list[int]) -> str:
 def exit_reason(status: int | None) -> str:
     """Return the reason for the failure of a process that sent no report."""
     if status is not None and status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}"
+        cause = cause_of_signal(-status)
+        return f"killed by {signal_name(-status)}{f'; {cause}' if cause else ''}"
     if status is None:
         return (
             "ended with an unknown status: the fork server that would report it is gone or stopped"

@@ -12,6 +12,7 @@ import signal
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+from axonlaunch.system.processes.death_signals import cause_and_remedy, signal_name
 from axonlaunch.system.processes.process_state import state
 
 _STATUS_S = 2.0
@@ -19,20 +20,6 @@ _STATUS_S = 2.0
 _DYING_S = 10.0
 """Seconds to wait for the end of a killed process. A process that waits for a dead disk never
 ends."""
-
-
-_CRASHED = (
-    "compiled code failed, of torch or of another package: set PYTHONFAULTHANDLER=1 and run the "
-    "command again to see where"
-)
-_WHAT_TO_TRY = {
-    "SIGKILL": "the system may have run out of memory: end other programs, or ask for less",
-    "SIGBUS": "a file that it read may have been cut short, or a disk is full: look at both, and "
-    "run the command again",
-    "SIGXCPU": "raise the limit of processor time (ulimit -t)",
-    "SIGXFSZ": "raise the limit of file sizes (ulimit -f)",
-    **dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"), _CRASHED),
-}
 
 
 class ProcessDiedError(RuntimeError):
@@ -60,12 +47,8 @@ class ProcessDiedError(RuntimeError):
                 f"{died}: it exited with status {self.status} and without an answer; look for a "
                 "plug-in or a model's code that ends the process"
             )
-        try:
-            name = signal.Signals(-self.status).name
-        except ValueError:
-            name = "a real-time signal"
-        remedy = _WHAT_TO_TRY.get(name, "another program ended it: run the command again")
-        return f"{died}: signal {-self.status} ({name}); {remedy}"
+        number = -self.status
+        return f"{died}: signal {number} ({signal_name(number)}); {cause_and_remedy(number)}"
 
 
 def reason_of(error: Exception) -> str:

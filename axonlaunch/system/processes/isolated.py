@@ -25,6 +25,7 @@ from select import POLLIN, poll
 from typing import Any, TypeVar
 
 from axonlaunch.system.node.host import free_memory_bytes
+from axonlaunch.system.processes.death_signals import signal_name
 
 _Result = TypeVar("_Result")
 _LEAST_MEMORY = 1 << 30
@@ -192,7 +193,7 @@ class _Copy:
         if status == -signal.SIGABRT and self._memory is not None:
             return f"ended its process; it may need more than {self._memory >> 20:,} MiB"
         if status < 0:
-            return f"ended its process: {signal.Signals(-status).name}"
+            return f"ended its process: {signal_name(-status)}"
         return f"ended its process with status {status}"
 
     def _fork(self, there: tuple[int, int], ours: tuple[int, int]) -> int:
