@@ -50,6 +50,17 @@ class Images(torch.utils.data.Dataset):
             time.sleep(1000)
 
 
+class Rows(torch.utils.data.Dataset):
+    vocab_size = 32
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        row = (torch.arange(17) + index + random.randint(0, 9)) % 32
+        return row[:-1], row[1:]
+
+
 class Classifier(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,6 +114,20 @@ def test_an_image_dataset_with_augmentation_feeds_four_ranks_by_workers(images: 
     images.wait_until_gone(seconds=5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_that_read_the_same_samples_get_the_same_random_numbers(
+    images: Served, axis: str
+) -> None:
+    rows = [*RUN[:1], "data.target=images_of_a_test:Rows", "train.log_every=1", "train.steps=6"]
+    rows += ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=2"]
+    rows += ["train.global_batch_size=8", "train.micro_batch_size=2"]
+    rows += ["model.num_attention_heads=2", "train.eval_batches=1", "checkpoint.every=0"]
+    images("train", *rows, "strategy=single", "launch.nproc=1", "name=single")
+    images("train", *rows, f"strategy={axis}", "launch.nproc=2", "data.workers=1", "name=divided")
+    assert images.losses("divided") == pytest.approx(images.losses("single"), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -115,7 +140,7 @@ def test_a_failing_worker_ends_the_run_with_its_sample(
     images: Served, fault: str, message: str
 ) -> None:
     chosen = ["launch.nproc=2", "data.workers=2", "name=run", f"data.arguments={{fault: {fault}}}"]
-    seconds = ["launch.timeout_s=8"] if fault == "hang" else []
+    seconds = ["launch.timeout_s=30"] if fault == "hang" else []
     ran = images("train", *RUN, *chosen, *seconds, status=1)
     assert ran.stderr.count("failed first") == 1
     assert "SampleError: data=custom (images_of_a_test:Images): " in ran.stderr

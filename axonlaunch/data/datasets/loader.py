@@ -275,9 +275,8 @@ class Loader:
         return np.arange(first, first + rows)
 
     def _rows(self, step: int) -> _Rows:
-        positions = self._positions(step)
-        indices = order_of(self.dataset, positions, seed=self._seed)
-        epochs = positions // max(1, self.dataset.num_samples)
+        indices = self.indices(step)
+        epochs = self._positions(step) // max(1, self.dataset.num_samples)
         return _Rows(indices, epochs, "train", len(indices))
 
     def _read(self, rows: _Rows) -> AnyBatch:

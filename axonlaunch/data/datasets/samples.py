@@ -133,8 +133,8 @@ class Samples:
             # Every rank runs the same number of forwards, even if no samples count.
             counted = [*itertools.compress(part.items, part.counted or [True] * len(part))]
             items = counted or list(part.items)
-            full_one = self.combine(items, start=start, stop=start + size)
-            yield CollatedSamples(full_one, len(items), is_counted=bool(counted))
+            collated = self.combine(items, start=start, stop=start + size)
+            yield CollatedSamples(collated, len(items), is_counted=bool(counted))
 
     def ready(self, size: int) -> Samples:
         """Return a copy with collated micro-batches."""

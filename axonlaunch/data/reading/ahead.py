@@ -16,8 +16,8 @@ class Workers(Protocol):
     def wait(self, result: Future[_Batch]) -> _Batch:
         """Return the result of a load, or raise an error if a process hangs."""
 
-    def stop(self) -> None:
-        """End a waiting load."""
+    def stop(self) -> bool:
+        """End a waiting load; return whether it ends at once."""
 
     def close(self) -> None:
         """End the processes; called in the thread."""
@@ -29,7 +29,8 @@ def load_ahead(
     """Yield the results of functions, in order, called in a thread while the caller works.
 
     An exception is raised at the position of its result. Closing the generator ends the thread and
-    the processes.
+    the processes. If processes had to be killed, the thread ends a few seconds later, when torch
+    notices.
 
     Args:
         loads: The functions.
@@ -38,17 +39,19 @@ def load_ahead(
     """
     wait = Future[_Batch].result if workers is None else workers.wait
     loading: deque[Future[_Batch]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
-        try:
-            for load in loads:
-                loading.append(pool.submit(load))
-                if len(loading) > ahead:
-                    yield wait(loading.popleft())
-            while loading:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+    ends_at_once = True
+    try:
+        for load in loads:
+            loading.append(pool.submit(load))
+            if len(loading) > ahead:
                 yield wait(loading.popleft())
-        finally:
+        while loading:
+            yield wait(loading.popleft())
+    finally:
+        if workers is not None:
             for future in loading:
                 future.cancel()
-            if workers is not None:
-                workers.stop()
-                pool.submit(workers.close).result()
+            ends_at_once = workers.stop()
+            pool.submit(workers.close)
+        pool.shutdown(wait=ends_at_once, cancel_futures=workers is None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -136,6 +137,7 @@ class WorkerProcesses(Generic[_Task, _Result]):
     _context: _Context = field(default_factory=_Context)
     _stacks: list[IO[bytes]] = field(default_factory=list)
     _files: ExitStack = field(default_factory=ExitStack)
+    _has_killed: bool = False
 
     def __post_init__(self) -> None:
         """Allocate the shared memory of the processes, which start with the first ``next``."""
@@ -179,17 +181,21 @@ class WorkerProcesses(Generic[_Task, _Result]):
                     self._kill()
                     raise SampleError(message) from WorkerTracebackError(stack)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Make the workers finish their samples, so that a waiting ``next`` ends.
 
         Called in any thread. Workers that are not done in a second are killed.
+
+        Returns:
+            Whether ``next`` ends at once. torch notices a killed worker after up to 5 seconds.
         """
         self._progress.stop()
         deadline = time.monotonic() + _FINISH_S
         while time.monotonic() < deadline and self._busy():
             time.sleep(0.01)
-        for worker in self._busy():
-            self._context.started[worker].kill()
+        if self._busy():
+            self._kill()
+        return not self._has_killed
 
     def close(self) -> None:
         """End the processes."""
@@ -232,6 +238,7 @@ class WorkerProcesses(Generic[_Task, _Result]):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if multiprocessing.parent_process().pid != os.getppid():  # type: ignore[union-attr]
             os._exit(1)
+        gc.enable()  # the training loop disables it
         signal.set_wakeup_fd(-1)
         # Ctrl-C and a scheduler's signals reach the whole process group. The rank decides when to
         # stop, and still needs batches until then.
@@ -276,6 +283,7 @@ class WorkerProcesses(Generic[_Task, _Result]):
         return file.read().decode(errors="replace") or "The process does not answer."
 
     def _kill(self) -> None:
+        self._has_killed = True
         for process in self._context.started:
             if process.is_alive():
                 process.kill()

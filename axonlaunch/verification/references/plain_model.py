@@ -138,8 +138,8 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
         counted = [True] * len(items) if batch.counted is None else batch.counted[part]
         # If no item is counted, the model still computes all of them.
         kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
-        full_one = batch.combine(kept, start=part.start, stop=part.stop)
-        yield CollatedSamples(full_one, len(kept), is_counted=any(counted))
+        collated = batch.combine(kept, start=part.start, stop=part.stop)
+        yield CollatedSamples(collated, len(kept), is_counted=any(counted))
 
 
 def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
