@@ -157,6 +157,13 @@ _PRECISIONS = (
     ),
 )
 PRECISIONS: dict[str, Precision] = {each.name: each for each in _PRECISIONS}
+
+
+def automatic_precision(*, has_bf16: bool) -> PrecisionName:
+    """Return what ``train.precision=auto`` becomes on devices with or without bf16."""
+    return _BF16.name if has_bf16 else FP32.name
+
+
 MIXED_PRECISION = PRECISIONS["bf16"]
 """Precision that ``mixed_precision=True`` selects in the Python interface."""
 

@@ -221,7 +221,7 @@ def _examine(
     return problems, None if isinstance(dataset, Untokenised) else dataset
 
 
-def fetch_for_node(config: RunConfig) -> None:
+def fetch_model_and_data(config: RunConfig) -> None:
     """Download the model and the data of a frozen configuration to this node.
 
     Raises:

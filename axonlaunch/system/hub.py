@@ -75,7 +75,7 @@ def endpoint() -> str:
     return str(library().constants.ENDPOINT)
 
 
-def call(function: Callable[[], _T]) -> _T:
+def call_hub(function: Callable[[], _T]) -> _T:
     """Return the result of a function that asks the Hub; try again if the error is the Hub's own.
 
     Raises:
@@ -90,12 +90,12 @@ def call(function: Callable[[], _T]) -> _T:
             status = getattr(getattr(reason, "response", None), "status_code", None)
             is_passing = (status or 0) >= 500 or status == 429 or _is_half_a_file(reason)
             if not is_passing or number == TRIES - 1:
-                raise _explained(reason, status) from None
+                raise _explain(reason, status) from None
             time.sleep(_WAIT_S * 2**number)
     raise AssertionError("the last try returns or raises")
 
 
-def _explained(error: BaseException, status: int | None) -> HubCallError:
+def _explain(error: BaseException, status: int | None) -> HubCallError:
     text = " ".join(str(error).split())[:200] or type(error).__name__
     for name, kind in _BY_NAME.items():
         if _is_named(error, name):
@@ -112,7 +112,7 @@ def _explained(error: BaseException, status: int | None) -> HubCallError:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_hub() -> Iterator[None]:
     """Silence the library's warnings: what they report is in our errors."""
     logging = library().utils.logging
     level = logging.get_verbosity()

@@ -12,7 +12,8 @@ from axonlaunch.config import flatten, to_tree
 from axonlaunch.config.composition.origins import origins_of
 from axonlaunch.config.consistency.resumed_settings import settings_unlike_resumed
 from axonlaunch.config.consistency.run_precision import with_precision
-from axonlaunch.config.optimization.optimizer import AdamWConfig, CosineConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
+from axonlaunch.config.optimization.schedules import CosineConfig
 from axonlaunch.config.optimization.training_defaults import note_on_defaults
 
 PRETRAINED = ["model=hf", "model.path=/models/qwen"]
@@ -33,6 +34,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
     ("overrides", "expected"),
     [
         (PRETRAINED, {"optimizer.lr": 2e-5, **FINE_TUNING}),
+        ([*PRETRAINED, "optimizer=null", "scheduler=null"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         ([*PRETRAINED, "adapter=lora"], {"optimizer.lr": 2e-4, **FINE_TUNING}),
         (["model=gpt", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         (
@@ -55,7 +57,16 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
             },
         ),
     ],
-    ids=["full", "adapter", "weights", "images", "from scratch", "preset", "included model"],
+    ids=[
+        "full",
+        "no option",
+        "adapter",
+        "weights",
+        "images",
+        "from scratch",
+        "preset",
+        "included model",
+    ],
 )
 def test_defaults_depend_on_what_is_trained(overrides: list[str], expected: dict[str, Any]) -> None:
     values = values_of(*overrides)

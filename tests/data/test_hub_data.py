@@ -315,15 +315,13 @@ def test_nodes_that_found_other_commits_agree() -> None:
 def test_node_downloads_the_data_of_a_frozen_configuration(hub: Hub) -> None:
     from configured import run_config
 
-    from axonlaunch.preflight.checks import fetch_for_node
-
     first = hub.repos["datasets/team/rows"].revisions["main"]
     data = ["data=documents", "data.files=[team/rows]", "data.sequence_length=16"]
     frozen = run_config([*data, "strategy=single", "train.global_batch_size=4"])
     assert frozen.data.files == [f"team/rows@{first}"]  # type: ignore[attr-defined]
     hub.dataset("team/rows", {"train.jsonl": lines(["new"])})
     hub.asked.clear()
-    fetch_for_node(frozen)
+    fetch_model_and_data(frozen)
     assert not hub.asked
 
 

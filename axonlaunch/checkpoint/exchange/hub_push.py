@@ -34,7 +34,7 @@ def push_problems(repo: str, *, key: str = KEY) -> list[ConfigIssue]:
     """
     reason = why_no_repo(repo)
     try:
-        reason = reason or _why_refused(repo, hub.call(hub.library().HfApi().whoami))
+        reason = reason or _why_refused(repo, hub.call_hub(hub.library().HfApi().whoami))
     except ImportError as error:
         reason = str(error)
     except HubCallError as error:
@@ -96,11 +96,11 @@ def push_export(
     try:
         api = hub.library().HfApi()
         hub.library().utils.disable_progress_bars()  # the caller shows what it waits for
-        with hub.quiet():
-            hub.call(
+        with hub.quiet_hub():
+            hub.call_hub(
                 lambda: api.create_repo(repo, private=True if private else None, exist_ok=True)
             )
-            hub.call(
+            hub.call_hub(
                 lambda: api.upload_folder(
                     repo_id=repo, folder_path=str(folder), commit_message=message
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from axonlaunch.config.composition.compose import OVERRIDE_ORIGIN, Composed
 from axonlaunch.config.optimization.training_defaults import (
-    LABELS,
+    TRAINED_NAMES,
     training_defaults,
     what_is_trained,
 )
@@ -64,7 +64,7 @@ def with_training_defaults(composed: Composed) -> Composed:
     """
     trained = what_is_trained(composed.tree)
     values = training_defaults(composed.tree)
-    reason = "" if trained is None else f"default for {LABELS[trained]}"
+    reason = "" if trained is None else f"default for {TRAINED_NAMES[trained]}"
     if trained is None and (values := _of_preset(composed)):
         reason = "default for the size of the model"
     if not values:

@@ -45,7 +45,7 @@ _LISTED = 30
 
 
 @dataclass(frozen=True)
-class Layout:
+class HubLayout:
     """Subsets of a data set.
 
     Attributes:
@@ -66,7 +66,7 @@ class Layout:
         if chosen is not None and chosen in self.subsets:
             return self.subsets[chosen]
         what = "has several subsets" if subset is None else "there is no such subset"
-        raise UnknownSubsetError(f"{what}; use {_listed(self.subsets)}")
+        raise UnknownSubsetError(f"{what}; use {_list_names(self.subsets)}")
 
 
 class UnknownSubsetError(ValueError):
@@ -89,11 +89,11 @@ def files_of_split(splits: Splits, name: str | None) -> Sequence[str]:
     if chosen is None or not splits.get(chosen):
         what = "has no split train" if name is None else "there is no such split"
         filled = [known for known, files in splits.items() if files]
-        raise UnknownSplitError(f"{what}; use {_listed(filled)}")
+        raise UnknownSplitError(f"{what}; use {_list_names(filled)}")
     return splits[chosen]
 
 
-def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> Layout:
+def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> HubLayout:
     """Return the subsets and splits of a data set.
 
     Args:
@@ -109,7 +109,7 @@ def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> Layo
         subsets = {
             name: _of_config(options, files, subset=name) for name, options in configs.items()
         }
-        return Layout(subsets, _default_of(configs))
+        return HubLayout(subsets, _default_of(configs))
     data = [name for name in files if _is_data(name)]
     script = f"{repo.rpartition('/')[2]}.py"
     if script in files:
@@ -120,8 +120,8 @@ def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> Layo
     if not data:
         raise ValueError(_without_data(files))
     if all(_CONVERTED.fullmatch(name) for name in data):
-        return _converted(data)
-    return Layout({_DEFAULT: _of_names(data)}, _DEFAULT)
+        return _converted_layout(data)
+    return HubLayout({_DEFAULT: _of_names(data)}, _DEFAULT)
 
 
 def matching(pattern: str, files: Iterable[str]) -> list[str]:
@@ -278,7 +278,7 @@ def _by_words(data: Sequence[str], *, in_folders: bool) -> dict[str, list[str]]:
     return splits
 
 
-def _converted(data: Sequence[str]) -> Layout:
+def _converted_layout(data: Sequence[str]) -> HubLayout:
     """Return the layout of the Hub's own conversion to Parquet."""
     subsets: dict[str, dict[str, list[str]]] = {}
     for name in data:
@@ -286,7 +286,7 @@ def _converted(data: Sequence[str]) -> Layout:
         assert found is not None
         subsets.setdefault(found[1], {}).setdefault(found[2], []).append(name)
     default = next(iter(subsets)) if len(subsets) == 1 else _DEFAULT
-    return Layout(subsets, default if default in subsets else None)
+    return HubLayout(subsets, default if default in subsets else None)
 
 
 def _one_kind(names: Sequence[str]) -> list[str]:
@@ -307,7 +307,7 @@ def _without_data(files: Sequence[str]) -> str:
     return f"has no file of rows (found: {found or 'none'}); known: {', '.join(_KINDS)}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     known = [*names]
     more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
     return ", ".join(known[:_LISTED]) + more if known else "another data set: it has none"

@@ -31,7 +31,7 @@ def pinned_data(config: TextRowsConfig, *, earlier: Mapping[str, str]) -> TextRo
     problems: list[ConfigIssue] = []
 
     def pin(files: Any, key: str) -> Any:
-        return [_pinned(file, key, earlier, problems) for file in files]
+        return [_pin(file, key, earlier, problems) for file in files]
 
     def pin_options(options: Mapping[str, Any], key: str) -> dict[str, Any]:
         changed = dict(options)
@@ -52,7 +52,7 @@ def pinned_data(config: TextRowsConfig, *, earlier: Mapping[str, str]) -> TextRo
     return replace(config, mix=mix, **changed)
 
 
-def _pinned(pattern: str, key: str, earlier: Mapping[str, str], problems: list[ConfigIssue]) -> str:
+def _pin(pattern: str, key: str, earlier: Mapping[str, str], problems: list[ConfigIssue]) -> str:
     reference = hub_reference(pattern)
     if reference is None or reference.commit is not None:
         return pattern

@@ -80,8 +80,8 @@ def pin(reference: HubReference) -> HubReference:
         return api.dataset_info(reference.repo, revision=reference.revision, timeout=_TIMEOUT_S)
 
     try:
-        with hub.quiet():
-            commit = str(hub.call(ask).sha)
+        with hub.quiet_hub():
+            commit = str(hub.call_hub(ask).sha)
         _keep_commit(reference, commit)
     except HubCallError as error:
         cached = _cached_commit(reference) if error.is_unreachable else None
@@ -114,8 +114,8 @@ def list_files(reference: HubReference) -> Mapping[str, int]:
         return {entry.path: int(entry.size) for entry in tree if hasattr(entry, "size")}
 
     try:
-        with hub.quiet():
-            files = hub.call(ask)
+        with hub.quiet_hub():
+            files = hub.call_hub(ask)
     except HubCallError as error:
         if not error.is_unreachable:
             raise _refusal(reference, error) from None
@@ -161,7 +161,7 @@ def fetch_files(
         raise HubError(f"{next(filter(needs_pyarrow, names))} {_PYARROW}")
     sizes = list_files(reference)
     progress = _Progress(reference.repo, sum(sizes.get(name, 0) for name in missing), report)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="downloading") as pool, hub.quiet():
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="downloading") as pool, hub.quiet_hub():
         downloads = {
             name: pool.submit(_download, reference, name, progress.bar()) for name in missing
         }
@@ -189,7 +189,7 @@ def _download(reference: HubReference, name: str, bar: Any) -> Path:
         return path
 
     try:
-        return Path(hub.call(download))
+        return Path(hub.call_hub(download))
     except HubCallError as error:
         raise _refusal(reference, error, name) from None
 

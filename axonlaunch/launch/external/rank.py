@@ -138,7 +138,7 @@ def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
     """
     if environment.rank == 0 or environment.local_rank != 0:
         return
-    checks.fetch_for_node(config)
+    checks.fetch_model_and_data(config)
 
 
 def _launch_nothing(peers: Coordinator, *, status: int) -> None:

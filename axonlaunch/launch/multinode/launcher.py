@@ -69,7 +69,7 @@ def _fetch(config: RunConfig, options: LaunchOptions) -> None:
     with suppress(ConfigError):
         forked_call.call(
             options.context,
-            "axonlaunch.preflight.checks:fetch_for_node",
+            "axonlaunch.preflight.checks:fetch_model_and_data",
             config,
             task="downloading the data",
         )
