@@ -157,7 +157,14 @@ _PRECISIONS = (
     ),
 )
 PRECISIONS: dict[str, Precision] = {each.name: each for each in _PRECISIONS}
-FULL_PRECISION, MIXED_PRECISION = PRECISIONS["fp32"], PRECISIONS["bf16"]
+
+
+def automatic_precision(*, has_bf16: bool) -> PrecisionName:
+    """Return what ``train.precision=auto`` becomes on devices with or without bf16."""
+    return _BF16.name if has_bf16 else FP32.name
+
+
+MIXED_PRECISION = PRECISIONS["bf16"]
 """Precision that ``mixed_precision=True`` selects in the Python interface."""
 
 

@@ -90,7 +90,7 @@ def run(
     resumed = load_run_state(config, engine, world)
     row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
     report, notes, loggers = _main_rank_outputs(
-        monitor.report, resumed.checkpoint, config, world, counted=_counted_unit(config, dataset)
+        monitor.report, resumed.checkpoint, config, world, counted=_unit_of_metrics(config, dataset)
     )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
@@ -178,7 +178,7 @@ def _started_event(
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted=_counted_unit(config, dataset),
+        counted=_unit_of_metrics(config, dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -187,7 +187,7 @@ def _started_event(
     )
 
 
-def _counted_unit(config: RunConfig, dataset: Dataset) -> Counted:
+def _unit_of_metrics(config: RunConfig, dataset: Dataset) -> Counted:
     """Return what the loss counts, which names metrics."""
     loss = build_custom_loss(config.train)
     return counted_in(dataset) if loss is None or loss.count is None else loss.counted

@@ -34,6 +34,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
     ("overrides", "expected"),
     [
         (PRETRAINED, {"optimizer.lr": 2e-5, **FINE_TUNING}),
+        ([*PRETRAINED, "optimizer=null", "scheduler=null"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         ([*PRETRAINED, "adapter=lora"], {"optimizer.lr": 2e-4, **FINE_TUNING}),
         (["model=gpt", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         (
@@ -56,7 +57,16 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
             },
         ),
     ],
-    ids=["full", "adapter", "weights", "images", "from scratch", "preset", "included model"],
+    ids=[
+        "full",
+        "no option",
+        "adapter",
+        "weights",
+        "images",
+        "from scratch",
+        "preset",
+        "included model",
+    ],
 )
 def test_defaults_depend_on_what_is_trained(overrides: list[str], expected: dict[str, Any]) -> None:
     values = values_of(*overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from configured import estimate_config, run_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import axonlaunch as ax
 from axonlaunch import data, models
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
@@ -125,6 +127,9 @@ def weighted(outputs, batch, strength=0.1):
 
 ax.register_loss("weighted_of_a_test")(weighted)
 ax.register_loss("by_weight_of_a_test", count=lambda batch: batch["weight"].sum().long())(weighted)
+ax.register_loss(
+    "by_length_of_a_test", count=lambda batch: batch["words"].numel(), counted="tokens"
+)(weighted)
 '''
 CHOSEN = ["plugins=[own_of_a_test]", "model=custom", "model.target=own_of_a_test:Model"]
 CHOSEN += ["model.layers=blocks", "data=custom", "data.collate=own_of_a_test:padded"]
@@ -216,6 +221,29 @@ def test_loss_sum_is_divided_by_counted_targets() -> None:
     model = models.build.build_model(config.model, seed=config.seed)
     total = float(own.weighted(model(batch["words"], batch["pair"]), batch).detach())
     assert trained(config)[0] == pytest.approx(total / int(batch["weight"].sum()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "unit"),
+    [
+        ("weighted_of_a_test", "samples"),
+        ("by_weight_of_a_test", "targets"),
+        ("by_length_of_a_test", "tokens"),
+    ],
+)
+def test_metrics_are_named_by_what_the_loss_counts(loss: str, unit: str) -> None:
+    chosen = [*CHOSEN, INDEXED, f"train.loss={loss}", "train.steps=1", "launch.nproc=1"]
+    config = run_config([*chosen, "run_dir=run"])
+    Path("run").mkdir()
+    World.mock(1).run(lambda world: worker.run(config, world))
+    first = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])
+    assert {f"{unit}", f"{unit}_per_s", f"{unit}_seen"} <= first.keys()
+    assert not any("tokens" in name for name in first if unit != "tokens")
+
+
+def test_a_loss_that_counts_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="counted='frames': use one of tokens, images, samples"):
+        ax.register_loss("frames_of_a_test", counted="frames")  # type: ignore[arg-type]
 
 
 def whole_batch(config: RunConfig) -> list[Any]:

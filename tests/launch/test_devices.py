@@ -52,6 +52,31 @@ def test_auto_backend_and_device_are_resolved_for_ranks(
 
 
 @pytest.mark.parametrize(
+    ("has_bf16", "device", "precision"),
+    [(True, "cuda", "bf16"), (False, "cuda", "fp32"), (True, "cpu", "fp32")],
+)
+def test_automatic_precision_is_that_of_the_devices(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, device: str, precision: str
+) -> None:
+    monkeypatch.setattr(
+        gpus, "devices", lambda: [gpus.Device("GPU", 80 * GIB, "uuid", has_bf16=has_bf16)]
+    )
+    chosen = ["train.precision=auto", "launch.nproc=1", f"launch.device={device}"]
+    assert run_config(chosen).train.precision == precision
+
+
+def test_only_gpus_since_ampere_have_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = [
+        SimpleNamespace(name=name, total_memory=GIB, uuid=name, major=major)
+        for name, major in (("V100", 7), ("A100", 8), ("H100", 9))
+    ]
+    monkeypatch.setattr(gpus, "has_nccl", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties[number])
+    assert [gpu.has_bf16 for gpu in gpus.devices_of_rank()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
     ("devices", "overrides", "message"),
     [
         (0, ["launch.device=cuda"], "launch.device=cuda: this node has no accelerator"),

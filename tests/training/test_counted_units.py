@@ -6,12 +6,17 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from configured import run_config
 
 from axonlaunch.comm import World
+from axonlaunch.data.datasets.dataset import counted_in
+from axonlaunch.data.datasets.user_datasets import adapt_dataset
+from axonlaunch.planning.records import Plan, Planned, Workload
+from axonlaunch.planning.reports.plan_table import build_plan_table
 from axonlaunch.system.text.units import named_by_unit, rate_in
 from axonlaunch.training import worker
 from axonlaunch.training.loggers.base import Logger, RunInfo
@@ -78,6 +83,47 @@ def test_tensorboard_shows_images_per_second(folder: Path) -> None:
     tags = events.Tags()["scalars"]
     assert "images_per_s" in tags
     assert not [tag for tag in tags if "tokens" in tag]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "unit"),
+    [
+        (np.zeros((3, 8, 8), np.float32), 1, "images"),
+        (np.zeros((3, 8, 8), np.uint8), 1, "images"),
+        (np.zeros((3, 8, 8), np.float32), 0.5, "images"),
+        (np.zeros((3, 8, 8), np.float32), np.zeros((8, 8), np.int64), "targets"),
+        (np.zeros(5, np.float32), 1, "samples"),
+        (np.zeros(5, np.float32), np.zeros(2, np.float32), "targets"),
+        (np.zeros(12, np.int64), 1, "samples"),
+        (np.zeros(12, np.int64), np.zeros(12, np.int64), "tokens"),
+    ],
+)
+def test_pairs_are_counted_by_what_has_one_target(inputs: Any, targets: Any, unit: str) -> None:
+    pairs = [(inputs, np.asarray(targets))] * 40
+    dataset = adapt_dataset(
+        pairs,
+        collate=None,
+        eval_fraction=None,
+        num_classes=2,
+        refusal=ValueError,
+        description="pairs",
+    )
+    assert counted_in(dataset) == unit
+
+
+def test_plan_of_a_classifier_shows_samples_per_second() -> None:
+    layout = Planned(
+        *([], "single", {}, 0, 0, 0, "fits"),
+        tokens_per_s_per_device=8.0,
+        step_s=1.0,
+        mfu=None,
+        breakdown={},
+    )
+    for mfu, unit in ((None, "samples"), (0.4, "tokens")):
+        planned = dataclasses.replace(layout, mfu=mfu)
+        plan = Plan(workload=cast("Workload", None), searched=1, candidates=[planned])
+        headers = [column.header for column in build_plan_table(plan).columns]
+        assert f"{unit}/s/device" in headers
 
 
 def test_token_metric_names_are_unchanged() -> None:

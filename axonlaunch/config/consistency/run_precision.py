@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from axonlaunch.config.consistency.layout import estimate_device
-from axonlaunch.config.precision import (
-    FULL_PRECISION,
-    MIXED_PRECISION,
-    NUMBER_FORMATS,
-    PRECISIONS,
-    Precision,
-)
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision, automatic_precision
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.plain import with_values
 
@@ -33,9 +27,8 @@ def with_precision(config: RunConfig, *, has_bf16: bool | None = None) -> RunCon
         hardware, device = config.hardware, config.launch.device
         on_gpu = estimate_device(config) == "gpu" if device == "auto" else device == "cuda"
         has_bf16 = on_gpu and (hardware is None or hardware.bf16_tflops is not None)
-    is_mixed = has_bf16 or NUMBER_FORMATS[config.train.param_dtype].is_low
-    precision = MIXED_PRECISION if is_mixed else FULL_PRECISION
-    return with_values(config, {"train.precision": precision.name})
+    has_bf16 = has_bf16 or NUMBER_FORMATS[config.train.param_dtype].is_low
+    return with_values(config, {"train.precision": automatic_precision(has_bf16=has_bf16)})
 
 
 def precision_of(config: RunConfig) -> Precision:

@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
-from axonlaunch.config.precision import FULL_PRECISION, MIXED_PRECISION
+from axonlaunch.config.optimization.optimizer import (
+    OPTIMIZERS,
+    AdamWConfig,
+    FreeOptimizerConfig,
+)
+from axonlaunch.config.optimization.schedules import CosineConfig
+from axonlaunch.config.precision import automatic_precision
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.registry import EntryPointError, UnknownNameError
 from axonlaunch.config.values.plain import flatten
@@ -86,7 +91,8 @@ def training_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     trained = what_is_trained(tree)
     if trained is None:
         return {}
-    optimizer, scheduler = _name(tree, "optimizer"), _name(tree, "scheduler")
+    optimizer = _name(tree.get("optimizer"), AdamWConfig.name)
+    scheduler = _name(tree.get("scheduler"), CosineConfig.name)
     chosen: dict[str, Any] = {}
     if (rate := _learning_rates(optimizer).get(trained)) is not None:
         chosen["optimizer.lr"] = rate
@@ -111,8 +117,7 @@ def note_on_defaults(tree: Mapping[str, Any]) -> str:
         reason = ""
         if key == "train.precision":
             on_cpu = values["launch.device"] == "cpu"
-            value = (FULL_PRECISION if on_cpu else MIXED_PRECISION).name
-            reason = " (on a CPU)" if on_cpu else ""
+            value, reason = automatic_precision(has_bf16=not on_cpu), " (on a CPU)" * on_cpu
         if plain(values[key]) == plain(value):
             shown.append(f"{key}={plain(value)}{reason}")
     if trained is None or not shown:
@@ -122,9 +127,8 @@ def note_on_defaults(tree: Mapping[str, Any]) -> str:
     return f"{first}, the default for {TRAINED_NAMES[trained]}{also}"
 
 
-def _name(tree: Mapping[str, Any], group: str) -> str:
-    section = tree.get(group)
-    return str(section.get("name")) if isinstance(section, Mapping) else ""
+def _name(group: Any, default: str) -> str:
+    return str(group.get("name", default)) if isinstance(group, Mapping) else default
 
 
 def _learning_rates(optimizer: str) -> Mapping[Trained, float]:

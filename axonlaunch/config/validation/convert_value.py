@@ -36,8 +36,11 @@ def convert(value: Any, hint: Any) -> Any:
         return _literal(value, get_args(hint))
     if origin is list:
         [item_hint] = get_args(hint)
-        is_one = item_hint is str and isinstance(value, str)
-        return [convert(item, item_hint) for item in ([value] if is_one else _items(value))]
+        if item_hint is not str:
+            return [convert(item, item_hint) for item in _items(value)]
+        if isinstance(value, str):
+            return [value] if value else []
+        return [convert(item, str) for item in _items(value, "text, or a list")]
     if origin is tuple:
         return _tuple(value, get_args(hint))
     if origin is dict:
@@ -101,10 +104,10 @@ def _union(value: Any, options: tuple[Any, ...]) -> Any:
     raise Rejected("expected " + " or ".join(wanted))
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: Any, expected: str = "a list") -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
-    raise Rejected("expected a list, as in [a,b]")
+    raise Rejected(f"expected {expected}, as in [a,b]")
 
 
 def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -265,7 +265,7 @@ class PairsDataset(UserDataset):
         self._float_targets = targets.shape if _is_float(targets) else None
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
-        self._counted = _counted_unit(self.kind, inputs.shape, targets.shape)
+        self._counted = _unit_of_targets(self.kind, inputs.shape, targets.shape)
         has_classes = self._float_targets is None
         self.num_classes = _num_classes(pairs, num_classes, refusal) if has_classes else 0
         self.num_eval_samples = self._pairs.num_eval_samples
@@ -483,7 +483,7 @@ def _is_pair(item: Any) -> bool:
     return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
 
 
-def _counted_unit(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
+def _unit_of_targets(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
     """Return what the targets of samples with these shapes belong to.
 
     Inputs [C, H, W] are images even if their elements are integers.

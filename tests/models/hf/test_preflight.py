@@ -52,6 +52,27 @@ def test_unsupported_hf_settings_are_refused(overrides: list[str], reported: str
     assert refusal(*overrides_of("llama"), *overrides).startswith(reported)
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("llama", "shorten it, or set model.config={max_position_embeddings: 200}"),
+        ("gpt2", "shorten it, because its weights have a row for each position"),
+        ("opt", "shorten it, because its weights have a row for each position"),
+    ],
+)
+def test_rows_longer_than_pretrained_positions_name_the_remedy(
+    kind: str, remedy: str, tmp_path: Path
+) -> None:
+    save(kind, tmp_path)
+    rows = ["model=hf", f"model.path={tmp_path}", "data=synthetic_tokens"]
+    rows += ["data.sequence_length=200"]
+    assert refusal(*rows).endswith(
+        f"longer than model.config.max_position_embeddings=128; {remedy}"
+    )
+    if kind == "llama":
+        run_config([*rows, "model.config={max_position_embeddings: 200}"])
+
+
 def test_sizes_that_fail_in_forward_are_refused() -> None:
     error = refusal(*overrides_of("qwen3", num_key_value_heads=3))
     assert error.startswith("model.config: its forward fails with RuntimeError: ")
