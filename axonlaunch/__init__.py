@@ -214,6 +214,10 @@ if TYPE_CHECKING:
         register_model as register_model,
     )
     from axonlaunch.models.specs.custom_loss import register_loss as register_loss
+    from axonlaunch.models.specs.metrics import register_metric as register_metric
+    from axonlaunch.training.callbacks import Callback as Callback
+    from axonlaunch.training.callbacks import RunState as RunState
+    from axonlaunch.training.callbacks import register_callback as register_callback
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
@@ -280,6 +284,8 @@ _NAMES_BY_MODULE = {
         "GradientSynchronizer",
     ),
     "axonlaunch.engines.optimizer.registry": ("register_optimizer", "register_scheduler"),
+    "axonlaunch.models.specs.metrics": ("register_metric",),
+    "axonlaunch.training.callbacks": ("Callback", "RunState", "register_callback"),
     "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
     "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),

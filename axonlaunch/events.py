@@ -149,6 +149,7 @@ class Evaluated:
     Attributes:
         perplexity: Perplexity of tokens; None for classes.
         sources: Loss on each source of a mix, by name.
+        metrics: Value of each metric, by name.
     """
 
     step: int
@@ -157,6 +158,7 @@ class Evaluated:
     unigram_entropy: float | None
     perplexity: float | None = None
     sources: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def perplexity_of(loss: float) -> float:
@@ -193,6 +195,7 @@ class Finished:
     """The end of a run, after its last step or an interruption.
 
     On a CPU, the peak is the memory of tensors in the second step; None if it was not measured.
+    ``metrics`` has the values of the last evaluation's metrics by name.
     """
 
     step: int
@@ -201,6 +204,7 @@ class Finished:
     eval_loss: float | None
     tokens_per_s: float | None
     peak_memory_bytes: int | None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def merge_finished(finished: Sequence[Finished]) -> Finished:

@@ -20,6 +20,7 @@ from axonlaunch.config.options.losses import LOSSES
 from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
 from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.options.training_hooks import CALLBACKS, EVALUATION_METRICS
 from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionSetting, StoredFormatName
 from axonlaunch.config.registry import Registry
 
@@ -272,8 +273,12 @@ class TrainConfig:
     eval_at_start: bool = False
     """evaluate before the first step too"""
     early_stop: int | None = field(default=None, metadata={"min": 1})
-    """number of successive evaluations without a lower loss after which training ends; null: no
-    early stop
+    """number of successive evaluations without a better value of best_metric after which training
+    ends; null: no early stop
+    """
+    best_metric: str = "loss"
+    """value of evaluations by which early_stop and checkpoint.keep_best compare them: loss, or the
+    name of one of the metrics, which is lower or higher the better it is
     """
 
     @property
@@ -329,8 +334,8 @@ class CheckpointConfig:
     keep_every_n_steps: int = field(default=0, metadata={"min": 0})
     """also keep checkpoints of steps that are multiples of this number; 0: none"""
     keep_best: int = field(default=0, metadata={"min": 0})
-    """also keep this number of checkpoints with the lowest evaluation loss, among those saved at an
-    evaluated step
+    """also keep this number of checkpoints with the best evaluations by train.best_metric, among
+    those saved at an evaluated step
     """
     async_save: bool = False
     """write checkpoints during training, from a copy in host memory"""
@@ -376,7 +381,7 @@ class RunConfig:
     global sample index)
     """
     plugins: list[str] = field(default_factory=list)
-    """modules to import first, to register models, datasets, optimizers, loggers and launchers"""
+    """modules to import first, to register models, datasets, optimizers, metrics, loggers, ..."""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     adapter: LoraConfig | None = None
@@ -398,6 +403,23 @@ class RunConfig:
     )
     """loggers that receive the metrics in addition to metrics.jsonl: [tensorboard, {name: wandb,
     project: mine}]; a user-defined one: [{target: package.module:Class, arguments: {}}]
+    """
+    metrics: list[Named] = field(
+        default_factory=list,
+        metadata={
+            "each": EVALUATION_METRICS,
+            "allowed": "list of metrics, each a name or its keys",
+        },
+    )
+    """metrics of evaluations in addition to the loss: [accuracy, {name: top_k, arguments: {k: 5}}];
+    a user-defined one: [{target: package.module:function}]; empty: accuracy for classifiers
+    """
+    callbacks: list[Named] = field(
+        default_factory=list,
+        metadata={"each": CALLBACKS, "allowed": "list of callbacks, each a name or its keys"},
+    )
+    """user code that the training loop calls at its start and end and after steps, evaluations and
+    saves: [mine, {target: package.module:Class, arguments: {}}]
     """
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={"variants": LAUNCHERS})
@@ -443,6 +465,8 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
 REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
     "loggers": LOGGERS,
+    "metrics": EVALUATION_METRICS,
+    "callbacks": CALLBACKS,
     "strategy.data_parallel": DATA_PARALLEL,
     "train.loss": LOSSES,
 }

@@ -82,7 +82,7 @@ class Engine(Protocol):
         """Yield this rank's optimizer states, allocating those that do not exist yet."""
 
     def evaluate(self, batch: AnyBatch) -> Tensor:
-        """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
+        """Return the loss sum, the counted targets and metric sums of this rank's batch, fp64."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs. Every rank of the world must call it with the same inputs."""

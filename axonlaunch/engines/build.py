@@ -68,6 +68,7 @@ from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, 
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -174,7 +175,13 @@ def build_engine(
         counts = stage_blocks(config, layout, model, sample=sample)
     _parallelize(plan, model)
     classes = divided_classes(model)
-    losses = losses_of(plan.spec, config.train, classes=classes, group=mesh.group("tp"))
+    losses = losses_of(
+        plan.spec,
+        config.train,
+        classes=classes,
+        group=mesh.group("tp"),
+        evaluates_logits=bool(config.metrics),
+    )
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
@@ -224,6 +231,7 @@ def build_engine(
             context=plan.context,
             input_multiple=length_multiple(config.strategy),
             loss_scale=LossScale(world.device) if needs_scale else None,
+            metrics=build_metrics(config),
             saves_frozen=config.saves_frozen,
         )
     )

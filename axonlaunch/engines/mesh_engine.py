@@ -17,7 +17,8 @@ from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
@@ -29,8 +30,11 @@ from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.outputs.losses import Losses
+from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
+from axonlaunch.models.specs.metrics import Metric
+from axonlaunch.models.specs.spec import ModelOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,7 @@ class EngineParts:
         context: The ranks that share sequences; None if sequences are not sharded.
         input_multiple: Number that must divide the length of a sequence.
         loss_scale: Loss scale of fp16; None with other precisions.
+        metrics: Metrics of evaluations.
         saves_frozen: Whether ``state_dict`` includes frozen parameters.
     """
 
@@ -101,6 +106,7 @@ class EngineParts:
     context: ContextAxis | None = None
     input_multiple: int = 1
     loss_scale: LossScale | None = None
+    metrics: Sequence[Metric] = ()
     saves_frozen: bool = True
 
 
@@ -210,19 +216,51 @@ class MeshEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: AnyBatch) -> Tensor:
-        """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
+        """Return the loss sum, the counted targets and metric sums of this rank's batch, fp64.
 
-        If several ranks compute the same samples, only one returns the sums, the others zeros. The
-        result is on the device and is not waited for.
+        The sums of all metrics follow one another. If several ranks compute the same samples, only
+        one returns the sums, the others zeros. The result is on the device and is not waited for.
+
+        Raises:
+            ConfigError: A metric does not return a tensor of its sums.
         """
+        parts = self._parts
         self._agree_on_buffers()
-        batch = self._local_part(batch)
-        with evaluating(self.modules):
-            losses = self._parts.passes.losses(batch, loss=self._parts.losses.evaluation_sum)
+        local = self._local_part(batch)
+        complete: Iterator[MicroBatch] = batch.micro_batches(parts.layout.micro_batch_size)
+
+        def measure(outputs: Any, micro_batch: Any) -> Tensor:
+            loss = parts.losses.evaluation_sum(outputs, micro_batch).double().reshape(1)
+            if not parts.metrics:
+                return loss
+            is_complete = isinstance(micro_batch, CollatedSamples)
+            full = micro_batch if is_complete else next(complete)
+            return torch.cat([loss, self._metric_sums(outputs, full)])
+
+        with evaluating(self.modules), parts.losses.evaluating():
+            measured = parts.passes.losses(local, loss=measure)
         if not self._reports_loss:
-            return torch.zeros(2, dtype=torch.float64, device=self._parts.world.device)
-        total = torch.stack([loss.double() for loss in losses]).sum()
-        return torch.stack([total, push_to(self._count(batch).double(), total.device)])
+            num_sums = 2 + sum(metric.num_sums for metric in parts.metrics)
+            return torch.zeros(num_sums, dtype=torch.float64, device=parts.world.device)
+        sums = torch.stack(measured).sum(0)
+        counted = push_to(self._count(local).double(), sums.device).reshape(1)
+        return torch.cat([sums[:1], counted, sums[1:]])
+
+    def _metric_sums(self, outputs: Any, batch: MicroBatch) -> Tensor:
+        """Return the sums of the metrics of a complete micro-batch; zeros if another rank has them.
+
+        Args:
+            outputs: This rank's part of the outputs.
+            batch: Complete micro-batch.
+        """
+        parts, context = self._parts, self._parts.context
+        if isinstance(outputs, ModelOutputs):
+            outputs = outputs.logits
+        outputs = parts.losses.gather_outputs(outputs)
+        if context is not None:
+            outputs = context.join(outputs)
+        sums = metric_sums(parts.metrics, outputs, batch, device=parts.world.device)
+        return sums if context is None or context.is_first else torch.zeros_like(sums)
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:

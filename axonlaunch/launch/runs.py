@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
@@ -181,10 +182,13 @@ def print_comparison(runs: Sequence[Run], results: Sequence[RunResult]) -> None:
         results: Results of the runs that were launched, in the same order.
     """
     if len(runs) > 1 and runs[0].is_on_this_node:
+        best = runs[0].config.train.best_metric
         sweep.print_sweep_table(
             sweep.varied_overrides([run.overrides for run in runs]),
             [result.summary for result in results if result.summary is not None],
             stream=stream_of(runs[0].options),
+            metric=best,
+            is_highest=is_best_highest(runs[0].config.metrics, best),
         )
 
 

@@ -24,6 +24,7 @@ from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.loggers import CustomLoggerConfig
+from axonlaunch.config.options.training_hooks import CustomCallbackConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
@@ -66,7 +67,9 @@ from axonlaunch.preflight.devices import (
 from axonlaunch.preflight.model_outputs import (
     head_problems,
     loss_term_problems,
+    metric_problems,
     output_problems,
+    with_accuracy,
 )
 from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems, rate_problems
@@ -150,6 +153,8 @@ def _resolve(
         config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
         problems = find_rule_violations(config)  # again, because the number of steps is now known
         problems += epochs_problems(config, epochs=epochs)
+        config = with_accuracy(config, dataset)
+        problems += metric_problems(config, dataset)
         problems += rate_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -178,7 +183,7 @@ def _examine(
     problems = find_rule_violations(config)
     if devices is not None:
         problems += device_problems(config, devices)
-        problems += _custom_loggers(config)
+        problems += _custom_parts(config)
         problems += source.device_problems(config.launch.device)
         if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
             problems += push_problems(config.checkpoint.push)
@@ -249,14 +254,15 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     return []
 
 
-def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Import custom loggers. They are built later, on the main rank."""
-    for number, logger in enumerate(config.loggers):
-        if isinstance(logger, CustomLoggerConfig):
-            try:
-                import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
-            except ConfigError as error:
-                yield from error.problems
+def _custom_parts(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Import custom loggers and callbacks. They are built later, in ranks."""
+    for key, parts in {"loggers": config.loggers, "callbacks": config.callbacks}.items():
+        for number, part in enumerate(parts):
+            if isinstance(part, CustomLoggerConfig | CustomCallbackConfig):
+                try:
+                    import_callable(f"{key}[{number}].target", part.target, part.arguments)
+                except ConfigError as error:
+                    yield from error.problems
 
 
 def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:

@@ -14,24 +14,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from axonlaunch.config import ConfigIssue
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.options.training_hooks import AccuracyConfig, metric_name
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.dataset import Batch, Dataset, sample_inputs
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsUsedError
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import UNTRACEABLE
 
 _SAMPLES = 2
 """Samples in the micro-batch. Batch normalization does not accept a single sample."""
+_TRIAL_OUTPUTS = 1 << 22
+"""Largest number of random outputs with which metrics are tried."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,69 @@ def loss_term_problems(train: TrainConfig, spec: ModelSpec) -> Iterator[ConfigIs
     for key in ("label_smoothing", "z_loss") if reason else ():
         if value := getattr(train, key):
             yield ConfigIssue(f"train.{key}", f"{reason}; use 0", value)
+
+
+def with_accuracy(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Return a configuration with the accuracy as its metric if the model is a classifier."""
+    has_classes = dataset.kind == "images" and dataset.info.float_targets is None
+    is_classifier = has_classes and config.train.loss is None
+    if config.metrics or not is_classifier or spec_for(config).loss is not cross_entropy_sum:
+        return config
+    return with_values(config, {"metrics": [AccuracyConfig()]})
+
+
+def metric_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Yield problems of metrics; those of users are tried with random outputs for two samples.
+
+    Args:
+        config: Configuration of the run, with the metrics of classifiers.
+        dataset: Dataset of the run. Structured samples and custom losses are not tried, because the
+            outputs of their models are unknown.
+    """
+    names = [metric_name(metric) for metric in config.metrics]
+    for number, name in enumerate(names):
+        if name in names[:number] or name == "loss":
+            message = f"{name} is listed twice" if name != "loss" else "loss is always reported"
+            yield ConfigIssue(f"metrics[{number}]", f"{message}; remove it", name)
+    best = config.train.best_metric
+    if best not in ("loss", *names):
+        known = one_of(["loss", *names])
+        message = f"no metric of the run has this name; use {known}, or add it to metrics"
+        yield ConfigIssue("train.best_metric", message, best)
+    try:
+        metrics = build_metrics(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if all(metric.name == AccuracyConfig.name for metric in config.metrics):
+        return
+    batch = _trial_batch(config, dataset)
+    if batch is None:
+        return
+    outputs = torch.rand(*batch["targets"].shape, max(1, dataset.num_classes))
+    for metric in metrics:
+        try:
+            metric.compute(metric.sums(outputs, batch).tolist())
+        except ConfigError as error:
+            yield from error.problems
+        except Exception as error:  # user code may fail in any way
+            yield ConfigIssue.of_failure(metric.key, "computing it", error, metric.name)
+
+
+def _trial_batch(config: RunConfig, dataset: Dataset) -> dict[str, Tensor] | None:
+    """Return two training samples, shortened if their outputs would be large; None if unknown."""
+    if dataset.kind == "structured" or config.train.loss is not None or not dataset.num_samples:
+        return None
+    try:
+        batch = dataset.samples(np.arange(min(_SAMPLES, dataset.num_samples)), split="train")
+    except Exception:  # user code may fail in any way; the rank names the sample
+        return None
+    if not isinstance(batch, Batch) or batch.targets.is_floating_point():
+        return None
+    if dataset.kind == "tokens":
+        length = max(1, _TRIAL_OUTPUTS // (_SAMPLES * max(1, dataset.num_classes)))
+        batch = batch.map(lambda tensor: tensor[:, :length])
+    return batch.full
 
 
 def head_problems(

@@ -9,7 +9,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.process.arithmetic import configure_arithmetic
 
 __all__ = ["Engine", "engine_with_weights"]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,8 @@ from axonlaunch.events import (
     StepLogged,
     perplexity_of,
 )
+from axonlaunch.models.specs.metrics import Metric
+from axonlaunch.training.callbacks import Callbacks, Moment
 from axonlaunch.training.ending.early_stop import EvaluationHistory
 from axonlaunch.training.ending.nonfinite import (
     raise_if_nonfinite,
@@ -39,11 +44,11 @@ from axonlaunch.training.ending.nonfinite import (
     raise_if_scale_is_exhausted,
 )
 from axonlaunch.training.ending.stop_vote import StopVote
-from axonlaunch.training.garbage import GarbageCollection
 from axonlaunch.training.measuring.device_use import DeviceUse
 from axonlaunch.training.measuring.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
+from axonlaunch.training.process.garbage import GarbageCollection
 
 
 @dataclass
@@ -52,6 +57,8 @@ class _Progress:
 
     loss: float | None = None
     eval_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: Path | None = None
     evaluated_at: int | None = None
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
     tokens_seen: torch.Tensor | int | None = 0
@@ -116,6 +123,8 @@ class LoopParts:
         saver: Saves checkpoints at its interval; None saves none.
         resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
         blocks: Blocks of the model on this rank, whose times are compared across ranks with GPUs.
+        metrics: Metrics of evaluations, in the order in which the engine returns their sums.
+        callbacks: Callbacks of the user.
     """
 
     engine: Engine
@@ -130,6 +139,14 @@ class LoopParts:
     saver: Saver | None = None
     resumed: Checkpoint | None = None
     blocks: Sequence[nn.Module] = ()
+    metrics: Sequence[Metric] = ()
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether a higher value of ``train.best_metric`` is better."""
+        named = {metric.name: metric.higher_is_better for metric in self.metrics}
+        return named.get(self.config.best_metric, False)
 
 
 def fit(parts: LoopParts) -> Finished:
@@ -148,7 +165,9 @@ def fit(parts: LoopParts) -> Finished:
         closing(Stragglers(parts.world, blocks=parts.blocks)) as stragglers,
         GarbageCollection(config.gc_every) as collection,
     ):
-        loop = _Loop(parts, batches, stragglers, StopVote(parts.world), _progress(resumed))
+        votes = StopVote(parts.world), StopVote(parts.world)
+        loop = _Loop(parts, batches, stragglers, *votes, _progress(parts))
+        loop.call_back("start")
         is_over = loop.is_exhausted or engine.step >= config.num_steps
         if config.eval_at_start and config.eval_batches and not engine.step:
             loop.evaluate()
@@ -156,6 +175,7 @@ def fit(parts: LoopParts) -> Finished:
         parts.profiler.finish()
         if is_over and config.eval_batches:  # the earlier run was stopped before this evaluation
             loop.evaluate()
+        loop.call_back("end")
     progress = loop.progress
     done = Finished(
         step=engine.step,
@@ -164,6 +184,7 @@ def fit(parts: LoopParts) -> Finished:
         eval_loss=progress.eval_loss,
         tokens_per_s=progress.tokens / progress.seconds if progress.seconds else None,
         peak_memory_bytes=parts.peak_memory.peak_bytes(),
+        metrics=progress.metrics,
     )
     parts.monitor.report(done)
     parts.monitor.report_phase("done", step=engine.step)
@@ -185,9 +206,14 @@ def _do_steps(loop: _Loop, collection: GarbageCollection) -> bool:
         is_saved = saver is not None and (last or loop.is_due(saver.every, step))
         is_logged = last or step % config.steps_per_log == 0 or not loop.progress.started
         interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
-        if config.eval_batches and (last or loop.is_due(config.eval_every, step)):
+        loop.call_back("step")
+        if loop.is_end_requested() and not last:
+            stopped = True
+            reason = loop.parts.callbacks.first_reason()
+            loop.parts.monitor.report(Noted(f"{reason}; training ends after step {step}"))
+        if config.eval_batches and (last or stopped or loop.is_due(config.eval_every, step)):
             loop.evaluate()
-            if loop.is_exhausted and not last:
+            if loop.is_exhausted and not last and not stopped:
                 stopped = True
                 loop.parts.monitor.report(_early_stop_note(loop.progress.evaluations, config))
         if saver is not None:
@@ -206,6 +232,7 @@ class _Loop:
         batches: This rank's part of each global batch, from the next step on.
         stragglers: Compares the times of the ranks.
         vote: Agreement of the ranks on whether to stop.
+        end_vote: Agreement of the ranks on whether callbacks end training.
         progress: Accumulated values of the run.
     """
 
@@ -213,11 +240,12 @@ class _Loop:
     batches: Iterator[AnyBatch]
     stragglers: Stragglers
     vote: StopVote
+    end_vote: StopVote
     progress: _Progress
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the evaluation loss has not improved for ``train.early_stop`` evaluations."""
+        """Whether ``train.best_metric`` has not improved for ``train.early_stop`` evaluations."""
         return self.progress.evaluations.is_exhausted(self.parts.config.early_stop)
 
     def is_due(self, interval: StepInterval, step: int) -> bool:
@@ -226,26 +254,15 @@ class _Loop:
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
         """Train one step; return whether a rank requested a stop."""
-        parts, engine, progress = self.parts, self.parts.engine, self.progress
-        # fp16 skips updates with gradients that are not finite, and halves its scale.
-        is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
+        parts, progress = self.parts, self.progress
         began = time.perf_counter()
         with parts.profiler.step(step):
             progress.exclude_since(began)
             self.vote.cast(stop=parts.monitor.stop())
-            rate = engine.learning_rate()
-            batch = self._read()
-            self._begin("stepping")
-            with parts.peak_memory.step(engine):
-                loss, tokens = (parts.tracer or engine).backward(batch)
-                norm = None
-                if is_saved or (is_logged and not is_scaled):
-                    norm = raise_if_nonfinite(
-                        engine, loss, world=parts.world, checks_gradients=not is_scaled
-                    )
-                result = StepResult(loss, tokens, *engine.update(known_norm=norm))
-                if is_scaled and (is_logged or is_saved):
-                    raise_if_scale_is_exhausted(engine)
+            if parts.callbacks:
+                self.end_vote.cast(stop=bool(parts.callbacks.reasons))
+            rate = parts.engine.learning_rate()
+            result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
             progress.add(result)
             if is_logged:
                 self._log(result, step=step, rate=rate)
@@ -256,13 +273,37 @@ class _Loop:
         progress.exclude_since(ended)
         return interrupted
 
+    def is_end_requested(self) -> bool:
+        """Return whether a callback on any rank ends training; call once after a step."""
+        return bool(self.parts.callbacks) and self.end_vote.anyone()
+
+    def call_back(self, moment: Moment) -> None:
+        """Call the callbacks of the user with the state of the run."""
+        parts, progress = self.parts, self.progress
+        if not parts.callbacks:
+            return
+        step = parts.engine.step
+        parts.callbacks.call(
+            moment,
+            step=step,
+            steps=parts.config.num_steps,
+            epoch=float(self._epochs(step)) if parts.loader.dataset.num_samples else None,
+            loss=progress.loss,
+            eval_loss=progress.eval_loss,
+            metrics=MappingProxyType(progress.metrics),
+            checkpoint=progress.checkpoint,
+        )
+
     def evaluate(self) -> None:
-        """Report the loss on the held-out data, in total and for each of its parts."""
+        """Report the loss on the held-out data, in total and for each of its parts, and metrics."""
         started = time.perf_counter()
         loader, engine, world = self.parts.loader, self.parts.engine, self.parts.world
         dataset = loader.dataset
         held_out, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
-        sums = torch.zeros(max(1, len(held_out)), 2, dtype=torch.float64, device=world.device)
+        num_sums = 2 + sum(metric.num_sums for metric in self.parts.metrics)
+        sums = torch.zeros(
+            max(1, len(held_out)), num_sums, dtype=torch.float64, device=world.device
+        )
         for number, part in enumerate([*held_out.values()] or [None]):
             for batch in loader.eval_batches(self.parts.config.eval_batches, part=part):
                 self._begin("evaluating")
@@ -271,11 +312,16 @@ class _Loop:
             dist.all_reduce(sums)
         sums = sums.cpu()
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
-        total, count = sums.sum(0)
-        loss = float(total / count.clamp(min=1))
-        self.progress.eval_loss, self.progress.evaluated_at = loss, engine.step
-        self.progress.evaluations.add(loss)
-        self.progress.exclude_since(started)
+        total, count, *metric_sums = sums.sum(0).tolist()
+        loss = total / max(1.0, count)
+        values = iter(metric_sums)
+        metrics = {
+            metric.name: metric.compute([*itertools.islice(values, metric.num_sums)])
+            for metric in self.parts.metrics
+        }
+        progress = self.progress
+        progress.eval_loss, progress.metrics, progress.evaluated_at = loss, metrics, engine.step
+        progress.evaluations.add({"loss": loss, **metrics}[self.parts.config.best_metric])
         self.parts.monitor.report(
             Evaluated(
                 engine.step,
@@ -284,8 +330,11 @@ class _Loop:
                 None if entropy is None else entropy(),
                 perplexity_of(loss) if counted_in(dataset) == "tokens" else None,
                 dict(zip(held_out, means, strict=False)),
+                metrics,
             )
         )
+        self.call_back("evaluation")
+        progress.exclude_since(started)
 
     def save(self, saver: Saver, *, ends_early: bool, is_due: bool, ends: bool) -> None:
         """Save a checkpoint if it is due or training ends, and report completed saves.
@@ -311,13 +360,17 @@ class _Loop:
                 samples=engine.step * parts.config.global_batch_size,
                 loss=progress.loss,
                 eval_loss=progress.eval_loss if is_evaluated else None,
+                metrics=progress.metrics if is_evaluated else {},
                 tokens=None if progress.tokens_seen is None else int(progress.tokens_seen),
-                best_eval_loss=progress.evaluations.best,
+                best_metric=parts.config.best_metric,
+                best_value=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,
                 data=parts.loader.state(engine.step),
             )
         for save in [*saved, *(saver.close() if ends else saver.take_completed())]:
             parts.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
+            self.progress.checkpoint = save.path
+            self.call_back("save")
         self.progress.exclude_since(started)
 
     def _begin(self, phase: str) -> None:
@@ -330,6 +383,23 @@ class _Loop:
         batch = next(self.batches)
         self.progress.waited += time.perf_counter() - began
         return batch
+
+    def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
+        parts, engine = self.parts, self.parts.engine
+        self._begin("stepping")
+        with parts.peak_memory.step(engine):
+            loss, tokens = (parts.tracer or engine).backward(batch)
+            # fp16 skips updates with gradients that are not finite, and halves its scale.
+            is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
+            norm = None
+            if is_saved or (is_logged and not is_scaled):
+                norm = raise_if_nonfinite(
+                    engine, loss, world=parts.world, checks_gradients=not is_scaled
+                )
+            result = StepResult(loss, tokens, *engine.update(known_norm=norm))
+            if is_scaled and (is_logged or is_saved):
+                raise_if_scale_is_exhausted(engine)
+            return result
 
     def _epochs(self, step: int) -> Fraction:
         """Return the number of passes over data of known length."""
@@ -368,16 +438,19 @@ class _Loop:
             parts.monitor.report(times)
 
 
-def _progress(resumed: Checkpoint | None) -> _Progress:
+def _progress(parts: LoopParts) -> _Progress:
     """Return the values at the start of a run, or those in the resumed checkpoint."""
+    history, resumed = EvaluationHistory(higher_is_better=parts.is_higher_better), parts.resumed
     if resumed is None:
-        return _Progress()
-    history = EvaluationHistory(resumed.best_eval_loss, resumed.evaluations_since)
+        return _Progress(evaluations=history)
+    if resumed.best_metric == parts.config.best_metric:  # values of another one do not compare
+        history.best, history.since = resumed.best_value, resumed.evaluations_since
     return _Progress(loss=resumed.loss, evaluations=history, tokens_seen=resumed.tokens)
 
 
 def _early_stop_note(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
+    better = "higher" if evaluations.higher_is_better else "lower"
     return Noted(
         f"train.early_stop={config.early_stop}: training ends, because {evaluations.since} "
-        f"evaluations found no lower loss than {evaluations.best:.4f}"
+        f"evaluations found no {better} {config.best_metric} than {evaluations.best:.4f}"
     )

@@ -26,6 +26,7 @@ from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.optimization.training_defaults import note_on_defaults
+from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
@@ -44,14 +45,16 @@ from axonlaunch.events import (
 )
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.system import gpus
 from axonlaunch.system.text.units import Counted
-from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
+from axonlaunch.training.callbacks import build_callbacks
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.measuring.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
+from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import LoopParts, fit
 
@@ -124,6 +127,8 @@ def run(
         saver=_saver(config, engine, loader, world, resumed=resumed, monitor=monitor),
         resumed=resumed.checkpoint,
         blocks=[block for module in engine.modules for block in blocks_of(module).values()],
+        metrics=build_metrics(config),
+        callbacks=build_callbacks(config, world),
     )
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
@@ -228,6 +233,8 @@ def _saver(
             every=config.checkpoint.keep_every_n_steps,
             steps=tuple(every) if isinstance(every := config.checkpoint.every, list) else (),
             best=config.checkpoint.keep_best,
+            metric=config.train.best_metric,
+            higher_is_better=is_best_highest(config.metrics, config.train.best_metric),
         ),
         every=config.checkpoint.every,
         layout=str(Layout.of(config, world_size=world.world_size)),

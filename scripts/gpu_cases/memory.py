@@ -39,8 +39,8 @@ from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.system import gpus
-from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
 
 MIB = 2**20
 SNAPSHOTS = Path("gpu-memory")

@@ -60,8 +60,8 @@ from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
-from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.measuring.device_use import hardware_of, peak_flops
+from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
 
 STEPS, ROUNDS = 8, 3
 STEPS_OF_8B = 3  # each of a second or more

@@ -18,9 +18,9 @@ from axonlaunch.comm import World
 from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.doctor.gpus import link_report
 from axonlaunch.models.build import spec_for
-from axonlaunch.training.arithmetic import attention_kernels
 from axonlaunch.training.ending.stop_vote import StopVote
 from axonlaunch.training.measuring.device_use import DeviceUse
+from axonlaunch.training.process.arithmetic import attention_kernels
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU here", allow_module_level=True)

@@ -23,14 +23,8 @@ from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parents[1] / "plugin_package"
-CHOSEN = [
-    "model=tiny",
-    "data=squares",
-    "optimizer=signum",
-    "scheduler=inverse_root",
-    "loggers=[table]",
-    "launch=noted",
-]
+CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "scheduler=inverse_root"]
+CHOSEN += ["metrics=[top_two]", "callbacks=[noting]", "loggers=[table]", "launch=noted"]
 OVERRIDES = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
 OVERRIDES += ["train.steps=4", "train.eval_batches=1"]
 PARAMETERS = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64
@@ -113,6 +107,9 @@ def test_plugin_package_works_with_every_command(command: Environment) -> None:
         ("data", "squares"),
         ("losses", "smoothed"),
         ("optimizers", "signum"),
+        ("schedulers", "inverse_root"),
+        ("metrics", "top_two"),
+        ("callbacks", "noting"),
         ("loggers", "table"),
         ("loggers", "broken"),
         ("launchers", "noted"),
@@ -162,6 +159,9 @@ def test_plugin_package_works_with_every_command(command: Environment) -> None:
     assert [line.split()[0] for line in logged if " " in line] == ["1", "2", "3", "4", "5", "6"]
     assert logged.count("closed") == 2
     assert (command.folder / "launched.txt").read_text() == "run\nrun\n"
+    noted = (command.folder / "runs/run/noted.txt").read_text().splitlines()
+    assert [line.split()[0] for line in noted] == ["4", "6"]
+    assert "top_two" in noted[0]
 
 
 @pytest.mark.deferred

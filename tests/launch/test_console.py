@@ -71,6 +71,7 @@ def test_final_console_lines_equal_readme() -> None:
         "eval_loss": 1.9286,
         "tokens_per_s": 8500.0,
         "first_step_s": 3.3,
+        "metrics": {},
         "measured_peak_bytes": int(42.6 * 1024**2),
     }
     stream = io.StringIO()

@@ -9,11 +9,11 @@ import pytest
 from command import Command
 
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.launch import run_dir
+from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.launch.launcher import LaunchOptions
-from axonlaunch.launch.runs import Request, Runs
 from axonlaunch.system.storage.files import folder_lock
 
 OVERWRITE = "checkpoint.overwrite=true"
@@ -30,16 +30,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(*overrides: str, variables: dict[str, str] | None = None) -> tuple[RunConfig, list[str]]:
-    """Open the folder of a run as a command does; return its configuration and what was said."""
+    """Open the folder of a run as a command does; return its configuration and what it says of
+    earlier runs.
+    """
     identity = LaunchIdentity.detect(variables or {}, launcher="")
     options = LaunchOptions(
         context=multiprocessing.get_context("forkserver"), started=0.0, identity=identity
     )
     request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
-    [(_, config)] = Runs.load(request, ClusterEnvironment(), options).loaded
+    [run] = runs.load_runs(request, ClusterEnvironment(), options)
     said: list[str] = []
-    with run_dir.open_run_dir(config, announce=said.append, launched_by=identity.name) as opened:
-        return opened, said
+    by = identity.name
+    with run_dir.open_run_dir(run.config, announce=said.append, launched_by=by) as opened:
+        return opened, [line for line in said if "earlier run" in line]
 
 
 def test_overwritten_run_is_kept_under_name_with_number(folder: Path) -> None:

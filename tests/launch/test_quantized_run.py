@@ -6,22 +6,26 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import quantized_optimizer
 from command import Command
 
 RUN = [
     *("model.hidden_size=64", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"),
-    *("optimizer=custom", "optimizer.target=quantized_optimizer:Adam8bit"),
+    *("optimizer=custom", "optimizer.lr=1e-3", "scheduler=constant"),
     *("strategy=ddp", "launch.nproc=2", "launch.backend=mock", "estimate.background=false"),
     *("train.steps=4", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_last=3"),
 ]
 
 
-def test_a_run_with_an_8_bit_optimizer_resumes_to_the_same_losses(served: Command) -> None:
+@pytest.mark.parametrize("target", ["quantized_optimizer:Adam8bit", "bitsandbytes.optim:AdamW8bit"])
+def test_run_with_8_bit_optimizer_resumes_to_same_losses(target: str, served: Command) -> None:
+    pytest.importorskip(target.partition(".")[0].partition(":")[0])
     shutil.copy(quantized_optimizer.__file__, served.folder)
-    served("train", *RUN, "name=whole")
-    served("train", *RUN, "name=resumed", "checkpoint.resume=runs/whole/checkpoints/step_2")
+    run = [*RUN, f"optimizer.target={target}"]
+    served("train", *run, "name=whole")
+    served("train", *run, "name=resumed", "checkpoint.resume=runs/whole/checkpoints/step_2")
 
     def losses(name: str) -> dict[int, float]:
         lines = Path(served.folder, "runs", name, "metrics.jsonl").read_text().splitlines()

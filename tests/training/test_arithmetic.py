@@ -19,7 +19,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.events import Event, Monitor, StepLogged
 from axonlaunch.training import worker
-from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
+from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from axonlaunch.training.garbage import GarbageCollection
+from axonlaunch.training.process.garbage import GarbageCollection
 
 
 @pytest.fixture(autouse=True)

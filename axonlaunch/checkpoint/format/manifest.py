@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,9 @@ class Checkpoint:
         layout: Layout of the run that wrote it, in words.
         saved_at: Time of the save in seconds since 1970.
         tokens: Number of counted targets over all steps; None if unknown.
-        best_eval_loss: Lowest evaluation loss; None without an evaluation.
+        metrics: Metrics of the evaluation at this step, by name.
+        best_metric: Name of the metric, or loss, by which evaluations are compared.
+        best_value: Best value of it so far; None without an evaluation.
         evaluations_since: Number of evaluations after the best one.
         data: Position in data that can only be read in order; None if ``samples`` is the position.
         origin: Description of the source of the rows (``data.datasets.origin``); None if unknown.
@@ -83,7 +85,9 @@ class Checkpoint:
     layout: str = ""
     saved_at: float = 0.0
     tokens: int | None = None
-    best_eval_loss: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    best_metric: str = "loss"
+    best_value: float | None = None
     evaluations_since: int = 0
     data: dict[str, Any] | None = None
     origin: dict[str, Any] | None = None
@@ -171,9 +175,6 @@ def _checkpoint_of(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         TypeError: A value has the wrong type.
         KeyError: A value is missing.
     """
-    layout = content.get("layout", "")
-    if not isinstance(layout, str) or not layout.isprintable():
-        raise TypeError("layout")
     return Checkpoint(
         folder,
         step=_number(content["step"]),
@@ -181,15 +182,38 @@ def _checkpoint_of(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
         world_size=_number(content["world_size"], above=0),
         loss=_float(content["loss"]),
         eval_loss=_float(content.get("eval_loss")),
-        layout=layout,
+        layout=_text(content.get("layout", "")),
         saved_at=_float(content.get("saved_at", 0.0)) or 0.0,
         tokens=None if content.get("tokens") is None else _number(content["tokens"]),
-        best_eval_loss=_float(content.get("best_eval_loss")),
+        metrics=_metrics(content.get("metrics", {})),
+        best_metric=_text(content.get("best_metric", "loss")),
+        best_value=_float(content.get("best_value")),
         evaluations_since=_number(content.get("evaluations_since", 0)),
         data=_data(content.get("data")),
         origin=_origin(content.get("origin")),
         first_row_at=_number(content.get("first_row_at", 0)),
     )
+
+
+def _text(value: Any) -> str:
+    """Return a printable text.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, str) or not value.isprintable():
+        raise TypeError("text")
+    return value
+
+
+def _metrics(value: Any) -> dict[str, float | None]:
+    """Return the metrics of an evaluation.
+
+    Raises:
+        TypeError: A name or a value has the wrong type.
+        AttributeError: It is no mapping.
+    """
+    return {_text(name): _float(number) for name, number in value.items()}
 
 
 def _data(value: Any) -> dict[str, Any] | None:

@@ -54,13 +54,26 @@ class Retention:
         newest: Number of newest checkpoints to keep.
         every: Keep checkpoints whose step is a multiple of this; 0 disables the rule.
         steps: Keep the checkpoints of these steps.
-        best: Number of checkpoints with the lowest evaluation loss to keep.
+        best: Number of checkpoints with the best evaluations to keep.
+        metric: Name of the metric by which evaluations are compared; loss: the evaluation loss.
+        higher_is_better: Whether a higher value of the metric is better.
     """
 
     newest: int
     every: int = 0
     steps: tuple[int, ...] = ()
     best: int = 0
+    metric: str = "loss"
+    higher_is_better: bool = False
+
+    def badness(self, checkpoint: Checkpoint) -> float | None:
+        """Return a number that is lower the better a checkpoint is; None without an evaluation."""
+        value = checkpoint.eval_loss
+        if self.metric != "loss":
+            value = checkpoint.metrics.get(self.metric)
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if self.higher_is_better else value
 
 
 def path_of(run_dir: Path, *, step: int) -> Path:
@@ -265,9 +278,7 @@ def _delete_unless_read(folder: Path) -> None:
 def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
     """Return the checkpoints that are not kept; the argument is sorted by step."""
     evaluated = [
-        (c.eval_loss, -c.step, c)
-        for c in checkpoints
-        if c.eval_loss is not None and math.isfinite(c.eval_loss)
+        (badness, -c.step, c) for c in checkpoints if (badness := retention.badness(c)) is not None
     ]
     best = [c for *_, c in sorted(evaluated, key=lambda entry: entry[:2])[: retention.best]]
     return [

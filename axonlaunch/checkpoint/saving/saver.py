@@ -6,7 +6,7 @@ At most one save is in progress. A failed save ends the run, also if it began ea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,8 +129,10 @@ class Saver:
         samples: int,
         loss: float | None = None,
         eval_loss: float | None = None,
+        metrics: Mapping[str, float] | None = None,
         tokens: int | None = None,
-        best_eval_loss: float | None = None,
+        best_metric: str = "loss",
+        best_value: float | None = None,
         evaluations_since: int = 0,
         data: dict[str, Any] | None = None,
     ) -> list[Completed]:
@@ -144,8 +146,10 @@ class Saver:
             samples: Number of samples seen.
             loss: Training loss of the last step.
             eval_loss: Loss of the evaluation at this step; None without an evaluation.
+            metrics: Metrics of the evaluation at this step.
             tokens: Number of counted targets over all steps.
-            best_eval_loss: Lowest evaluation loss.
+            best_metric: Name of the metric, or loss, by which evaluations are compared.
+            best_value: Best value of it.
             evaluations_since: Number of evaluations after the best one.
             data: Position in data that can only be read in order.
 
@@ -171,7 +175,9 @@ class Saver:
             layout=self._layout,
             saved_at=time.time(),
             tokens=tokens,
-            best_eval_loss=best_eval_loss,
+            metrics=dict(metrics or {}),
+            best_metric=best_metric,
+            best_value=best_value,
             evaluations_since=evaluations_since,
             data=data,
             origin=self._origin(),

@@ -34,6 +34,8 @@ LISTS = {
     "optimizers": "optimizer",
     "schedulers": "scheduler",
     "launchers": "launch",
+    "metrics": "metrics",
+    "callbacks": "callbacks",
     "loggers": "loggers",
     "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
@@ -47,6 +49,8 @@ ALIASES = {group: name for name, group in LISTS.items()} | {
     "launcher": "launchers",
     "launches": "launchers",
     "logger": "loggers",
+    "metric": "metrics",
+    "callback": "callbacks",
     "loss": "losses",
     "schedules": "schedulers",
 }

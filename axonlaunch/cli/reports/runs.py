@@ -127,6 +127,7 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "steps": run.config.get("train.steps"),
         "loss": last.get("loss"),
         "eval_loss": evaluated.get("eval_loss"),
+        "metrics": {key: evaluated.get(key) for key in run.metrics},
         "counted": run.unit,
         f"{run.unit}_per_s": rate_in(last)[1],
         "cost": cost(run),

@@ -39,7 +39,11 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("status", [run.status for run in runs]),
         ("steps", [_last(run, "step") for run in runs]),
         ("loss", [_last(run, "loss") for run in runs]),
-        ("evaluation loss", [_last_evaluation(run) for run in runs]),
+        ("evaluation loss", [_last_evaluation(run, "eval_loss") for run in runs]),
+        *(
+            (metric_title(key), [_last_evaluation(run, key) for run in runs])
+            for key in dict.fromkeys(key for run in runs for key in run.metrics)
+        ),
         ("lowest loss", [_lowest(run) for run in runs]),
         *_rates(runs),
         ("time to first step (s)", [run.summary.get("first_step_s") for run in runs]),
@@ -86,8 +90,13 @@ def _last(run: RunRecord, key: str) -> Any:
     return run.steps[-1].get(key) if run.steps else None
 
 
-def _last_evaluation(run: RunRecord) -> Any:
-    return run.evaluations[-1].get("eval_loss") if run.evaluations else None
+def _last_evaluation(run: RunRecord, key: str) -> Any:
+    return run.evaluations[-1].get(key) if run.evaluations else None
+
+
+def metric_title(key: str) -> str:
+    """Return the name of a metric from its key in lines of evaluations."""
+    return key.removeprefix("eval_")
 
 
 def _lowest(run: RunRecord) -> float | None:

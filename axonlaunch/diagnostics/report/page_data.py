@@ -12,7 +12,13 @@ from typing import Any, get_args
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
-from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
+from axonlaunch.diagnostics.report.comparison import (
+    changed_settings,
+    metric_title,
+    rate_of,
+    results,
+    with_units,
+)
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.run_timeline import (
@@ -50,7 +56,10 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
         runs: One or more runs, drawn in the same charts.
     """
     return {
-        "curves": CURVES,
+        "curves": {
+            **CURVES,
+            **{key: metric_title(key) for run in runs for key in run.metrics},
+        },
         "counted": " or ".join(dict.fromkeys(run.unit for run in runs)),
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
@@ -77,6 +86,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("step", f"{last.get('step', 0):,} of {run.config.get('train.steps', '?')}"),
         ("loss", _short(last.get("loss"))),
         ("evaluation loss", _short(run.evaluations[-1]["eval_loss"]) if run.evaluations else None),
+        *((metric_title(key), _short(run.evaluations[-1].get(key))) for key in run.metrics),
         ("layout", started.get("layout")),
         ("ranks", started.get("world_size")),
         ("model", run.config.get("model.name")),
@@ -136,6 +146,8 @@ def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
             series[key] = _thinned(run.steps, key)
     if run.evaluations:
         series["eval_loss"] = _thinned(run.evaluations, "eval_loss")
+    for key in run.metrics:
+        series[key] = _thinned(run.evaluations, key)
     return series
 
 

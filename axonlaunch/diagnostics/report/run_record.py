@@ -89,6 +89,12 @@ class RunRecord:
         return next(iter(reversed(self.of_kind(_STARTED))), {})
 
     @property
+    def metrics(self) -> list[str]:
+        """Keys of the metrics in lines of evaluations, such as ``eval_accuracy``."""
+        keys = dict.fromkeys(key for line in self.evaluations for key in line)
+        return [key for key in keys if key.startswith("eval_") and key != "eval_loss"]
+
+    @property
     def unit(self) -> Counted:
         """What the loss counts (tokens, images, samples or targets), as in ``metrics.jsonl``."""
         counted = self.started.get("counted")

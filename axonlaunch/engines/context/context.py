@@ -40,6 +40,11 @@ class ContextAxis:
         self._group = group
         self._parts: dict[int, Tensor] = {}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that share its sequences."""
+        return self._group.rank == 0
+
     def positions(self, length: int) -> Tensor:
         """Return this rank's positions of a sequence, [length / ranks] int64.
 

@@ -213,7 +213,9 @@ class RunConsole:
             of_each = [f"{name} {perplexity_of(loss):.4g}" for name, loss in event.sources.items()]
             shown = ", ".join([f"perplexity {event.perplexity:.4g}", *of_each])
             versus = f" [dim]({escape(shown)})[/dim]"
-        self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
+        metrics = [f"  {name} [bold]{value:.4g}[/bold]" for name, value in event.metrics.items()]
+        loss = f"evaluation loss [bold]{event.eval_loss:.3f}[/bold]"
+        self.line(f"step {event.step}  {loss}{''.join(metrics)}{versus}")
 
 
 def _of_gpu(event: StepLogged) -> list[str]:

@@ -156,6 +156,7 @@ def finish_run(
         "steps": last.step if last else 0,
         "loss": last.loss if last else None,
         "eval_loss": finished.eval_loss if finished else None,
+        "metrics": finite(finished.metrics) if finished else {},
         f"{record.counted}_per_s": last.tokens_per_s if last else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
@@ -309,6 +310,9 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("loss", f"{summary['loss']:.4f}"))
     if summary["eval_loss"] is not None:
         rows.append(("evaluation loss", f"{summary['eval_loss']:.4f}"))
+    rows += [
+        (name, f"{value:.4f}") for name, value in summary["metrics"].items() if value is not None
+    ]
     if rate := summary[f"{counted}_per_s"]:
         rows.append((f"{counted}/s", quantity(rate)))
     if summary["first_step_s"]:

@@ -16,6 +16,7 @@ from axonlaunch.system.text.formatting import quantity
 from axonlaunch.system.text.terminal import console_on
 from axonlaunch.system.text.units import rate_in
 
+_LOSSES = ("eval_loss", "loss")
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
@@ -56,44 +57,67 @@ def print_run_header(header: str, *, stream: TextIO) -> None:
 
 
 def print_sweep_table(
-    variations: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO
+    variations: Sequence[str],
+    summaries: Sequence[dict[str, Any]],
+    *,
+    stream: TextIO,
+    metric: str = "loss",
+    is_highest: bool = False,
 ) -> None:
-    """Print the results of all runs; the run with the lowest loss is printed in bold.
+    """Print the results of all runs; the best run by ``train.best_metric`` is printed in bold.
 
     Args:
         variations: Overrides that distinguish each run from the others.
         summaries: Summaries of the runs that were started, in order. The other runs are listed as
             not started.
         stream: Output stream.
+        metric: ``train.best_metric``: a metric, or loss for the evaluation loss.
+        is_highest: Whether the best run has the highest value of the metric.
     """
-    compared = (
-        "eval_loss"
-        if any(summary.get("eval_loss") is not None for summary in summaries)
-        else "loss"
-    )
-    losses = [summary[compared] for summary in summaries if summary.get(compared) is not None]
+    metrics = list(dict.fromkeys(name for summary in summaries for name in _metrics(summary)))
+    best = _best_run(summaries, metric, is_highest=is_highest)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("run", overflow="fold")
     rates = [rate_in(summary) for summary in summaries]
     units = list(dict.fromkeys(unit for unit, rate in rates if rate is not None)) or ["tokens"]
-    for name in ("loss", "evaluation loss", f"{' or '.join(units)}/s"):
+    for name in ("loss", "evaluation loss", *metrics, f"{' or '.join(units)}/s"):
         table.add_column(name, justify="right")
     table.add_column("run folder", overflow="fold")
     for label, summary, (unit, rate) in zip(variations, summaries, rates, strict=False):
         speed = "" if rate is None else quantity(rate)
-        is_best = summary.get(compared) is not None and summary[compared] == min(losses)
         failed = "" if summary["status"] == "done" else f" ({summary['status']})"
         table.add_row(
             label + failed,
             _loss(summary.get("loss")),
             _loss(summary.get("eval_loss")),
+            *(_loss(_metrics(summary).get(name)) for name in metrics),
             f"{speed} {unit}" if speed and len(units) > 1 else speed,
             shortened(summary["run_dir"]),
-            style="bold" if is_best else "",
+            style="bold" if summary is best else "",
         )
     for label in variations[len(summaries) :]:
         table.add_row(f"{label} (not started)")
     console_on(stream).print(table)
+
+
+def _metrics(summary: dict[str, Any]) -> dict[str, float | None]:
+    """Return the metrics of a run's last evaluation; a run that failed early has none."""
+    metrics: dict[str, float | None] = summary.get("metrics") or {}
+    return metrics
+
+
+def _best_run(
+    summaries: Sequence[dict[str, Any]], metric: str, *, is_highest: bool
+) -> dict[str, Any] | None:
+    """Return the run with the best metric, else with the lowest evaluation or training loss."""
+    by_metric = [(_metrics(summary).get(metric), summary) for summary in summaries]
+    by_losses = [[(summary.get(key), summary) for summary in summaries] for key in _LOSSES]
+    for number, pairs in enumerate([by_metric, *by_losses]):
+        known = [(value, summary) for value, summary in pairs if value is not None]
+        if known:
+            choose = max if is_highest and not number else min
+            return choose(known, key=lambda pair: pair[0])[1]
+    return None
 
 
 def _loss(loss: float | None) -> str:

@@ -161,8 +161,10 @@ def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
     """Return the numeric fields of an event by name."""
     fields = asdict(event).items()
     numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
-    for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():
-        numbers |= {f"eval_loss/{name}": loss, f"perplexity/{name}": perplexity_of(loss)}
+    if isinstance(event, Evaluated):
+        numbers |= {f"eval_{name}": value for name, value in event.metrics.items()}
+        for name, loss in event.sources.items():
+            numbers |= {f"eval_loss/{name}": loss, f"perplexity/{name}": perplexity_of(loss)}
     return numbers
 
 

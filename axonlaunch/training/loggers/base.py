@@ -62,9 +62,10 @@ class Logger:
                 peak_memory_bytes, epoch, tokens_seen, data_wait_s; with fp16 also skipped and
                 loss_scale; on a GPU also mfu, reserved_bytes, active_bytes, alloc_retries, power_w,
                 utilization, temperature_c. For an evaluation: eval_loss, perplexity, eval_tokens,
-                unigram_entropy, and eval_loss/NAME and perplexity/NAME for each source of a mix.
-                If the loss counts something else, the names contain ``images``, ``samples`` or
-                ``targets`` instead of ``tokens``. Unknown values are omitted.
+                unigram_entropy, eval_NAME for each metric, and eval_loss/NAME and perplexity/NAME
+                for each source of a mix. If the loss counts something else, the names contain
+                ``images``, ``samples`` or ``targets`` instead of ``tokens``. Unknown values are
+                omitted.
             step: Number of optimizer steps done, never lower than in the previous call.
         """
         raise NotImplementedError

@@ -77,6 +77,7 @@ class JSONLLogger:
             line = {"step": event.step, "eval_loss": event.eval_loss}
             if event.perplexity is not None:
                 line["perplexity"] = event.perplexity
+            line |= {f"eval_{name}": value for name, value in event.metrics.items()}
             if event.sources:
                 line["sources"] = {
                     name: {"eval_loss": loss, "perplexity": perplexity_of(loss)}

@@ -70,6 +70,7 @@ def _build(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
+    config = replace(config, metrics=[])  # the reference computes none
     return build_engine(config, world, sample=sample_inputs(dataset)), loader
 
 
@@ -209,6 +210,7 @@ class _LayoutRun:
             eval_every=0,  # only after the last step
             eval_batches=0 if end is None else EVALUATED_BATCHES,
             early_stop=None,
+            best_metric="loss",
         )
         engine = cast("Engine", self._engine)
         logged, evaluated = bare_fit(

@@ -36,6 +36,7 @@ class Losses:
         evaluation_loss: The same without label smoothing and z-loss.
         gather_outputs: Gathers a rank's output shard to full outputs.
         chunked: Chunked loss; None computes the loss on all logits at once.
+        evaluates_logits: Whether evaluations compute all logits, also with a chunked loss.
         custom: User-defined loss that replaces ``loss``.
     """
 
@@ -43,6 +44,7 @@ class Losses:
     evaluation_loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
     chunked: ChunkedLoss | None = None
+    evaluates_logits: bool = False
     custom: CustomLoss | None = None
 
     def sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
@@ -87,13 +89,22 @@ class Losses:
         counts = [part.num_samples if count is None else int(count(part.full)) for part in counted]
         return torch.tensor(sum(counts))
 
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Return a context for evaluations, in which ``evaluation_sum`` may be used."""
+        return self.whole_logits() if self.evaluates_logits else nullcontext()
+
     def whole_logits(self) -> AbstractContextManager[Any]:
         """Return a context in which the model returns full logits, also with a chunked loss."""
         return nullcontext() if self.chunked is None else self.chunked.whole_logits()
 
 
 def losses_of(
-    spec: ModelSpec, train: TrainConfig, *, classes: int | None, group: ProcessGroup
+    spec: ModelSpec,
+    train: TrainConfig,
+    *,
+    classes: int | None,
+    group: ProcessGroup,
+    evaluates_logits: bool = False,
 ) -> Losses:
     """Select the loss of a model.
 
@@ -102,19 +113,20 @@ def losses_of(
         train: Training options, with the name of a custom loss and the chunk size in tokens.
         classes: Total number of classes, if the logits are sharded; None if every rank has all.
         group: The ranks among which the classes are divided.
+        evaluates_logits: Whether evaluations need all logits, for metrics.
     """
     chunked = None if train.loss_chunk is None else ChunkedLoss(chunk=train.loss_chunk)
     gather: Callable[[Tensor], Tensor] = _as_is
     if classes is not None:
         gather = partial(gather_logits, group=group, classes=classes)
 
-    def select(**terms: float) -> Callable[[Any, Tensor], Tensor]:
+    def select(in_chunks: bool, **terms: float) -> Callable[[Any, Tensor], Tensor]:
         """Return the loss with non-zero terms that are added to cross entropy."""
         loss: Callable[[Any, Tensor], Tensor] = partial(spec.loss, **terms) if terms else spec.loss
         if classes is not None:
             divided = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
             loss = partial(divided, **terms)
-        if chunked is not None:
+        if in_chunks and chunked is not None:
             return partial(chunked.sum, loss)
         if classes is not None:
             return partial(with_auxiliary_loss, loss)
@@ -125,9 +137,17 @@ def losses_of(
 
     terms = {"label_smoothing": train.label_smoothing, "z_loss": train.z_loss}
     terms = {name: value for name, value in terms.items() if value}
-    evaluation_loss = select()
-    loss = select(**terms) if terms else evaluation_loss
-    return Losses(loss, evaluation_loss, gather, chunked, custom=build_custom_loss(train))
+    loss = select(True, **terms)
+    is_same = not terms and not (evaluates_logits and chunked)
+    evaluation_loss = loss if is_same else select(not evaluates_logits)
+    return Losses(
+        loss,
+        evaluation_loss,
+        gather,
+        chunked,
+        evaluates_logits=evaluates_logits,
+        custom=build_custom_loss(train),
+    )
 
 
 def _as_is(outputs: Tensor) -> Tensor:

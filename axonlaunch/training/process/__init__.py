@@ -1,0 +1,1 @@
+"""Settings of a rank's process: arithmetic of torch, garbage collection."""
