@@ -28,13 +28,18 @@ from axonlaunch.engines.activation_checkpointing import apply_activation_checkpo
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
+from axonlaunch.engines.data_parallel.device_mesh import (
+    expert_mesh,
+    merged_group,
+    run_mesh,
+    sharding_mesh,
+)
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
-from axonlaunch.engines.device_mesh import expert_mesh, merged_group, run_mesh, sharding_mesh
 from axonlaunch.engines.expert.dispatch import AllToAll
-from axonlaunch.engines.expert.experts import dispatched_experts, divide_experts
+from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
@@ -245,7 +250,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
     tensor_plan = tensor.plan or plan.spec.plan(model)
     if plan.experts is not None:
         names = plan.spec.experts(model)
-        divide_experts(
+        dispatch_experts(
             model,
             names,
             mesh=plan.experts.device_mesh[EXPERT],

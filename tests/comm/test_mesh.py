@@ -15,7 +15,7 @@ from parity_table import MODELS
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.engines.device_mesh import merged_group, run_mesh
+from axonlaunch.engines.data_parallel.device_mesh import merged_group, run_mesh
 
 MODEL = [*MODELS["llama"], "train.global_batch_size=8"]
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}

@@ -36,13 +36,13 @@ from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OptimizerConfig
 from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.engines.data_parallel.device_mesh import data_mesh
 from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,
     FSDPMemoryStats,
     MemoryWatch,
     estimate_fsdp_memory,
 )
-from axonlaunch.engines.device_mesh import data_mesh
 from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters

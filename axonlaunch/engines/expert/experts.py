@@ -72,7 +72,7 @@ class DispatchedExperts(ReadsLocally):
         return scatter_to_group(value, group, 0)
 
 
-def divide_experts(
+def dispatch_experts(
     model: nn.Module,
     names: Iterable[str],
     *,

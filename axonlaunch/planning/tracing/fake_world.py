@@ -175,7 +175,7 @@ def keep_sent_tensors() -> None:
 def balance_routes() -> None:
     """Let divided experts exchange as many rows as if every expert were chosen equally often."""
 
-    def balanced(experts: torch.Tensor, *, num_experts: int, group: ProcessGroup) -> Routes:
+    def balanced_routes(experts: torch.Tensor, *, num_experts: int, group: ProcessGroup) -> Routes:
         del num_experts
         rows = len(experts)
         sizes = [rows // group.size + (rank < rows % group.size) for rank in range(group.size)]
@@ -186,7 +186,7 @@ def balance_routes() -> None:
             local_experts=experts.new_zeros(sizes[group.rank] * group.size),
         )
 
-    routing.exchange_routes = balanced
+    routing.exchange_routes = balanced_routes
 
 
 def hide_sharding_propagation() -> None:

@@ -20,7 +20,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines.expert.dispatch import AllToAll
-from axonlaunch.engines.expert.experts import divide_experts
+from axonlaunch.engines.expert.experts import dispatch_experts
 from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 EXPERT = ["strategy=fsdp", "strategy.expert.degree=2"]
@@ -144,7 +144,7 @@ class Experts(nn.Module):
 def divided(world: World) -> Any:
     model = nn.ModuleDict({"experts": Experts()})
     mesh = world.lay_out({"ep": world.world_size}).device_mesh["ep"]
-    divide_experts(model, ["experts"], mesh=mesh, make_dispatch=AllToAll)
+    dispatch_experts(model, ["experts"], mesh=mesh, make_dispatch=AllToAll)
     return model["experts"]
 
 
