@@ -138,8 +138,7 @@ def _resolve(
     config = with_precision(config)
     problems = fetch_model(config, here=here)
     with gathering(problems):
-        resumed = resumed_settings(config)
-        config = with_hub_data(config, here=here, resumed=resumed, report=report)
+        config = with_hub_data(config, here=here, resumed=resumed_settings, report=report)
     if problems:
         raise ConfigError(problems)
     config = with_packing(with_adapter_settings(with_absolute_paths(config)))

@@ -6,7 +6,7 @@ Text is tokenized only after all other checks have passed, because it may take h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
-from axonlaunch.data.hub.pinning import commits_in, fetch_data, pinned_data
+from axonlaunch.data.hub.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
@@ -35,7 +35,7 @@ def with_hub_data(
     config: RunConfig,
     *,
     here: bool,
-    resumed: Mapping[str, Any],
+    resumed: Callable[[RunConfig], Mapping[str, Any]],
     report: OnDownload = lambda state: None,
 ) -> RunConfig:
     """Return a configuration with the commit of each data set of the Hub, after downloading them.
@@ -43,15 +43,15 @@ def with_hub_data(
     Args:
         config: Configuration of the run.
         here: Whether ranks of this node read the data; if not, nothing is downloaded.
-        resumed: Frozen configuration of the run that is resumed, by dotted key; {}: there is none.
+        resumed: Returns the frozen configuration of the run that is resumed, by dotted key.
         report: Called from time to time during a download.
 
     Raises:
         ConfigError: A data set can't be found or downloaded.
     """
-    if not isinstance(config.data, TextRowsConfig):
+    if not isinstance(config.data, TextRowsConfig) or not names_hub_data(config.data):
         return config
-    data = pinned_data(config.data, earlier=commits_in(resumed))
+    data = pinned_data(config.data, earlier=commits_in(resumed(config)))
     if here:
         fetch_data(data, report=report)
     return with_values(config, {"data": data})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def library() -> Any:
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ImportError("the Hub needs huggingface_hub; pip install 'axonlaunch[hf]'")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     for module in ("constants", "utils"):  # not imported with the package
         importlib.import_module(f"huggingface_hub.{module}")
     return importlib.import_module("huggingface_hub")
@@ -80,10 +82,13 @@ def call_hub(function: Callable[[], _T]) -> _T:
 
     Raises:
         HubCallError: The Hub refuses or can't be reached.
+        ImportError: huggingface_hub is not installed.
     """
     for number in range(TRIES):
         try:
             return function()
+        except ImportError:
+            raise
         except Exception as error:  # of several versions of two libraries
             is_wrapper = _is_named(error, "LocalEntryNotFoundError")
             reason = (error.__cause__ if is_wrapper else None) or error
@@ -102,6 +107,8 @@ def _explain(error: BaseException, status: int | None) -> HubCallError:
             return HubCallError(kind, "HF_HUB_OFFLINE is set" if kind == "offline" else text)
     if status in (401, 403):
         return HubCallError("refused", f"the Hub refuses it ({status}); {LOG_IN}")
+    if status is not None and status < 500:
+        return HubCallError("refused", f"the Hub refuses it ({status})")
     if status is not None:
         return HubCallError("failed", f"the Hub answered with status {status} ({TRIES} tries)")
     if _is_half_a_file(error):

@@ -61,8 +61,6 @@ def test_hub_id_is_trained_on_uploaded_and_resumed_at_the_same_commit(at_hub: At
     assert "'data.files=[team/rows]'" in card
 
     at_hub.hub.dataset("team/rows", {"train.jsonl": rows("changed", 80)})
-    done = at_hub("train", *SMALL, "train.steps=2")
-    assert "small is finished" in done.stdout
     at_hub.hub.asked.clear()
     at_hub.hub.faults["/commit/"] = [403]
     failed = at_hub("train", *SMALL, "train.steps=4", push, status=1)
@@ -88,3 +86,21 @@ def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
     ]
     assert not (at_hub.folder / "runs").exists()
     assert not at_hub.hub.asked
+
+
+@pytest.mark.deferred
+def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub) -> None:
+    """Two commands from a hub id to a chat with the model, without a script."""
+    chats = [
+        {"ask": f"What comes after {n % 50}?", "reply": f"{n % 50} is followed by {n % 50 + 1}."}
+        for n in range(500)
+    ]
+    at_hub.hub.dataset("team/chats", {"data/chats.jsonl": "\n".join(map(json.dumps, chats))})
+    at_hub(
+        *("train", "model=llama_debug", "model.vocab_size=400", "data=chat"),
+        *("data.files=team/chats", "data.fields={prompt: ask, completion: reply}"),
+        *("tokenizer=train", "tokenizer.vocab_size=400", "data.sequence_length=128"),
+        *("train.steps=60", "train.global_batch_size=8", "strategy=single", "name=chat"),
+    )
+    answered = at_hub("sample", "runs/chat", "--chat", "--prompt", "What comes after 7?")
+    assert "is followed by" in answered.stdout

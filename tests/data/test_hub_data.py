@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -96,6 +97,16 @@ def test_only_files_of_the_split_are_downloaded(hub: Hub) -> None:
     assert downloaded == {"README.md", "test.jsonl"}
 
 
+def test_large_download_is_a_line_of_a_log(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(repository, "_WORTH_A_LINE", 900)
+    texts("team/rows", split="test")
+    assert capsys.readouterr().err == "downloading team/rows: 0.000944 MiB\n"
+    texts("team/rows", split="test")
+    assert capsys.readouterr().err == ""
+
+
 def test_download_resumes_after_half_a_file(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 100)
     hub.faults["GET /datasets/team/rows/resolve/"] = [None, 0.5, None]
@@ -105,10 +116,33 @@ def test_download_resumes_after_half_a_file(hub: Hub, monkeypatch: pytest.Monkey
     assert 0 < start <= len(FILES["test.jsonl"]) / 2
 
 
+def test_failed_file_ends_the_downloads_of_the_others(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an error, or Ctrl-C, would wait for gigabytes."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10)
+    hub.dataset("team/rows", {"train-00000-of-00002.jsonl": lines(TRAIN * 500)})
+    hub.faults["train-00001"] = [404]
+    progress: list[repository.Downloading] = []
+    with pytest.raises(ConfigError, match="train-00001"):
+        FileSelection(["team/rows"]).fetch(progress.append)
+    assert all(state.done < state.total / 2 for state in progress)
+
+
+def test_full_disk_is_one_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert refusal("team/rows") == (
+        "data.files=team/rows: README.md: can't be downloaded: [Errno 28] No space left on device"
+    )
+
+
 def test_download_that_always_ends_early_is_one_error(hub: Hub) -> None:
     hub.faults["test.jsonl"] = [None, 0.5]
     text = refusal("team/rows", split="test")
-    assert text.startswith("data.files=team/rows: the download ended early (3 tries)")
+    assert text.startswith("data.files=team/rows: test.jsonl: the download ended early (3 tries)")
     hub.faults.clear()
     assert texts("team/rows", split="test") == TEST  # no broken file is left
 
@@ -173,6 +207,18 @@ def test_no_network_is_an_error_that_says_so(
     assert "run hf download team/rows --repo-type dataset" in text
 
 
+def test_lost_network_uses_the_last_download_and_says_so(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.repos["datasets/team/rows"].revisions["main"]
+    assert texts("team/rows") == TRAIN
+    Hub("http://127.0.0.1:9").use(tmp_path, monkeypatch)
+    assert texts("team/rows") == TRAIN
+    note = capsys.readouterr().err
+    assert note.startswith("team/rows: the Hub can't be reached: ")
+    assert note.endswith(f"; the commit of the last download is used, {commit[:8]}\n")
+
+
 def test_interrupted_download_is_not_read_offline(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +227,7 @@ def test_interrupted_download_is_not_read_offline(
     assert "status 500" in refusal("team/rows")
     offline(monkeypatch)
     text = refusal("team/rows")
-    assert "train-00001-of-00002.jsonl is not in the cache of the Hub, and HF_HUB_OFFLINE" in text
+    assert ".jsonl is not in the cache of the Hub, and HF_HUB_OFFLINE is set" in text
 
 
 def test_partial_snapshot_of_another_tool_is_refused_offline(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from axonlaunch.config.values.split_text import SplitSlice, parse_splits
+from axonlaunch.data.files import row_ranges
 from axonlaunch.data.files.row_ranges import count_all_rows, take_rows
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.files.selection import FileSelection
@@ -79,12 +80,36 @@ def test_whole_files_keep_their_identity(tmp_path: Path) -> None:
 
 def test_limit_reads_no_further_than_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
-    full = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS * 9999).encode())
+    full = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS * 4000).encode())
     path.write_bytes(full[: len(full) // 2])
     [source] = FileSelection([str(path)], limit=5).sources()
     assert texts_of([source]) == TEXTS[:5]
     with pytest.raises(UnreadableFileError):
         count_all_rows([source, *FileSelection([str(path)]).sources()])
+
+
+def test_rows_of_a_large_file_are_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(row_ranges, "_LARGE", 0)
+    path = write(tmp_path, ".csv", TEXTS)
+
+    def selected() -> list[Any]:
+        row_ranges.count_rows.cache_clear()
+        sources = FileSelection([str(path)]).sources()
+        return texts_of(take_rows(sources, 3, count_all_rows(sources) - 1))
+
+    assert selected() == TEXTS[3:22]
+    opened = []
+    monkeypatch.setattr(RowReader, "__iter__", lambda self: opened.append(self) or iter(()))
+    assert row_ranges.count_rows.__wrapped__(FileSelection([str(path)]).sources()[0]) == 23
+    assert not opened
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(row_ranges, "_LARGE", 0)
+    write(tmp_path, ".csv", TEXTS[:9])  # changed: another size and time
+    assert selected() == TEXTS[3:8]
 
 
 def test_invalid_rows_count(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def hub_server() -> Iterator[Hub]:
     """Run the server; yield its state."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[method-assign] # a client may go away
     hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")
     server.hub = hub  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

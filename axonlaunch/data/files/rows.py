@@ -227,7 +227,11 @@ class RowReader:
                 raise UnreadableFileError(message)
             for row in rows:
                 self._note_position()
-                yield rows.line_num, _check_row(row, columns=len(rows.fieldnames or ()))
+                number = rows.line_num
+                if self._counts_only:
+                    yield number, {}
+                else:
+                    yield number, _check_row(row, columns=len(rows.fieldnames or ()))
 
     def _read_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
         for first, batch in self._tables(form):

@@ -5,13 +5,13 @@ All ranks, and the runs that resume, then read the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from axonlaunch.config.options.documents import HeldOutConfig, TextRowsConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, gathering
-from axonlaunch.config.values.hub_reference import HubReference, parse_hub_reference
+from axonlaunch.config.values.hub_reference import parse_hub_reference
 from axonlaunch.data.files.selection import FileSelection, hub_reference
 from axonlaunch.data.hub import repository
 from axonlaunch.data.hub.repository import HubError, OnDownload
@@ -81,6 +81,11 @@ def commits_in(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def names_hub_data(config: TextRowsConfig) -> bool:
+    """Return whether a dataset has data sets of the Hub among its files."""
+    return any(_is_of_hub(selection) for selection in _selections(config))
+
+
 def fetch_data(config: TextRowsConfig, *, report: OnDownload = lambda state: None) -> None:
     """Download the files of data sets of the Hub, once for all ranks of this node.
 
@@ -90,7 +95,7 @@ def fetch_data(config: TextRowsConfig, *, report: OnDownload = lambda state: Non
     problems: list[ConfigIssue] = []
     for selection in _selections(config):
         with gathering(problems):
-            if any(_references(selection.files)):
+            if _is_of_hub(selection):
                 selection.fetch(report)
     if problems:
         raise ConfigError(problems)
@@ -103,5 +108,5 @@ def _selections(config: TextRowsConfig) -> Iterator[FileSelection]:
         yield FileSelection.of_held_out(source, key=key)
 
 
-def _references(files: Sequence[str]) -> Iterator[HubReference]:
-    return (found for file in files if (found := hub_reference(file)) is not None)
+def _is_of_hub(selection: FileSelection) -> bool:
+    return any(hub_reference(file) is not None for file in selection.files)

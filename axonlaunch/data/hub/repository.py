@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ CARD = "README.md"
 DEFAULT_BRANCH = "main"
 _BAR = 24
 _AT_ONCE = 8
+_WORTH_A_LINE = 100 << 20
+"""Bytes of a download that takes long enough to be announced in a log."""
 _TIMEOUT_S = 20.0
 _LARGEST_CARD, _LARGEST_LIST = 4 << 20, 256 << 20
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})")
@@ -88,6 +91,9 @@ def pin(reference: HubReference) -> HubReference:
         if cached is None:
             raise _refusal(reference, error) from None
         commit = cached
+        if error.kind != "offline":  # which the user has set
+            note = f"{reference}: {error}; the commit of the last download is used, {commit[:8]}"
+            print(note, file=sys.stderr)
     return reference.at(commit)
 
 
@@ -104,12 +110,10 @@ def list_files(reference: HubReference) -> Mapping[str, int]:
         return kept
 
     def ask() -> dict[str, int]:
-        tree = (
-            hub.library()
-            .HfApi()
-            .list_repo_tree(
-                reference.repo, repo_type="dataset", revision=reference.commit, recursive=True
-            )
+        api = hub.library().HfApi()
+        commit = reference.commit
+        tree = api.list_repo_tree(
+            reference.repo, repo_type="dataset", revision=commit, recursive=True
         )
         return {entry.path: int(entry.size) for entry in tree if hasattr(entry, "size")}
 
@@ -160,17 +164,25 @@ def fetch_files(
     if any(map(needs_pyarrow, names)) and importlib.util.find_spec("pyarrow") is None:
         raise HubError(f"{next(filter(needs_pyarrow, names))} {_PYARROW}")
     sizes = list_files(reference)
-    progress = _Progress(reference.repo, sum(sizes.get(name, 0) for name in missing), report)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="downloading") as pool, hub.quiet_hub():
+    total = sum(sizes.get(name, 0) for name in missing)
+    progress = _Progress(reference.repo, total, report)
+    if total >= _WORTH_A_LINE and not sys.stderr.isatty():  # a terminal shows the progress
+        print(f"downloading {reference.repo}: {shown_size(total)}", file=sys.stderr, flush=True)
+    with (
+        ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="downloading") as pool,
+        hub.quiet_hub(),
+    ):
         downloads = {
             name: pool.submit(_download, reference, name, progress.bar()) for name in missing
         }
         try:
-            found |= {name: download.result() for name, download in downloads.items()}
+            for download in as_completed(downloads.values()):
+                download.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            progress.cancel()  # the context waits for the downloads that have begun
             raise
-    return found
+    return found | {name: download.result() for name, download in downloads.items()}
 
 
 def cached_file(reference: HubReference, name: str) -> Path | None:
@@ -196,9 +208,11 @@ def _download(reference: HubReference, name: str, bar: Any) -> Path:
 
 def _refusal(reference: HubReference, error: HubCallError, name: str = "") -> HubError:
     """Return the error of a data set, or of one of its files, that the Hub does not give."""
-    subject = f"{name} " if name else ""
-    missing = f"{subject}is not in the cache of the Hub, and " if error.is_unreachable else ""
-    return HubError(f"{missing}{_message(reference, error)}")
+    subject, message = f"{name} " if name else "", _message(reference, error)
+    if error.is_unreachable:
+        return HubError(f"{subject}is not in the cache of the Hub, and {message}")
+    is_of_repo = not name or error.kind in ("gated", "no repository")
+    return HubError(message if is_of_repo else f"{name}: {message}")
 
 
 def _message(reference: HubReference, error: HubCallError) -> str:
@@ -219,7 +233,9 @@ def _message(reference: HubReference, error: HubCallError) -> str:
             "there is no such file or folder here, and no such data set on the Hub; if it is "
             f"private, {hub.LOG_IN}"
         )
-    return f"{error}; try again later" if error.kind in ("failed", "ended early") else str(error)
+    if error.kind in ("failed", "ended early"):
+        return f"{error}; try again later"
+    return f"can't be downloaded: {error}" if error.kind == "other" else str(error)
 
 
 class _Progress:
@@ -228,9 +244,16 @@ class _Progress:
     def __init__(self, repo: str, total: int, report: OnDownload) -> None:
         self._repo, self._total, self._report = repo, total, report
         self._done = 0
+        self._is_cancelled = False
         self._lock = threading.Lock()
 
+    def cancel(self) -> None:
+        """Let each download fail at its next block."""
+        self._is_cancelled = True
+
     def add(self, count: float) -> None:
+        if self._is_cancelled:
+            raise RuntimeError("the download is cancelled")
         with self._lock:
             self._done = min(self._total, self._done + int(count))
             self._report(Downloading(self._repo, self._done, self._total))
