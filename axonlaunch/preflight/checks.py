@@ -55,6 +55,7 @@ from axonlaunch.preflight.dataset import (
     with_hub_data,
     with_packing,
     with_steps,
+    with_vocabulary,
 )
 from axonlaunch.preflight.devices import (
     accelerators,
@@ -141,7 +142,8 @@ def _resolve(
         config = with_hub_data(config, here=here, resumed=resumed, report=report)
     if problems:
         raise ConfigError(problems)
-    config = with_packing(with_adapter_settings(with_absolute_paths(config)))
+    config = with_vocabulary(with_adapter_settings(with_absolute_paths(config)))
+    config = with_packing(config)
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs
@@ -193,7 +195,9 @@ def _examine(
         if needs_custom_loss(dataset) or config.train.loss is not None:
             mismatches = list(custom_data_problems(config, model, dataset))
         elif not mismatches and model is not None and source.code != "included":
-            problems_of_outputs = output_problems(model, spec, dataset)
+            is_library = source.code == "library"  # its embedding and head can grow
+            larger = source.setting("vocab_size", dataset.num_classes) if is_library else ""
+            problems_of_outputs = output_problems(model, spec, dataset, setting=larger)
             mismatches = [source.problem(each.message) for each in problems_of_outputs]
         problems += mismatches
         chunk = config.train.loss_chunk

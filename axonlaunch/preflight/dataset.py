@@ -23,6 +23,8 @@ from axonlaunch.data.hub.pinning import commits_in, fetch_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
+from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer, tokenizer_of
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
@@ -160,6 +162,32 @@ def with_packing(config: RunConfig) -> RunConfig:
     if isinstance(config.data, ShapeOnlyTokensConfig):
         settings["data.document_length"] = None
     return with_values(config, settings)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """Grow the vocabulary of a transformers model to the tokens that the tokenizer gets.
+
+    A model with enough rows, as those with a padded vocabulary, is not changed. An adapter also
+    trains the embedding and the head, because the rows of new tokens have learned nothing.
+
+    Raises:
+        ConfigError: The tokenizer or the model can't be read.
+    """
+    source = source_of(config)
+    if not config.tokenizer.new_tokens() or not (ends := source.vocabulary_parameters()):
+        return config
+    tokenizer = tokenizer_of(config)
+    if tokenizer.name == "train":
+        size, is_new = tokenizer.vocab_size + len(tokenizer.new_tokens()), True
+    else:
+        loaded = add_tokens(load_tokenizer(tokenizer), tokenizer)
+        assert isinstance(loaded, PretrainedTokenizer)
+        size, is_new = loaded.vocab_size, bool(loaded.added)
+    config = with_values(config, source.with_vocabulary(size))
+    if config.adapter is None or not is_new:
+        return config
+    more = [name for name in ends if name not in config.train.unfreeze]
+    return with_values(config, {"train.unfreeze": [*config.train.unfreeze, *more]})
 
 
 def packing_problems(

@@ -47,7 +47,9 @@ class _Forward:
     embeddings: dict[str, int]
 
 
-def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
+def output_problems(
+    model: nn.Module, spec: ModelSpec, dataset: Dataset, *, setting: str = ""
+) -> Iterator[ConfigIssue]:
     """Yield the reasons why a model can't be trained on a dataset.
 
     The outputs may have the wrong type, or embeddings or outputs may have too few classes.
@@ -56,6 +58,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         model: Model on the meta device; it is not changed.
         spec: Specification of the model; its loss determines the required outputs.
         dataset: Dataset of the run; only the shape of samples and the number of classes are used.
+        setting: Override that gives the model enough tokens; empty if there is none.
     """
     if spec.untraceable:
         return
@@ -76,7 +79,8 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         sizes["its outputs have"] = outputs.shape[-1]
     needed, unit = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
     if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
-        message = f"{', '.join(small)}, but the data has {needed} {unit}; use {needed} or more"
+        message = f"{', '.join(small)}, but the data has {needed} {unit}; use "
+        message += setting or f"{needed} or more"
         yield ConfigIssue("model", message)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -244,12 +244,19 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         )
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     trained = _Trained.of(config)
-    if trained.others:
-        message = f"{trained.others[0]} was trained in addition to the adapter; use --merge"
+    in_modules = {first for parts in trained.modules.values() for first in parts.values()}
+    if left := [name for name in trained.others if name not in in_modules]:
+        message = f"{left[0]} was trained in addition to the adapter; use --merge"
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
-    parts = _parts(checkpoint, trained)
+    parts = _parts(checkpoint, trained.names)
+    others = _parts(checkpoint, trained.others)
+    full = {
+        f"{_PREFIX}{module}.{key}": others[first].clone()  # a file can't hold a tensor twice
+        for module, names in trained.modules.items()
+        for key, first in names.items()
+    }
     save_file(
-        {key: parts[name] for name, key in peft_names(parts).items()},
+        {key: parts[name] for name, key in peft_names(parts).items()} | full,
         folder / _WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
@@ -264,6 +271,8 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         "use_dora": adapter.dora,
         "target_modules": trained.layers,
         "target_parameters": [*trained.experts] or None,
+        "modules_to_save": [name for name in trained.modules if name not in trained.tied] or None,
+        **({"ensure_weight_tying": True} if trained.tied else {}),
         "fan_in_fan_out": bool(trained.transposed),
         "bias": "none",
         "inference_mode": True,
@@ -290,7 +299,7 @@ def merged(
         yield from tensors
         return
     trained = _Trained.of(config)
-    parts = _parts(checkpoint, trained)
+    parts = _parts(checkpoint, trained.names)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
         if (matrices := trained.experts.get(name)) is not None:
@@ -325,6 +334,8 @@ class _Trained:
         transposed: Names of adapted layers with a weight of shape [inputs, outputs].
         experts: Matrices of the adapter by the name of the packed parameter that they adapt.
         others: Names of other trained parameters.
+        modules: Modules of which all parameters are others, by path: the parameters' names in the
+            module, and their first names in the model, which tied parameters share.
     """
 
     names: list[str]
@@ -332,6 +343,7 @@ class _Trained:
     transposed: set[str]
     experts: Mapping[str, ExpertMatrices]
     others: list[str]
+    modules: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -341,20 +353,45 @@ class _Trained:
 
         model = on_meta(config, seed=config.seed)
         named = dict(model.named_parameters())
+        others = {
+            id(part): name
+            for name, part in named.items()
+            if part.requires_grad and not is_of_adapter(name)
+        }
+        held = {
+            path: {key: others.get(id(part)) for key, part in module.named_parameters()}
+            for path, module in model.named_modules(remove_duplicate=False)
+            if any(True for _ in module.parameters(recurse=False))
+        }
         return cls(
             [name for name in named if is_of_adapter(name)],
             [name for name, part in model.named_modules() if isinstance(part, LoraLayer)],
             transposed_layers(model),
             adapted_experts_of(model),
-            [n for n, p in named.items() if p.requires_grad and not is_of_adapter(n)],
+            [*others.values()],
+            {
+                path: {key: first for key, first in parts.items() if first is not None}
+                for path, parts in held.items()
+                if None not in parts.values()
+            },
         )
 
+    @property
+    def tied(self) -> set[str]:
+        """Modules of ``modules`` that share all parameters with earlier ones."""
+        earlier: set[str] = set()
+        shared = set()
+        for module, parts in self.modules.items():
+            shared |= {module} if {*parts.values()} <= earlier else set()
+            earlier |= {*parts.values()}
+        return shared
 
-def _parts(checkpoint: Checkpoint, trained: _Trained) -> dict[str, Tensor]:
-    """Return the adapter's full tensors by name, in the order of the model."""
+
+def _parts(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return full tensors by name, in the same order."""
     entries = reader.parameters(checkpoint)
-    contents = {f"{reader.MODEL}{name}": entries[name] for name in trained.names}
-    return dict(zip(trained.names, reader.tensors(checkpoint, [*contents], contents), strict=True))
+    contents = {f"{reader.MODEL}{name}": entries[name] for name in names}
+    return dict(zip(names, reader.tensors(checkpoint, [*contents], contents), strict=True))
 
 
 def with_peft_settings(

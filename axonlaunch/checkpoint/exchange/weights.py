@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +26,7 @@ from axonlaunch.config.options.model import GPTConfig, LlamaConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, read_foreign
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
 from axonlaunch.models.specs.source import model_in_folder, model_of, source_of
 from axonlaunch.system.storage.files import write_copy
@@ -207,6 +207,9 @@ def _write_model(
     if files := _copy_tokenizer(run_dir, folder):
         content[TRAINED_ON]["tokenizer"] = model_of_folder(run_dir / TOKENIZER)
         copied = [*(name for name in copied if name not in files), *files]
+        if config.tokenizer.special:
+            ids = _special_ids(run_dir, [*config.tokenizer.special])
+            source_of(config).set_special_tokens(content, folder, ids)
     kept = base_weights.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
     content["dtype"] = str(dtype or kept).removeprefix("torch.")
     text = json.dumps(without_environment(content), indent=1) + "\n"
@@ -220,6 +223,14 @@ def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
     for name, file in files.items():
         write_copy(folder / name, file)
     return [*files]
+
+
+def _special_ids(run_dir: Path, names: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of special tokens of the run's tokenizer, of those that a model names."""
+    kept = load_kept(run_dir)
+    assert kept is not None
+    wanted = [name for name in names if name in ("eos", "bos", "pad")]
+    return {name: getattr(kept.transformers, f"{name}_token_id") for name in wanted}
 
 
 def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:

@@ -30,7 +30,7 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
 from axonlaunch.config.optimization.schedules import ConstantConfig, WSDConfig
-from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.options.recording import ProfileConfig
@@ -304,17 +304,22 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a tokenizer for data that uses none; it would have no effect."""
-    name, path = config.data.name, config.tokenizer.path
+    name, tokenizer = config.data.name, config.tokenizer
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
-    is_set = path is not None or config.tokenizer.name == "train"
+    if tokenizer.new_tokens() and isinstance(config.data, SyntheticTokensConfig):
+        return  # an estimate, whose model has a row for each of them
+    key, default = "name", "auto"
+    if tokenizer.path is not None:
+        key, default = "path", "null"
+    elif tokenizer.new_tokens():
+        key, default = ("add_tokens", "[]") if tokenizer.add_tokens else ("special", "{}")
+    is_set = tokenizer.name == "train" or key != "name"
     if is_set and not (facts and facts.takes_tokenizer):
         takers = [
             dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
         ]
-        default = "null" if path is not None else "auto"
         message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {default}"
-        key = "path" if path is not None else "name"
-        yield ConfigIssue(f"tokenizer.{key}", message, getattr(config.tokenizer, key))
+        yield ConfigIssue(f"tokenizer.{key}", message, getattr(tokenizer, key))
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:

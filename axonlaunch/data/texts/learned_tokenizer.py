@@ -6,7 +6,6 @@ keeps a copy. Invalid rows are skipped here and reported when they are tokenised
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -29,7 +28,8 @@ from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat
 from axonlaunch.data.texts.chats.named_templates import chat_template
 from axonlaunch.data.texts.chats.prompt_format import PromptFormat
 from axonlaunch.data.texts.documents import text_columns
-from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer, load_tokenizer
+from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens, replace_template
+from axonlaunch.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from axonlaunch.system.processes.isolated import Isolated
 
 _FORMAT = 3
@@ -57,38 +57,18 @@ _CHAT_TEMPLATE = (
 def load_or_learn(
     tokenizer: TokenizerConfig, data: TextRowsConfig, *, report: OnProgress
 ) -> Tokenizer:
-    """Return the configured tokenizer, with the chat template of the data.
+    """Return the configured tokenizer, with the configured tokens and chat template.
 
     For ``tokenizer=train`` it is learned from the data.
 
     Raises:
-        ConfigError: It can't be read or learned, or the template can't be used.
+        ConfigError: It can't be read or learned, or the tokens or the template can't be used.
     """
-    if tokenizer.name != "train":
-        return _with_template(load_tokenizer(tokenizer), data)
-    return _with_template(_load_learned(tokenizer, data, report), data)
-
-
-def _with_template(loaded: Tokenizer, data: TextRowsConfig) -> Tokenizer:
-    """Return a tokenizer with the chat template of the data.
-
-    Raises:
-        ConfigError: There is no such template, or it can't be compiled.
-    """
+    is_learned = tokenizer.name == "train"
+    loaded = _load_learned(tokenizer, data, report) if is_learned else load_tokenizer(tokenizer)
+    loaded = add_tokens(loaded, tokenizer)
     chosen = getattr(data, "chat_template", None)
-    if chosen is None or not isinstance(loaded, PretrainedTokenizer):
-        return loaded
-    try:
-        return _changed(loaded, chat_template(chosen))
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError([ConfigIssue("data.chat_template", str(error), chosen)]) from None
-
-
-@functools.lru_cache(maxsize=4)
-def _changed(loaded: PretrainedTokenizer, template: str) -> PretrainedTokenizer:
-    return loaded.with_chat_template(template)
+    return loaded if chosen is None else replace_template(loaded, chat_template(chosen), chosen)
 
 
 def _load_learned(

@@ -260,8 +260,16 @@ class TextRows:
             f"data: {len(self._places):,} {unit}s, {tokens:,} tokens; {verb} "
             f"{self.num_samples:,} rows of {config.sequence_length:,} "
             f"({self._tables['train'].filled:.1%} full); {held_out} held out",
+            *self._added_tokens(),
             *self._left_out(),
         )
+
+    def _added_tokens(self) -> list[str]:
+        """Return a note on tokens that the configuration adds to the tokenizer."""
+        added = getattr(self.tokenizer, "added", ())
+        if not added:
+            return []
+        return [f"tokenizer: tokens added: {len(added)}, so that it has {self.num_classes:,}"]
 
     def _left_out(self) -> list[str]:
         """Return notes on documents and rows that are left out."""

@@ -36,7 +36,7 @@ def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Unto
             be read or has no chat template for chats.
     """
     if tokenizer.name == "train":
-        vocab_size = tokenizer.vocab_size
+        vocab_size = tokenizer.vocab_size + len(tokenizer.new_tokens())  # or fewer
     else:
         loaded = load_or_learn(tokenizer, config, report=lambda state: None)
         for source in config.sources().values() or [config]:

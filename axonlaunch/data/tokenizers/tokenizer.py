@@ -5,7 +5,6 @@ Folders are read by transformers and ``tokenizers``. Nothing is downloaded.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import importlib
@@ -45,7 +44,7 @@ _LEAST_SECONDS, _CHARACTERS_PER_S = 60.0, 20_000
 """Deadline of a call. Tokenizers process a million characters per second, those in Python a
 tenth."""
 _BLAMED = "the tokenizer"
-_CONFIG_FILE, _TEMPLATE = "tokenizer_config.json", "chat_template"
+_CONFIG_FILE, TEMPLATE = "tokenizer_config.json", "chat_template"
 
 
 class Tokenizer(Protocol):
@@ -115,13 +114,20 @@ class PretrainedTokenizer:
 
     Attributes:
         transformers: The object of transformers; it has the chat template.
+        files: Its files, by name.
         model: Facts about the model, from the configuration in the folder, by which transformers
             selected the class.
+        added: Tokens that the configuration adds to those of its folder.
         template_fingerprint: Hash of the chat template, which does not affect the tokens of a text.
     """
 
     def __init__(
-        self, files: Mapping[str, FileCopy], loaded: Any, model: Mapping[str, str]
+        self,
+        files: Mapping[str, FileCopy],
+        loaded: Any,
+        model: Mapping[str, str],
+        *,
+        added: Sequence[str] = (),
     ) -> None:
         """Store a loaded tokenizer.
 
@@ -129,15 +135,16 @@ class PretrainedTokenizer:
             files: Its files, by name.
             loaded: The object of transformers.
             model: Facts about the model, as in ``model``.
+            added: Tokens, as in ``added``.
         """
-        self.transformers, self.model = loaded, dict(model)
-        self._files = dict(sorted(files.items()))
+        self.transformers, self.model, self.added = loaded, dict(model), tuple(added)
+        self.files = dict(sorted(files.items()))
         self.vocab_size = max(len(loaded), 1 + max(loaded.get_vocab().values(), default=0))
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
-        for name, file in self._files.items():
-            if not name.startswith(_TEMPLATE):
-                digest.update(name.encode() + b"\0" + _without_template(name, file.content))
+        for name, file in self.files.items():
+            if not name.startswith(TEMPLATE):
+                digest.update(name.encode() + b"\0" + without_template(name, file.content))
         self.fingerprint = digest.hexdigest()
         template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
         self.template_fingerprint = hashlib.sha256(template.encode()).hexdigest()
@@ -167,26 +174,6 @@ class PretrainedTokenizer:
         except IsolatedCallError as error:
             raise IsolatedCallError(f"{what} {error}") from None
 
-    def with_chat_template(self, template: str) -> PretrainedTokenizer:
-        """Return this tokenizer with another chat template, also in its files.
-
-        Raises:
-            ValueError: The template does not compile.
-            IsolatedCallError: It took too long, or too much memory.
-        """
-        loaded = copy.deepcopy(self.transformers)
-        loaded.chat_template = template
-        mode = min((file.mode for file in self._files.values()), default=0o644)
-        files = {
-            name: FileCopy(_without_template(name, file.content), file.mode)
-            for name, file in self._files.items()
-            if not name.startswith(_TEMPLATE)
-        }
-        files[f"{_TEMPLATE}.jinja"] = FileCopy(template.encode(), mode)
-        changed = PretrainedTokenizer(files, loaded, self.model)
-        changed.call_isolated(_compile, characters=len(template), what="the chat template")
-        return changed
-
     def cancel(self) -> None:
         """End the call that another thread waits for."""
         self._copy.end()
@@ -209,7 +196,7 @@ class PretrainedTokenizer:
     def keep(self, folder: Path) -> list[str]:
         """Copy the files to a folder, with the facts that select the class."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = with_model(self._files, self.model)
+        files = with_model(self.files, self.model)
         for name, file in files.items():
             write_copy(folder / name, file)
         return [*files]
@@ -235,31 +222,12 @@ def _decode(tokenizer: PretrainedTokenizer, tokens: list[int], special: bool) ->
     return text
 
 
-def _compile(tokenizer: PretrainedTokenizer) -> None:
-    """Compile the chat template.
-
-    Raises:
-        ValueError: Its syntax is wrong.
-    """
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        question = [{"role": "user", "content": "?"}]
-        tokenizer.transformers.apply_chat_template(question, tokenize=False)
-    except (TemplateSyntaxError, RecursionError, SyntaxError) as error:
-        line = getattr(error, "lineno", None)
-        where = "" if line is None else f"line {line}: "
-        raise ValueError(f"does not compile: {where}{error}") from None
-    except Exception:  # it compiles, and rejects this message
-        return
-
-
-def _without_template(name: str, content: bytes) -> bytes:
+def without_template(name: str, content: bytes) -> bytes:
     """Return a tokenizer's file without a chat template in it."""
     with suppress(ValueError, RecursionError):
         config = json.loads(content) if name == _CONFIG_FILE else None
         if isinstance(config, dict):
-            config.pop(_TEMPLATE, None)
+            config.pop(TEMPLATE, None)
             return json.dumps(config, sort_keys=True).encode()
     return content
 

@@ -6,6 +6,7 @@ The weights are written elsewhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,28 @@ def copy_other_files(config: TransformersModel, folder: Path) -> list[str]:
         generation.save_pretrained(folder)
         written.append("generation_config.json")
     return written
+
+
+def set_special_tokens(content: dict[str, Any], folder: Path, ids: Mapping[str, int]) -> None:
+    """Name special tokens in ``config.json`` and in the generation configuration.
+
+    A model that stopped at other tokens stops at these, too.
+
+    Args:
+        content: Content of ``config.json``, which is changed in place.
+        folder: Folder with the exported ``generation_config.json``.
+        ids: Token numbers by name: eos, bos or pad.
+    """
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text())
+    for name, token in ids.items():
+        key = f"{name}_token_id"
+        before = generation.get(key)
+        content[key] = generation[key] = token
+        if name == "eos" and before not in (None, token, [token]):
+            others = before if isinstance(before, list) else [before]
+            generation[key] = [token, *(other for other in others if other != token)]
+    file.write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _copy(file: Path, to: Path, *, path: str | None) -> None:

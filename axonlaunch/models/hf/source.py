@@ -71,6 +71,21 @@ class HuggingFaceSource(ModelSource):
         """Return the override that changes a size."""
         return f"{self.sizes_key}={{{name}: {value}}}"
 
+    def with_vocabulary(self, size: int) -> dict[str, Any]:
+        """Return the settings of a run that grow a smaller vocabulary."""
+        from axonlaunch.models.hf.analysis.structure import structure
+
+        key = "vocab_size"
+        if size <= int(getattr(structure(self.model).typed, key, size)):
+            return {}
+        return {"model.config": {**self.model.config, key: size}}
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Return the names of the parameters of the embedding and the head."""
+        from axonlaunch.models.hf.analysis.structure import structure
+
+        return [*structure(self.model).vocabulary]
+
     def figures(self) -> ModelFigures:
         """Return the sizes that planning scales, from the model's structure."""
         from axonlaunch.models.hf.analysis.figures import model_figures
@@ -115,11 +130,18 @@ class HuggingFaceSource(ModelSource):
         return identity(self.model)
 
     def find_saved(self, shapes: Mapping[str, Sequence[int]]) -> SavedTensors:
-        """Find the model's parameters among a checkpoint's tensors, as ``from_pretrained`` does."""
+        """Find the model's parameters among a checkpoint's tensors, as ``from_pretrained`` does.
+
+        If the model has a larger vocabulary, the embedding and the head begin with the saved rows.
+        """
         from axonlaunch.models.hf.analysis.structure import structure
         from axonlaunch.models.hf.reading.conversion import conversion
+        from axonlaunch.models.tensors.grown_rows import grow_vocabulary
 
-        return conversion(structure(self.model).model, shapes)
+        model_structure = structure(self.model)
+        saved = conversion(model_structure.model, shapes)
+        grown = grow_vocabulary(saved.parameters, model_structure.vocabulary)
+        return replace(saved, parameters=grown)
 
     def as_saved(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Return parameters as ``save_pretrained`` writes them."""
@@ -140,6 +162,14 @@ class HuggingFaceSource(ModelSource):
         from axonlaunch.models.hf.exported import copy_other_files
 
         return copy_other_files(self.model, folder)
+
+    def set_special_tokens(
+        self, content: dict[str, Any], folder: Path, ids: Mapping[str, int]
+    ) -> None:
+        """Name special tokens in ``config.json`` and in the generation configuration."""
+        from axonlaunch.models.hf.exported import set_special_tokens
+
+        set_special_tokens(content, folder, ids)
 
     def peft_base(self) -> dict[str, Any]:
         """Return the path or model id of the adapted model, and its revision."""

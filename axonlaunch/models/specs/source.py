@@ -162,6 +162,26 @@ class ModelSource:
         """Return the override that changes a size."""
         return f"{self.sizes_key}.{name}={value}"
 
+    def with_vocabulary(self, size: int) -> dict[str, Any]:
+        """Return the settings of a run that grow a smaller vocabulary; {} if it can't be grown.
+
+        Args:
+            size: Number of tokens.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        del size
+        return {}
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Return the names of parameters that ``with_vocabulary`` grows, tied ones once.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        return []
+
     def figures(self) -> ModelFigures:
         """Return the sizes that planning scales.
 
@@ -257,6 +277,17 @@ class ModelSource:
         """
         del folder
         return []
+
+    def set_special_tokens(
+        self, content: dict[str, Any], folder: Path, ids: Mapping[str, int]
+    ) -> None:
+        """Name special tokens in exported files, if the model's files have them.
+
+        Args:
+            content: Content of ``config.json``, which is changed in place.
+            folder: Folder with the exported files.
+            ids: Token numbers by name: eos, bos or pad.
+        """
 
     def peft_base(self) -> dict[str, Any] | None:
         """Return the keys of PEFT's ``adapter_config.json`` that name the adapted model.

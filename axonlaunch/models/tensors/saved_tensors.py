@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from axonlaunch.models.tensors.grown_rows import GrownRows
 from axonlaunch.models.tensors.tensor_origins import OriginTensor, Read
 
 
@@ -53,7 +54,7 @@ class SavedTensors:
         unexpected: Names of tensors that the model does not use.
     """
 
-    parameters: Mapping[str, OriginTensor | Computed]
+    parameters: Mapping[str, OriginTensor | Computed | GrownRows]
     unexpected: tuple[str, ...] = ()
 
     @classmethod

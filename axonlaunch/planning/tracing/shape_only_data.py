@@ -73,4 +73,6 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
         data = SyntheticImagesConfig(
             num_channels=channels, image_size=height, num_classes=num_classes
         )
-    return dataclasses.replace(config, data=data, tokenizer=TokenizerConfig())
+    # Added tokens grow the model, also without data.
+    tokenizer = config.tokenizer if config.tokenizer.new_tokens() else TokenizerConfig()
+    return dataclasses.replace(config, data=data, tokenizer=tokenizer)

@@ -258,14 +258,30 @@ def test_adapter_tensors_that_are_not_of_floating_point_are_refused(tmp_path: Pa
 
 
 def test_adapter_without_peft_format_is_refused_but_can_be_merged(tmp_path: Path) -> None:
-    save("qwen3", tmp_path / "base")
-    overrides = [f"model.path={tmp_path}/base", "strategy=single", "train.unfreeze=['*norm*']"]
+    save("qwen2", tmp_path / "base")
+    overrides = [
+        f"model.path={tmp_path}/base",
+        "strategy=single",
+        "train.unfreeze=['*q_proj.bias']",
+    ]
     chosen, expected = trained([*LORA, *overrides], tmp_path / "run")
-    with pytest.raises(ConfigError, match="use --merge"):
+    with pytest.raises(ConfigError, match=r"q_proj\.bias was trained in addition .* use --merge"):
         export(chosen, tmp_path / "run", tmp_path / "peft", merge=False)
     export(chosen, tmp_path / "run", tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
+def test_peft_loads_modules_that_were_trained_with_an_adapter(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    save("qwen3", tmp_path / "base")
+    overrides = [f"model.path={tmp_path}/base", "strategy=single", "train.unfreeze=['*layernorm*']"]
+    chosen, expected = trained([*LORA, *overrides], tmp_path / "run")
+    export(chosen, tmp_path / "run", tmp_path / "peft", merge=False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
 
 
 def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_path: Path) -> None:

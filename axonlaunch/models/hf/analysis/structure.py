@@ -69,6 +69,17 @@ class Structure:
         """Attributes that hold the number of a block, if all blocks are of the same kind."""
         return ("layer_idx",) if len(set(self.kinds)) == 1 else ()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Number of rows of the parameters of the embedding and the head, by their first name."""
+        ends: Any = self.model
+        modules = (ends.get_input_embeddings(), ends.get_output_embeddings())
+        held = {
+            id(part) for module in modules if module is not None for part in module.parameters()
+        }
+        named = self.model.named_parameters()
+        return {name: len(part) for name, part in named if id(part) in held and part.ndim}
+
     @functools.cached_property
     def representative(self) -> nn.Module:
         """The model, with only a few of its blocks if all are equal."""
