@@ -10,6 +10,7 @@ from typing import Any
 import chat_templates
 import corpus
 import pytest
+from covers import pairs
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig
@@ -116,8 +117,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("template", ["CHATML", "MARKED"])
-@pytest.mark.parametrize("flag", FLAGS, ids=str)
+@pytest.mark.parametrize(("flag", "template"), pairs(FLAGS, ["CHATML", "MARKED"]))
 def test_a_flag_leaves_one_answer_out_of_the_counted_tokens(
     flag: dict[str, Any], template: str, read: Read
 ) -> None:
