@@ -48,7 +48,7 @@ def at_hub(tmp_path: Path) -> Iterator[AtHub]:
         yield AtHub(tmp_path, hub)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_hub_id_is_trained_on_uploaded_and_resumed_at_the_same_commit(at_hub: AtHub) -> None:
     commit = at_hub.hub.repos["datasets/team/rows"].revisions["main"]
     push = f"checkpoint.push={ORG}/small"
@@ -78,7 +78,7 @@ def test_hub_id_is_trained_on_uploaded_and_resumed_at_the_same_commit(at_hub: At
     assert json.loads(exported.stdout)["pushed"] == f"{at_hub.hub.url}/{ORG}/small"
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
     at_hub.more = (("HF_HUB_OFFLINE", "1"),)
     ran = at_hub("train", *SMALL, status=2)
