@@ -31,9 +31,11 @@ LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run every test")
-    parser.addoption("--deferred", action="store_true", help="run what is deferred, and that alone")
-    parser.addoption("--quick", action="store_true", help="run a cover of what starts no process")
+    parser.addoption("--slow", action="store_true", help="run only the slow tests")
+    parser.addoption("--all", action="store_true", help="run the default and the slow tests")
+    parser.addoption(
+        "--quick", action="store_true", help="run one case of each test of one process"
+    )
 
 
 _SERVER = pytest.StashKey[served.Server]()
@@ -60,20 +62,43 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROCESSES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
     # Long tests begin first, so that at the end no worker has to wait for one.
-    items.sort(key=_time_limit, reverse=True)
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     if config.getoption("--all"):
         return
-    chosen = [item for item in items if not item.get_closest_marker("slow")]
-    deferred = _deferred(chosen)
-    is_asked_for = config.getoption("--deferred")
-    chosen = [item for item in chosen if (item in deferred) == is_asked_for]
+    slow = _slow(items)
+    chosen = [item for item in items if (item in slow) == config.getoption("--slow")]
     if config.getoption("--quick"):
-        chosen = _cover(chosen)
+        single = [item for item in chosen if not item.get_closest_marker("processes")]
+        chosen = [*{_test(item): item for item in reversed(single)}.values()]
     selected = set(chosen)
-    if left := [item for item in items if item not in selected]:
-        config.hook.pytest_deselected(items=left)
-        items[:] = chosen
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = chosen
+
+
+def _slow(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return items marked ``slow``, except the number of cases per test that the mark keeps.
+
+    The kept cases are spread evenly: of 10 cases ``slow(keep=4)`` keeps the first, fourth, sixth
+    and ninth.
+    """
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            cases.setdefault((_test(item), mark.kwargs.get("keep", 0)), []).append(item)
+    return {
+        item
+        for (_, keep), ones in cases.items()
+        for i, item in enumerate(ones)
+        if i * keep // len(ones) == (i - 1) * keep // len(ones)
+    }
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_collection_finish() -> None:
@@ -87,42 +112,6 @@ def pytest_sessionfinish() -> Generator[None, None, None]:
     gc.unfreeze()  # hypothesis looks for references to one of its objects
     yield
     gc.freeze()  # pytest collects garbage once more
-
-
-def _deferred(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return items marked ``deferred``, except the number of cases per test that the mark keeps.
-
-    The kept cases are spread evenly: of 10 cases ``deferred(keep=4)`` keeps the third, fifth,
-    eighth and tenth.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
-    keep: dict[str, int] = {}
-    for item in items:
-        if mark := item.get_closest_marker("deferred"):
-            test = item.nodeid.partition("[")[0]
-            cases.setdefault(test, []).append(item)
-            keep[test] = mark.kwargs.get("keep", 0)
-    return {
-        item
-        for test, ones in cases.items()
-        for i, item in enumerate(ones)
-        if i * keep[test] // len(ones) == (i + 1) * keep[test] // len(ones)
-    }
-
-
-def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one case of every test that needs little time and starts no command."""
-    first: dict[str, pytest.Item] = {}
-    for item in items:
-        takes_long = _time_limit(item) > 0 or item.get_closest_marker("costly")
-        if not takes_long and not PROCESSES & set(getattr(item, "fixturenames", ())):
-            first.setdefault(item.nodeid.partition("[")[0], item)
-    return [*first.values()]
-
-
-def _time_limit(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("timeout")
-    return float(marker.args[0]) if marker else 0.0
 
 
 @pytest.fixture(scope="session")

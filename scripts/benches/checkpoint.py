@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="on the disk that is to be measured")
+    parser.add_argument("--folder", default=None, help="folder on the measured disk")
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])

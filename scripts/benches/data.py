@@ -245,12 +245,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all by default")
     parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenise")
     parser.add_argument(
-        "--memory-mb", type=int, nargs="+", default=[4000], help="of the corpora of the memory"
+        "--memory-mb",
+        type=int,
+        nargs="+",
+        default=[4000],
+        help="megabytes of the corpora in the part memory",
     )
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", help="where corpora are written; the temporary folder's")
+    parser.add_argument("--folder", help="folder of the corpora (default: the temporary folder)")
     parser.add_argument("--rival", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rival:

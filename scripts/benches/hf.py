@@ -211,9 +211,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", default=None)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--seconds", type=float, default=120.0, help="for one class and layout")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="where results are appended")
-    parser.add_argument("--again", action="store_true", help="prove what the file has, too")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="time limit of one class and layout"
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file that results are appended to")
+    parser.add_argument(
+        "--again", action="store_true", help="repeat proofs whose results the file contains"
+    )
     chosen = parser.parse_args()
     kinds = hf_tiny.model_types()
     # Imported once before the forks, because every process needs it.

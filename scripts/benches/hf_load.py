@@ -158,7 +158,7 @@ def main() -> None:
     files.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=25, help="25 make 2 GB")
+    parser.add_argument("--layers", type=int, default=25, help="number of layers; 25 are 2 GB")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()

@@ -36,7 +36,6 @@ from axonlaunch.system.node.allocator_settings import AllocatorSettings
 from axonlaunch.system.processes import forked_map
 
 GIB = 1024**3
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"
 
 Estimated = Mapping[str, int]
 STEADY: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
@@ -103,9 +102,9 @@ def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Est
 def main() -> None:
     """Print the error of every row, then a summary, then the features that the other rows need."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, default=SHARED)
-    parser.add_argument("--only", default="", help="rows whose id begins so")
-    parser.add_argument("--cache", type=Path, help="folder of answers; those that are there stand")
+    parser.add_argument("--rows", type=Path, required=True, help="measurements, in JSON lines")
+    parser.add_argument("--only", default="", help="prefix of the ids of the rows to estimate")
+    parser.add_argument("--cache", type=Path, help="folder of estimates, which are reused")
     args = parser.parse_args()
     lines = args.rows.read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["id"].startswith(args.only)]

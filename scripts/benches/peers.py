@@ -46,9 +46,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS])
-    parser.add_argument("--patience", type=float, default=30.0, help="seconds, then a run hangs")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=30.0,
+        help="seconds without output after which a run counts as hanging",
+    )
     parser.add_argument("--no-mistakes", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="2 ranks, once, three mistakes")
+    parser.add_argument(
+        "--quick", action="store_true", help="only 2 ranks, one repeat and three mistakes"
+    )
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv/peers")
     parser.add_argument("--output", type=Path, default=PAGE)
     args = parser.parse_args()

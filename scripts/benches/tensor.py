@@ -124,7 +124,12 @@ def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--repeats", type=int, default=400, help="turns at hidden 64; fewer above")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=400,
+        help="repeats with hidden size 64; larger sizes have fewer",
+    )
     parser.add_argument("--port", type=int, default=29631)
     args = parser.parse_args()
     print(f"{'hidden':>6}  {'ours':>12}  {'torch':>12}  {'ratio':>6}", flush=True)

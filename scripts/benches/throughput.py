@@ -17,18 +17,22 @@ import published_speed
 from axonlaunch.config import ConfigError
 from axonlaunch.planning.throughput.throughput import throughput
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
 LEAST_ROWS = 4
 """Minimum number of rows of a group for a meaningful rank correlation."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, action="append", help="JSON lines or CSV; repeatable")
-    chosen = parser.parse_args().rows
-    files = chosen or [SHARED / name for name in ("measurements.jsonl", "ultrascale_sample.csv")]
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        action="append",
+        required=True,
+        help="measurements, in JSON lines or CSV; can be repeated",
+    )
+    files = parser.parse_args().rows
     if missing := [str(path) for path in files if not path.is_file()]:
-        parser.error(f"no file {', '.join(missing)}; name one with --rows")
+        parser.error(f"--rows={missing[0]}: there is no such file")
     groups: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
     errors: list[float] = []
     left_out: Counter[str] = Counter()

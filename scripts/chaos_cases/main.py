@@ -121,12 +121,12 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
-    parser.add_argument("--runs", type=int, help="cases of each kind (default: a whole pass)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind")
-    parser.add_argument("--seconds", type=float, help="begin no case after so many seconds")
+    parser.add_argument("--runs", type=int, help="number of cases of each kind (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind")
+    parser.add_argument("--seconds", type=float, help="seconds after which no case begins")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--json", type=Path, help="also write the table there")
-    parser.add_argument("--keep", help="keep the folders of all runs in this one")
+    parser.add_argument("--json", type=Path, help="file to write the table to")
+    parser.add_argument("--keep", help="folder in which the folders of all runs are kept")
     return parser.parse_args()
 
 

@@ -117,7 +117,9 @@ def arguments(description: str) -> argparse.Namespace:
     """Parse the arguments of every part; exit with status 2 if the requested device is missing."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", metavar="PREFIX", help="cases whose name begins so")
+    parser.add_argument(
+        "--only", default="", metavar="PREFIX", help="only cases whose names have this prefix"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() == 0:

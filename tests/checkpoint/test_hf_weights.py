@@ -11,7 +11,6 @@ import pytest
 import stranger
 import torch
 from configured import run_config
-from covers import every
 from hf_families import FAMILIES, save
 from rank_engine import rank_engine
 from torch import Tensor
@@ -56,10 +55,8 @@ def started(config: RunConfig) -> dict[str, Tensor]:
     return World.mock(config.launch.nproc).run(run)[0]
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(
-    "kind", every(2, ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
-)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
 def test_every_layout_loads_a_save_pretrained_folder(kind: str, tmp_path: Path) -> None:
     theirs = dict(save(kind, tmp_path).named_parameters())
     for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
@@ -189,9 +186,9 @@ def saved(config: RunConfig, run_dir: Path) -> Any:
     return module
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_from_pretrained_loads_export(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

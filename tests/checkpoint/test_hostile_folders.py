@@ -244,7 +244,6 @@ def device(file: Path) -> None:
 SWAPS = {"a link": linked, "a FIFO": piped, "a device": device}
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [DATA, "index.json", "manifest.json"])
 @pytest.mark.parametrize("swap", SWAPS)
 def test_irregular_checkpoint_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
@@ -255,7 +254,6 @@ def test_irregular_checkpoint_file_is_refused(swap: str, name: str, tmp_path: Pa
     assert reason == f"has {name}, which is not a regular file"
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("swap", SWAPS)
 def test_file_swapped_after_the_check_is_refused(swap: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
@@ -305,7 +303,6 @@ def test_malformed_safetensors_index_is_refused(text: str, weights: Path) -> Non
         reading(weights)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("swap", SWAPS)
 def test_irregular_safetensors_file_is_refused(swap: str, name: str, weights: Path) -> None:

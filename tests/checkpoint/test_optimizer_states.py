@@ -122,20 +122,20 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
     return World.mock(run.launch.nproc).run(on_rank)[0]
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("optimizer", "layout", "saved_after"),
     [
-        pytest.param(MOMENTUM, "strategy=single", 0, marks=pytest.mark.slow),  # before any step
+        (MOMENTUM, "strategy=single", 0),  # before any step
         (MOMENTUM, ZERO1, 2),
         (NO_MOMENTUM, ZERO1, 0),
-        pytest.param(NO_MOMENTUM, "strategy=single", 2, marks=pytest.mark.slow),
-        pytest.param(NADAM, ZERO1, 0, marks=pytest.mark.slow),
-        pytest.param(NADAM, FSDP, 2, marks=pytest.mark.slow),
+        (NO_MOMENTUM, "strategy=single", 2),
+        (NADAM, ZERO1, 0),
+        (NADAM, FSDP, 2),
         ("optimizer=lion", FSDP, 2),
-        pytest.param(ADAFACTOR, FSDP, 2, marks=pytest.mark.slow),
-        pytest.param(ADAFACTOR, MIXED, 0, marks=pytest.mark.slow),
-        pytest.param(MUON, ZERO1, 2, marks=pytest.mark.slow),
+        (ADAFACTOR, FSDP, 2),
+        (ADAFACTOR, MIXED, 0),
+        (MUON, ZERO1, 2),
         (MUON, MIXED, 2),
     ],
 )
@@ -147,22 +147,17 @@ def test_a_run_resumes_to_the_bit(
     assert resumed(tmp_path, layout, optimizer) == expected
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "saved", "loaded"),
     [
-        pytest.param(NADAM, MIXED, "strategy=single", marks=pytest.mark.slow),
-        pytest.param(
-            NADAM,
-            "strategy=pipeline train.micro_batch_size=2 launch.nproc=2",
-            ZERO1,
-            marks=pytest.mark.slow,
-        ),
+        (NADAM, MIXED, "strategy=single"),
+        (NADAM, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2", ZERO1),
         ("optimizer=lion optimizer.eps=1e-4", ZERO1, MIXED),
-        pytest.param(ADAFACTOR, FSDP, "strategy=single", marks=pytest.mark.slow),
-        pytest.param(ADAFACTOR, "strategy=single", MIXED, marks=pytest.mark.slow),
+        (ADAFACTOR, FSDP, "strategy=single"),
+        (ADAFACTOR, "strategy=single", MIXED),
         (ADAFACTOR, MIXED, ZERO1),
-        pytest.param(MUON, "strategy=single", MIXED, marks=pytest.mark.slow),
+        (MUON, "strategy=single", MIXED),
         (MUON, FSDP, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2"),
     ],
 )

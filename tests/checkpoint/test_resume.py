@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from torch import Tensor
 
 from axonlaunch import checkpoint, engines
@@ -48,8 +47,8 @@ def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
     return dict(zip(contents, reader.tensors(newest, list(contents), contents), strict=True))
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("strategy", every(2, ["zero1", "ddp", "fsdp"]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("strategy", ["zero1", "ddp", "fsdp"])
 def test_resume_restores_fp16_scale_and_optimizer_states(strategy: str, tmp_path: Path) -> None:
     undisturbed = train(tmp_path / "whole", strategy, steps=8)
     stopped = train(tmp_path / "parts", strategy, steps=4)

@@ -23,7 +23,7 @@ def on_ranks(folder: Path, check: str) -> list[Any]:
     return forked_call.call_together(context, "saver_checks:on_rank", calls)
 
 
-@pytest.mark.costly
+@pytest.mark.processes
 def test_background_save_writes_the_state_at_its_start(tmp_path: Path) -> None:
     for values, steps in on_ranks(tmp_path, "changing"):
         assert values == [1.0] * 8
@@ -67,8 +67,7 @@ def test_early_ranks_create_nothing_while_the_main_rank_sweeps(tmp_path: Path) -
     assert other == ([], [1])
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_background_save_frees_its_host_copy(tmp_path: Path) -> None:
     for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):
         assert at_once < 0.2

@@ -92,13 +92,13 @@ def export(saved_checkpoint: Checkpoint, chosen: RunConfig, folder: Path, **how:
     )
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("name", "source"),
     [
         *((name, "safetensors") for name in LAYOUTS),
         ("fsdp", "run"),
-        *(pytest.param(n, "run", marks=pytest.mark.slow) for n in LAYOUTS if n != "fsdp"),
+        *((n, "run") for n in LAYOUTS if n != "fsdp"),
     ],
 )
 def test_any_layout_starts_from_exported_weights(name: str, source: str, tmp_path: Path) -> None:

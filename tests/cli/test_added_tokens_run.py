@@ -15,7 +15,7 @@ from served import Server
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
-    pytest.mark.deferred,
+    pytest.mark.slow,
     # peft 0.21 calls it, but it is deprecated in transformers 5.23.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]

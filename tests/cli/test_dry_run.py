@@ -10,7 +10,7 @@ from command import TINY, Command
 from launchers import have_sbatch
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_dry_run_starts_nothing_and_suggests_fitting_settings(axonlaunch: Command) -> None:
     small = ["hardware=cpu", "hardware.memory_gib=0.0013"]
     ran = axonlaunch.train("strategy=single", *small, "--dry-run")
@@ -25,8 +25,7 @@ def test_dry_run_starts_nothing_and_suggests_fitting_settings(axonlaunch: Comman
     assert not (axonlaunch.folder / "runs").exists()
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_dry_run_prints_estimate_before_too_large_error(
     axonlaunch: Command,
 ) -> None:
@@ -55,17 +54,15 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     assert "data.path" in ran.stdout.partition("This node cannot run it")[2]
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
         (["run_dir=file/run", "launch.master_port={taken}"], ["run_dir", "launch.master_port"]),
-        pytest.param(["run_dir=run", "train.steps=3"], ["train.steps"], marks=pytest.mark.slow),
-        pytest.param(
-            *(["launch=slurm", "launch.backend=mock"], ["launch.backend"]), marks=pytest.mark.slow
-        ),
+        (["run_dir=run", "train.steps=3"], ["train.steps"]),
+        (*(["launch=slurm", "launch.backend=mock"], ["launch.backend"]),),
         (["launch.nnodes=2", "launch.node_rank=0"], ["launch.master_addr"]),
-        pytest.param(["launch=env"], ["launch.name"], marks=pytest.mark.slow),
+        (["launch=env"], ["launch.name"]),
     ],
 )
 def test_a_dry_run_reports_and_exits_as_the_launch_would(

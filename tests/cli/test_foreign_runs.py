@@ -88,7 +88,7 @@ def freeze(foreign: Served, **changed: Any) -> Path:
     return file
 
 
-@pytest.mark.deferred(keep=5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("named", NAMED)
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_a_foreign_configuration_s_code_does_not_run(
@@ -186,8 +186,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.deferred(keep=3)
-@pytest.mark.timeout(30)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> None:
     content, reported = BOMBS[bomb]
@@ -207,7 +206,6 @@ def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a link", "a FIFO"])
-@pytest.mark.timeout(30)
 def test_a_configuration_that_is_no_file_is_refused(kind: str, foreign: Served) -> None:
     import os
 

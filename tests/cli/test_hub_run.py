@@ -48,7 +48,7 @@ def at_hub(tmp_path: Path) -> Iterator[AtHub]:
         yield AtHub(tmp_path, hub)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_hub_id_is_trained_on_uploaded_and_resumed_at_the_same_commit(at_hub: AtHub) -> None:
     commit = at_hub.hub.repos["datasets/team/rows"].revisions["main"]
     push = f"checkpoint.push={ORG}/small"
@@ -76,7 +76,7 @@ def test_hub_id_is_trained_on_uploaded_and_resumed_at_the_same_commit(at_hub: At
     assert json.loads(exported.stdout)["pushed"] == f"{at_hub.hub.url}/{ORG}/small"
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
     at_hub.more = (("HF_HUB_OFFLINE", "1"),)
     ran = at_hub("train", *SMALL, status=2)
@@ -88,7 +88,7 @@ def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
     assert not at_hub.hub.asked
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub) -> None:
     """Two commands from a hub id to a chat with the model, without a script."""
     chats = [

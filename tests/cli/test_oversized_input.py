@@ -21,7 +21,6 @@ def served(tmp_path: Path, server: Server) -> Served:
     return Served(tmp_path, server)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("overrides", "reported"),
     [

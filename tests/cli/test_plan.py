@@ -47,8 +47,7 @@ def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) 
     )
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     overrides = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
@@ -79,7 +78,6 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> None:
     overrides = ["model=llama3_8b", "data=synthetic_tokens", "data.sequence_length=2048"]
     overrides += ["train.global_batch_size=2", "train.precision=bf16"]

@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 import pytest
 from command import Served
-from covers import every
 from rich.console import Console
 from served import Server
 
@@ -61,8 +60,7 @@ def in_json(schedule: Schedule, *overrides: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_plot_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
     """In a separate process whose output is not a terminal: plain text."""
     script = (
@@ -225,9 +223,8 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
     assert all(letter in plain for letter in "FfIiWw")
 
 
-@pytest.mark.parametrize(
-    "name", every(2, ["1f1b", "interleaved_zero_bubble", "dualpipev"], start=1)
-)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 def test_plots_have_titles_and_axis_labels(name: str, schedule: Schedule, tmp_path: Path) -> None:
     overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
     assert in_json(schedule, *overrides, "--plot", "a.png")["plot"] == "a.png"
@@ -244,8 +241,7 @@ def test_plots_have_titles_and_axis_labels(name: str, schedule: Schedule, tmp_pa
     assert any("time" in line for line in written)
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_activations_are_reported_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     overrides = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]

@@ -29,8 +29,7 @@ def test_public_names_of_comm_are_sorted_and_exist() -> None:
     assert all(hasattr(comm, name) for name in comm.__all__)
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_importing_comm_has_no_side_effects() -> None:
     text = (
         "import sys, axonlaunch.comm, axonlaunch.comm.mock\n"

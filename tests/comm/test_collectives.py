@@ -10,12 +10,12 @@ from axonlaunch import comm
 from axonlaunch.comm import World
 
 
-@pytest.mark.deferred(keep=70)
+@pytest.mark.slow(keep=70)
 def test_collectives_on_mock(check_name: str) -> None:
     World.mock(WORLD_SIZE, timeout_s=20).run(CHECKS[check_name])
 
 
-@pytest.mark.deferred(keep=24)
+@pytest.mark.slow(keep=24)
 def test_collectives_on_gloo(check_name: str, gloo_outcomes: list[dict[str, Any]]) -> None:
     for rank, outcome in enumerate(gloo_outcomes):
         error = outcome["checks"][check_name].get("error")

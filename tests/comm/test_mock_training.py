@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from covers import every
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -56,26 +55,23 @@ def alone() -> tuple[Tensor, list[Tensor]]:
     return train(model, make_batch()), weights(model)
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("train_on", "size"),
-    every(
-        2,
-        [
-            (train_ddp, 4),
-            (train_ddp, 2),
-            (train_ddp_with_gradients_in_buckets, 2),
-            (train_fsdp, 4),
-            (train_by_sync_gradients, 4),
-            (train_fsdp, 2),
-            (partial(train_fsdp, reshard_after_forward=False), 2),
-            (partial(train_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
-            (train_hsdp, 4),
-            (train_tensor, 2),
-            (train_tensor_and_fsdp, 4),
-            (train_tensor, 4),
-        ],
-    ),
+    [
+        (train_ddp, 4),
+        (train_ddp, 2),
+        (train_ddp_with_gradients_in_buckets, 2),
+        (train_fsdp, 4),
+        (train_by_sync_gradients, 4),
+        (train_fsdp, 2),
+        (partial(train_fsdp, reshard_after_forward=False), 2),
+        (partial(train_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+        (train_hsdp, 4),
+        (train_tensor, 2),
+        (train_tensor_and_fsdp, 4),
+        (train_tensor, 4),
+    ],
 )
 def test_mock_training_equals_one_process(
     train_on: Callable[[World], Any], size: int, alone: tuple[Tensor, list[Tensor]]
@@ -97,7 +93,7 @@ def test_mock_fsdp_in_mixed_precision_is_close() -> None:
 # Pipelines.
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("schedule", "size", "stages_per_rank"),
     [
@@ -164,7 +160,8 @@ def test_pipeline_and_fsdp_and_tensor_parallel_together(
 # Determinism.
 
 
-@pytest.mark.parametrize("train_on", every(2, [train_ddp, train_tensor, train_fsdp, train_hsdp]))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("train_on", [train_ddp, train_tensor, train_fsdp, train_hsdp])
 def test_training_twice_gives_the_same_bits(train_on: Callable[[World], Any]) -> None:
     first, second = (World.mock(4).run(train_on) for _ in range(2))
     for (losses, parameters), (again, others) in zip(first, second, strict=True):
@@ -189,7 +186,7 @@ def test_training_with_dropout_twice_gives_the_same_bits() -> None:
 # Cleaning up.
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     def groups() -> int:
         gc.collect()
@@ -227,7 +224,7 @@ def test_meshes_of_later_mock_run_are_separate() -> None:
 # Checkpoints.
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 4), (4, 2), (2, 4)])
 def test_mock_checkpoint_resumes_on_same_or_other_rank_count(
     tmp_path: Path, saved_on: int, loaded_on: int, alone: tuple[Tensor, list[Tensor]]

@@ -21,7 +21,7 @@ NEEDS = {
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(packaged_configs().glob("*/*.yaml"))]
 
 
-@pytest.mark.deferred(keep=30)
+@pytest.mark.slow(keep=30)
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=["=".join(o) for o in OPTIONS])
 def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) -> None:
     needed = [f"{group}.target=package.module:build"] if option == "custom" else []

@@ -2,7 +2,6 @@ import itertools
 
 import numpy as np
 import pytest
-from covers import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,8 +49,8 @@ def test_the_order_depends_on_the_seed_alone():
     assert np.array_equal(first[20:], dataset_indices(positions[20:], num_samples=1000, seed=1))
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("size", every(2, [2, 3, 5, 10, 37]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("size", [2, 3, 5, 10, 37])
 def test_every_place_is_equally_likely_to_go_anywhere(size):
     trials = 2000
     counts = np.zeros((size, size))

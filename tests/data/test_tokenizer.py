@@ -123,6 +123,39 @@ def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> Non
     assert loaded(tmp_path).template_fingerprint != before
 
 
+def test_changed_additional_chat_template_changes_only_the_template_fingerprint(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = copied(folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    fingerprints = []
+    for text in ("{{ tools }}", "{{ messages }} {{ tools }}"):
+        (templates / "tool_use.jinja").write_text(text)
+        tokenizer = loaded(model)
+        assert isinstance(tokenizer, PretrainedTokenizer)
+        assert tokenizer.transformers.get_chat_template(tools=[{}]) == text
+        fingerprints.append((tokenizer.fingerprint, tokenizer.template_fingerprint))
+    (before, template_before), (after, template_after) = fingerprints
+    assert before == after == loaded(folder).fingerprint
+    assert template_before != template_after
+
+
+def test_run_keeps_additional_chat_templates(folder: Path, tmp_path: Path) -> None:
+    model = copied(folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    tokenizer = loaded(model)
+    tokenizer.keep(tmp_path / FOLDER)
+    kept = load_kept(tmp_path)
+    assert isinstance(tokenizer, PretrainedTokenizer)
+    assert kept is not None
+    assert kept.transformers.get_chat_template(tools=[{}]) == "{{ tools }}"
+    assert kept.template_fingerprint == tokenizer.template_fingerprint
+
+
 def test_invalid_tokenizer_is_refused_with_path(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refusal(tmp_path / "empty").endswith(
@@ -177,7 +210,6 @@ READ_BY_TRANSFORMERS = ["config.json", "source.spm", "additional_chat_templates/
 """Files that are read, but not kept in a run's folder."""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("prepared", ["link", "dangling link", "fifo", "device"])
 @pytest.mark.parametrize(
     "name", ["vocab.x", "chat_template.bak", "my.model", "tokenizer.json", *READ_BY_TRANSFORMERS]

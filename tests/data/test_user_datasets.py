@@ -201,7 +201,7 @@ def plain_loop(config: RunConfig) -> list[float]:
     return losses
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("target", [INDEXED, STREAM])
 def test_nested_batches_train_as_in_a_plain_loop_under_every_data_layout(target: str) -> None:
     single = run_config([*CHOSEN, target, "strategy=single", "launch.nproc=1"])

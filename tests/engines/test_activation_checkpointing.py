@@ -33,11 +33,11 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it from its inputs
 @pytest.mark.parametrize(
     "mode",
-    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full")), "selective"],
+    [*(mode for mode in ("none", "full")), "selective"],
 )
 def test_blocks_that_recompute_are_compiled_in_one_piece(mode: Mode) -> None:
     torch._dynamo.reset()

@@ -50,10 +50,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo reads things that torch warns about
-@pytest.mark.costly
-@pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [1, 2])
 def test_compiler_overlaps_tensor_parallel_communication(
     group: ProcessGroup, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

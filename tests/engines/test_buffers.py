@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.deferred(keep=4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     ranks, overrides = LAYOUTS[name]

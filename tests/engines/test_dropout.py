@@ -115,7 +115,7 @@ SHARED = ["strategy.tensor.degree=2"]
 LAYOUTS = [["strategy=ddp", *SHARED], ["strategy=fsdp", *SHARED], ["strategy=zero1", *SHARED]]
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
 def test_dropout_masks_are_equal_only_on_tensor_ranks(
     overrides: list[str],
@@ -134,7 +134,7 @@ def test_dropout_masks_are_equal_only_on_tensor_ranks(
         assert not torch.equal(masks[site], masks[other]), f"{site} and {other} drew the same"
 
 
-@pytest.mark.deferred(keep=4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("overrides", [["strategy=single"], *LAYOUTS[:2]], ids=" ".join)
 def test_dropout_gradients_equal_torch_with_same_masks(overrides: list[str], mode: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from configured import run_config
-from covers import every
 from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 
@@ -51,8 +50,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("layout", every(4, LAYOUTS, start=3))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_frozen_parameters_stay_unchanged_in_every_layout(layout: str) -> None:
     nproc, *chosen = LAYOUTS[layout].split()
     ranks = int(nproc.removeprefix("launch.nproc="))
@@ -105,7 +104,7 @@ def test_freeze_pattern_for_nothing_or_everything_is_refused(
     assert any(p.key == key and message in p.message for p in refused.value.problems)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["zero1", "pipeline"])
 def test_a_run_with_frozen_parameters_resumes_on_another_layout(
     layout: str, tmp_path: Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from rank_engine import rank_engine
 from torch.distributed.fsdp import FSDPModule
 
@@ -47,19 +46,17 @@ def test_tied_ends_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert units("model=gpt", *SMALL) == BLOCKS
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "layout",
-    every(
-        2,
-        [
-            ["strategy=fsdp", "launch.nproc=2"],
-            ["strategy=fsdp", "launch.nproc=2", "train.activation_checkpointing=full"],
-            ["strategy=zero2", "launch.nproc=2", "train.micro_batch_size=2"],
-            ["strategy=fsdp", "strategy.tensor.degree=2", "launch.nproc=4"],
-            ["strategy=fsdp", "strategy.pipeline.degree=2", "launch.nproc=4"],
-            ["strategy=fsdp", "launch.nproc=2", "train.loss_chunk=4"],
-        ],
-    ),
+    [
+        ["strategy=fsdp", "launch.nproc=2"],
+        ["strategy=fsdp", "launch.nproc=2", "train.activation_checkpointing=full"],
+        ["strategy=zero2", "launch.nproc=2", "train.micro_batch_size=2"],
+        ["strategy=fsdp", "strategy.tensor.degree=2", "launch.nproc=4"],
+        ["strategy=fsdp", "strategy.pipeline.degree=2", "launch.nproc=4"],
+        ["strategy=fsdp", "launch.nproc=2", "train.loss_chunk=4"],
+    ],
     ids=" ".join,
 )
 def test_separate_fsdp_units_for_ends_keep_training_results(

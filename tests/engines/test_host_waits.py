@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from host_waits import HostWaits
 from parity_table import MODELS
 from rank_engine import rank_engine
@@ -61,8 +60,8 @@ def waits(model: str, ranks: int, *overrides: str) -> list[str]:
     return [place for places in World.mock(ranks).run(run) for place in places]
 
 
-@pytest.mark.deferred(keep=4)
-@pytest.mark.parametrize("layout", every(2, LAYOUTS))
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_step_has_no_device_sync(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     assert waits("llama", ranks, *overrides) == []
@@ -72,7 +71,7 @@ def test_no_device_sync_with_embedded_positions_and_tied_weights() -> None:
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tensor", "zero1"])
 def test_no_device_sync_with_fp16_loss_scaling(layout: str) -> None:
     """torch's fused optimizers read the flag on the device, through a private attribute."""

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 from torch import nn
@@ -65,8 +64,8 @@ CASES = [
 ]
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(("model", "layout"), every(4, CASES))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     chosen = [*MODELS[model], *DATA, *LORA[model], *overrides.split()]
@@ -173,18 +172,12 @@ def test_dora_dropout_applies_to_inputs_of_weight() -> None:
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(
-            "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
-            marks=pytest.mark.slow,
-        ),
+        "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
+        "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
         "strategy=tensor adapter.dora=true launch.nproc=2 train.precision=bf16 "
         "train.param_dtype=bf16",
     ],

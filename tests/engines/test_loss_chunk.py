@@ -64,18 +64,16 @@ def test_chunked_loss_equals_torch_cross_entropy(overrides: list[str]) -> None:
     World.mock(1).run(run)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "layout",
     [
         ["strategy=ddp", "launch.nproc=2", "train.micro_batch_size=2"],
-        pytest.param(
-            ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"], marks=pytest.mark.slow
-        ),
+        ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"],
         [*TENSOR, "strategy.tensor.sequence_parallel=true"],
         ZERO_BUBBLE,
         ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
-        pytest.param(["strategy=hybrid", "launch.nproc=8"], marks=pytest.mark.slow),
+        ["strategy=hybrid", "launch.nproc=8"],
     ],
     ids=lambda overrides: overrides[-1],
 )
@@ -85,26 +83,16 @@ def test_chunked_loss_in_every_layout_equals_unchunked_loss(layout: list[str]) -
     assert verdict.passed, verdict.differences
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [
         ("qwen3", TENSOR, {}),
-        pytest.param("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}, marks=pytest.mark.slow),
-        pytest.param("gemma2", TENSOR, CAPPED, marks=pytest.mark.slow),
+        ("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}),
+        ("gemma2", TENSOR, CAPPED),
         ("gemma2", ZERO_BUBBLE, {**CAPPED, "num_hidden_layers": 4}),
-        pytest.param(
-            "gemma2",
-            ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
-            CAPPED,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mixtral",
-            ["strategy=fsdp", "launch.nproc=2"],
-            {"output_router_logits": True},
-            marks=pytest.mark.slow,
-        ),
+        ("gemma2", ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"], CAPPED),
+        ("mixtral", ["strategy=fsdp", "launch.nproc=2"], {"output_router_logits": True}),
     ],
 )
 def test_chunked_loss_of_transformers_models_equals_unchunked_loss(
@@ -137,7 +125,7 @@ def test_predictions_with_chunked_loss_are_logits() -> None:
     World.mock(1).run(run)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_estimate_counts_logits_of_one_chunk() -> None:
     """The vocabulary is large enough that the peak is at the loss: three fp32 numbers per logit."""
     large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]

@@ -38,7 +38,7 @@ def trained(model: list[str], *overrides: str) -> tuple[list[float], dict[str, T
     return World.mock(2).run(run)[0]
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model", ["llama", "gpt", "mlp"])
 def test_replicas_in_bf16_equal_fsdp_bitwise(model: str) -> None:
     tied = ["model.tie_word_embeddings=true"] if model == "gpt" else []
@@ -168,7 +168,7 @@ def test_experts_loop_keeps_one_bf16_copy() -> None:
 
 
 # A warning about torch inspecting a block's inputs, which torch hides unless warnings are errors.
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_block_casts_within_its_one_graph() -> None:
     chosen = run_config(["model=llama_debug", "model.num_hidden_layers=2"])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import every, pairs
 from gathered import Held, gathered, held
 from optimizer_layouts import LAYOUTS
 from rank_engine import rank_engine
@@ -182,8 +181,9 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.deferred(keep=2)
-@pytest.mark.parametrize(("layout", "momentum"), every(3, pairs([*LAYOUTS], [*SGD])))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("momentum", SGD)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_loading_states_before_first_step_equals_torch_sgd(layout: str, momentum: str) -> None:
     """This is the case in every run with ``model.weights=``, and in runs that save before the first
     step.

@@ -11,7 +11,6 @@ import optimizer_layouts
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from gathered import Held, gathered, held
 from rank_engine import rank_engine
 from torch import Tensor, nn
@@ -201,16 +200,11 @@ def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
 
 
 # Elementwise optimizers share everything that a layout could get wrong: each layout tests one of
-# them, and three of four layouts run only under --all. Optimizers that exchange shards are each
-# tested in layouts that divide differently, in the other layouts under --all.
-_ELEMENTWISE = every(4, zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False))
-_TRIED = {
-    "adafactor": ("zero2", "hsdp", "zero1 x tensor"),
-    "muon": ("zero1", "fsdp x tensor", "pipeline"),
-}
+# them. Optimizers that exchange shards are tested in each layout.
+_ELEMENTWISE = [*zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False)]
 _EXCHANGING = [
-    pytest.param(layout, kind, marks=() if layout in tried else pytest.mark.slow)
-    for kind, tried in _TRIED.items()
+    (layout, kind)
+    for kind in ("adafactor", "muon")
     for layout in LAYOUTS
     if "offloaded" not in layout  # refused
 ]
@@ -221,7 +215,7 @@ def alone(kind: str, *overrides: str, steps: int = 3) -> dict[str, Tensor]:
     return run([*OVERRIDES[kind], "strategy=single", *overrides], 1, steps=steps)
 
 
-@pytest.mark.deferred(keep=4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("layout", "kind"), [*_ELEMENTWISE, *_EXCHANGING])
 def test_optimizer_in_layout_equals_one_process(layout: str, kind: str) -> None:
     ranks, strategy = LAYOUTS[layout]
@@ -283,7 +277,7 @@ def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DT
     )
 
 
-@pytest.mark.deferred(keep=15)
+@pytest.mark.slow(keep=15)
 @pytest.mark.parametrize("kind", ["muon", "muon original", "adafactor", "lion", "nadam"])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_sharded_matrix_update_equals_unsharded_update(division: str, kind: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from configured import estimate_config, run_config
-from covers import every, pairs
 from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
@@ -44,8 +43,9 @@ def overrides_of(model: str) -> list[str]:
     return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
 
 
-@pytest.mark.deferred(keep=2)
-@pytest.mark.parametrize(("layout", "model"), every(3, pairs([*LAYOUTS], [*MODELS])))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_documents_stay_separate_in_every_layout(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]
     assert_trains_as_one_process([*overrides_of(model), *overrides], ranks)

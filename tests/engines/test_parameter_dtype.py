@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every, pairs
 from rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -103,8 +102,9 @@ def by_torch(*, in_fp32: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.deferred(keep=2)
-@pytest.mark.parametrize(("layout", "states"), every(3, pairs([*LAYOUTS], [(), (FP32_STATES,)])))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("states", [(), (FP32_STATES,)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_parameters_train_like_torch(layout: str, states: tuple[str, ...]) -> None:
     expected = by_torch(in_fp32=bool(states))
     # Layouts may only add roundings to bf16 (1/256); one process adds none.
@@ -135,7 +135,7 @@ def saved(folder: Path, overrides: list[str]) -> None:
     World.mock(chosen.launch.nproc).run(run)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [

@@ -21,7 +21,7 @@ from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline_stage_gathers_parameters_once_per_step(
     monkeypatch: pytest.MonkeyPatch, schedule: str

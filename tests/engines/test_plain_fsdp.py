@@ -51,7 +51,7 @@ def weights(module: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
 
 
-@pytest.mark.deferred(keep=6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_optimizer_of_offloaded_module_equals_torch(offload: str, name: str) -> None:

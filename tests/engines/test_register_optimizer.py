@@ -117,7 +117,7 @@ def run(
     return gathered(World.mock(ranks).run(on_rank))
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_optimizer_by_target_equals_one_process_in_every_layout(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
@@ -220,7 +220,7 @@ def test_preallocated_custom_states_are_not_held_twice() -> None:
     assert [reference() for reference in asked] == [None, None]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_estimate_counts_custom_optimizer_states() -> None:
     overrides = [*SMALL, *TEMPERED, "strategy=fsdp", "launch.nproc=2"]
     estimate = memory_estimate.estimate(estimate_config(overrides))

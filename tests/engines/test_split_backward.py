@@ -15,8 +15,6 @@ from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
-pytestmark = pytest.mark.costly
-
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -49,7 +47,7 @@ def products(schedule: str) -> int:
     return sum(World.mock(4).run(run))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_split_backward_with_tensor_parallelism_repeats_few_products() -> None:
     """At most a sixth more: torch recomputes a part where it splits a stage's graph.
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import every, pairs
 from tensor_cases import (
     GPT,
     LLAMA,
@@ -40,9 +39,10 @@ from axonlaunch.models.build import build_model, construct, initialize_weights, 
 from axonlaunch.models.specs.loss import cross_entropy_sum
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(("config", "sequence_parallel"), pairs([LLAMA, GPT], [False, True]))
-@pytest.mark.parametrize("recomputation", every(2, ["none", "full", "selective"], start=1))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("config", [LLAMA, GPT])
+@pytest.mark.parametrize("recomputation", ["none", "full", "selective"])
 def test_fully_shard_wraps_divided_layers(
     config: Any, sequence_parallel: bool, recomputation: Any
 ) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import every
 from tensor_cases import (
     GPT,
     LLAMA,
@@ -38,11 +36,10 @@ from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.specs.loss import cross_entropy_sum
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("config", [LLAMA, TIED_LLAMA, GPT], ids=["llama", "tied_llama", "gpt"])
-@pytest.mark.parametrize(
-    ("sequence_parallel", "size"), every(3, itertools.product([False, True], [2, 4]))
-)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_transformer_equals_undivided_model(
     config: Any, sequence_parallel: bool, size: int
 ) -> None:

@@ -15,8 +15,11 @@ from axonlaunch.config.schema import REGISTRIES
 MOST_PAIRS = 74
 """Number of pairs of packages where the first imports something from the second."""
 MOST_FILES_WITH_PRECISION_NAMES = 6
+TESTS = Path(__file__).parents[1]
 MODULE = re.compile(r"axonlaunch(\.\w+){2,}")
 TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
+MARKS = {"filterwarnings", "parametrize", "processes", "skipif", "slow", "usefixtures"}
+"""Marks of tests. A time limit is set once, in ``pyproject.toml``."""
 CHANGED_COPIES = {
     *("changed", "completed", "copied", "enlarged", "extended", "mapped", "merged", "moved"),
     *("orthogonalized", "reduced", "replaced", "resolved"),
@@ -131,3 +134,14 @@ def test_names_of_precisions_are_in_few_files() -> None:
     }
     assert "config/precision.py" in files
     assert len(files) <= MOST_FILES_WITH_PRECISION_NAMES, files
+
+
+def test_tests_have_only_known_marks() -> None:
+    used = {
+        (mark, str(file.relative_to(TESTS)))
+        for file in TESTS.rglob("*.py")
+        for mark in re.findall(r"pytest\.mark\.(\w+)", file.read_text())
+    }
+    assert not {(mark, file) for mark, file in used if mark not in MARKS}, (
+        "write slow for deferred, and remove costly and timeout: see CONTRIBUTING.md"
+    )

@@ -287,7 +287,7 @@ def test_its_help_names_every_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # time limit of a part
+@pytest.mark.processes
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_cpu_a_part_runs_on_a_small_scale(part: str) -> None:
     """For memory: rank 0 of 4 has the estimated memory without the other ranks."""

@@ -51,10 +51,10 @@ def lines(page: Path) -> list[str]:
 
 
 def pages_with(language: str, *, at_once: Sequence[str] | None = None) -> list[object]:
-    """Return pages; all except the named ones are marked deferred."""
+    """Return pages; all except the named ones are marked slow."""
 
     def marks(page: Path) -> list[pytest.MarkDecorator]:
-        return [] if at_once is None or page.stem in at_once else [pytest.mark.deferred]
+        return [] if at_once is None or page.stem in at_once else [pytest.mark.slow]
 
     pages = [page for page in PAGES if blocks(page, language)]
     return [pytest.param(page, id=page.stem, marks=marks(page)) for page in pages]
@@ -129,7 +129,6 @@ def run_python(path: Path, folder: Path, server: Server) -> None:
     assert ran.returncode == 0, errors
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", pages_with("bash", at_once=AT_ONCE))
 def test_every_command_of_a_page_runs_in_the_order_of_the_page(
     page: Path, tmp_path: Path, server: Server
@@ -156,7 +155,6 @@ def test_the_readme_starts_from_a_clone_and_installs_no_unreleased_package() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     "command",
     sorted({line for page in PAGES for line in lines(page) if line.startswith(COSTLY)}),

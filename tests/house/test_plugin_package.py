@@ -98,8 +98,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     environment.close()
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_plugin_package_works_with_every_command(command: Environment) -> None:
     listed = json.loads(command("ls", "--json").stdout)
     for group, name in (
@@ -164,8 +163,7 @@ def test_plugin_package_works_with_every_command(command: Environment) -> None:
     assert "top_two" in noted[0]
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environment) -> None:
     overrides = [*OVERRIDES, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]
     assert "steps between two averages" in command("config", *overrides, "--describe").stdout

@@ -65,8 +65,7 @@ def load(overrides: list[str], context: ForkServerContext | None = None) -> conf
     return run
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_auto_strategy_trains_in_planned_layout(tmp_path: Path, server: Server) -> None:
     measured(2)
     overrides = [
@@ -127,7 +126,6 @@ def test_single_node_measurement_is_not_used_for_several(context: ForkServerCont
         load(overrides, context)
 
 
-@pytest.mark.timeout(120)
 def test_this_node_is_measured_once(
     context: ForkServerContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

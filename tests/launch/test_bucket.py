@@ -54,7 +54,6 @@ def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> s
     return f"s3://{name}/run"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_run_continues_from_a_bucket_in_another_folder(
     served: Command, faulty: list[str], bucket: str
@@ -79,7 +78,7 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_missing_bucket_is_reported_before_start(
     served: Command, faulty: list[str], bucket: str
 ) -> None:

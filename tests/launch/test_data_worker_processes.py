@@ -199,9 +199,7 @@ def interrupt(run: Served, *overrides: str, number: int) -> None:
     run.wait_until_gone(seconds=10)
 
 
-@pytest.mark.parametrize(
-    "times", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_interrupted_runs_with_workers_resume_to_the_bit(images: Served, times: int) -> None:
     chosen = ["launch.nproc=2", "checkpoint.every=3", f"train.steps={8 * times}"]
     images("train", *RUN, *chosen, "name=whole")

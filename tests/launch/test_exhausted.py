@@ -115,7 +115,7 @@ def test_exhausted_inodes_are_reported_as_inodes(
     assert "free some space" not in reported
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_disk_full_while_logging_is_reported(
     served: Command, faulty: list[str], small: Path
 ) -> None:

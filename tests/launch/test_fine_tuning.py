@@ -51,7 +51,7 @@ def test_start_of_fine_tuning_names_its_defaults(
     assert logged[0].lr == CHOSEN["lr"]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_fine_tuning_says_and_freezes_its_defaults(served: Command) -> None:
     command = ["train", *pretrained(served.folder), "train.steps=4", "name=run"]
     printed = one_line(served(*command).stdout)
@@ -64,7 +64,7 @@ def test_fine_tuning_says_and_freezes_its_defaults(served: Command) -> None:
     assert "run is finished" in served(*command).stdout
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_resumed_fine_tuning_keeps_its_defaults(served: Command) -> None:
     command = ["train", *pretrained(served.folder), "checkpoint.every=2", "name=run"]
     served(*command, "train.steps=2")
@@ -74,7 +74,7 @@ def test_resumed_fine_tuning_keeps_its_defaults(served: Command) -> None:
     assert {key: frozen(served.folder / "runs/run")["optimizer"][key] for key in CHOSEN} == CHOSEN
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_each_run_of_a_fine_tuning_sweep_freezes_its_defaults(served: Command) -> None:
     rates = ["adapter=null,lora", "train.steps=1", "name=sweep"]
     served("train", "-m", *pretrained(served.folder), *rates)

@@ -126,7 +126,6 @@ def _server_of(command: Command, parent: int) -> int:
     raise AssertionError("no fork server")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
 def test_run_ends_normally_with_stopped_fork_server(

@@ -30,24 +30,18 @@ def notes(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "printed", "noted"),
     [
         (["estimate", *FSDP, ON_H100], "fsdp 8: 8 ranks", set()),
         (["train", "strategy=fsdp", "--dry-run"], "fsdp 8: 8 ranks", LOOKED),
-        pytest.param(
+        (
             ["plan", *FIXED, "strategy.data_parallel=fsdp", "--devices", "2", ON_H100],
             "fsdp 2",
             set(),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ["train", "strategy=auto", *FIXED, "launch.nproc=2", "--dry-run"],
-            "on a GPU",
-            LOOKED,
-            marks=pytest.mark.slow,
-        ),
+        (["train", "strategy=auto", *FIXED, "launch.nproc=2", "--dry-run"], "on a GPU", LOOKED),
     ],
     ids=["estimate", "dry run", "plan", "strategy=auto"],
 )
@@ -70,8 +64,7 @@ def test_commands_without_ranks_do_not_initialise_cuda(
     assert set(notes.read_text().splitlines()) == noted
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(360)
+@pytest.mark.slow
 def test_background_estimate_does_not_initialise_cuda(
     server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_manually_started_ranks_equal_local_launcher(
     assert axonlaunch.losses("run") == expected
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_torchrun_failure_is_reported_once(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
@@ -143,7 +143,7 @@ def test_torchrun_hang_is_reported_with_place(
     assert "made no progress for 3 s (hang): it is in forward (" in reported
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server: Server) -> None:
     by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
     ran = by_torchrun(*RUN, "name=run", "launch.backend=mock", status=1)
@@ -165,9 +165,8 @@ def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
     axonlaunch.wait_until_gone(seconds=10)
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_no_rank_outlives_a_launcher_that_was_killed(
     axonlaunch: Command, faulty: list[str], launcher: str
 ) -> None:
@@ -276,7 +275,6 @@ def test_job_without_ranks_per_node_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "reported", [["scontrol", "requeue"], ["scancel", "--batch", "--signal=USR1"]]
 )

@@ -39,7 +39,7 @@ def test_two_nodes_train_with_one_open_port(
     assert estimated[0] == estimated[1] > 0
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_pulled_cable_ends_the_run_on_both_nodes(
     two_served: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
@@ -207,7 +207,6 @@ def elastic(three: NodeNamespaces) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_late_node_joins_elastic_run_without_lost_steps(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
@@ -233,7 +232,6 @@ def test_late_node_joins_elastic_run_without_lost_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_elastic_run_continues_without_lost_node(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
@@ -263,7 +261,6 @@ def test_elastic_run_continues_without_lost_node(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_killed_node_rejoins_elastic_run_with_equal_losses(
     axonlaunch: Command, served: Command, server: Server, faulty: list[str]
 ) -> None:
@@ -291,7 +288,6 @@ def test_killed_node_rejoins_elastic_run_with_equal_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_node_that_rejoins_finished_elastic_run_ends_at_once(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:

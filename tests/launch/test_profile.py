@@ -120,7 +120,7 @@ def test_traces_of_nodes_are_aligned_to_one_clock(tmp_path: Path) -> None:
 # Files of a run.
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_profiled_run_writes_trace_per_rank_and_combined(served: Served) -> None:
     profile = ["train.profile={steps: [2, 3], ranks: [0, 1]}", "hardware=h100_80gb"]
     served("train", *TINY, *profile, "launch.nproc=2", "strategy=fsdp", "name=run")
@@ -289,7 +289,7 @@ def test_pipeline_actions_on_gpu_use_kernel_times() -> None:
     assert stop == pytest.approx(30e-6)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_profiled_pipeline_shows_every_action_of_its_schedule(served: Served) -> None:
     schedule = "interleaved_zero_bubble"
     overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={schedule}", "launch.nproc=2"]

@@ -19,7 +19,7 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_train_proves_layout_and_caches_result(served: Command) -> None:
     done = served("train", *OVERRIDES, "train.prove=always", "name=right")
     assert "proved: tensor 2 gives one process's losses and gradients (" in done.stdout

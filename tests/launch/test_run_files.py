@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from command import Command
-from covers import every
 
 OVERRIDES = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
 
@@ -28,7 +27,7 @@ def cut(file: Path) -> None:
 CHANGES = {"a FIFO": (fifo, "is not a regular file"), "cut": (cut, "not YAML: ")}
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_run_with_damaged_configuration_resumes_with_note(name: str, served: Command) -> None:
     change, reason = CHANGES[name]
@@ -43,7 +42,8 @@ def test_run_with_damaged_configuration_resumes_with_note(name: str, served: Com
     assert file.read_text() == before.replace("  steps: 2", "  steps: 4")
 
 
-@pytest.mark.parametrize("change", every(2, [fifo, link]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("change", [fifo, link])
 def test_metrics_are_not_written_to_special_files(change: object, served: Command) -> None:
     assert callable(change)
     served.train(*OVERRIDES, "train.steps=2")
@@ -58,7 +58,7 @@ def dangling(file: Path) -> None:
     file.symlink_to("/nowhere")
 
 
-@pytest.mark.parametrize("change", every(1, [link, fifo, dangling]))
+@pytest.mark.parametrize("change", [link, fifo, dangling])
 def test_a_rank_log_that_is_a_link_or_a_fifo_is_an_error_line(
     change: object, served: Command
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     assert len(re.findall(r"rank 2 on \S+ is slow: the other ranks wait \d\d% of each", said)) == 1
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_rank_on_shared_core_is_not_reported_as_slow(served: Command) -> None:
     (served.folder / "slow.py").write_text(BUSY)
     overrides = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
@@ -182,7 +182,7 @@ def test_thread_wait_time_for_core_is_read_from_system() -> None:
         (["/x/torch/autograd/graph.py"], True, True),
         (["/x/torch/autograd/graph.py"], False, False),
         (["/home/me/model.py", "/x/torch/distributed/fsdp/fully_shard.py"], True, False),
-        (["/x/axonlaunch/data/loader.py"], True, False),
+        (["/x/axonlaunch/data/datasets/loader.py"], True, False),
         (["/x/axonlaunch/training/trainer.py"], True, True),
         ([], True, False),
     ],

@@ -302,7 +302,6 @@ def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_run_under_port_attack_trains_correctly_or_names_unreachable_rank(
     served: Command,
 ) -> None:
@@ -317,7 +316,6 @@ def test_run_under_port_attack_trains_correctly_or_names_unreachable_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_ten_thousand_noise_connections_do_not_harm_start(served: Command) -> None:
     served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
     status, errors = beset(served, "noise", 10_000, "name=run")

@@ -19,7 +19,7 @@ worker.fit = fit
 """
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("threads", ["auto", 3])
 def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str | int) -> None:
     (served.folder / "says.py").write_text(SAYS)
@@ -31,7 +31,7 @@ def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str 
     assert f"threads: {used}\n" in ran.stdout
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_resume_with_other_thread_count_warns_of_differences(served: Command) -> None:
     overrides = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
     served.train(*overrides, "train.steps=2", "launch.threads=1")

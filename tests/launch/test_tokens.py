@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from command import TINY, Command, Served
-from covers import every
 from launchers import SUPPORT, By, NodeNamespaces, ended, logged, torchrun
 from served import Forked, placed, script
 
@@ -126,8 +125,8 @@ def visible(command: Command) -> bytes:
     return b"".join(shown)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("by", every(2, ["local", "torchrun"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["local", "torchrun"])
 def test_signing_key_is_in_no_argument_variable_or_readable_file(
     axonlaunch: Command, faulty: list[str], by: str
 ) -> None:

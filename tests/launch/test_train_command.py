@@ -65,7 +65,6 @@ def test_rank_may_use_data_loader_workers(served: Command) -> None:
 
 
 @pytest.mark.slow  # test_truth has processes of a hybrid mesh, tests/parity its curve
-@pytest.mark.timeout(240)
 def test_hybrid_mesh_of_eight_processes_equals_one_process(served: Command) -> None:
     """2 x 2 x 2 on the default data, as in the README's table of strategies."""
     common = ["train.steps=6", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
@@ -105,7 +104,7 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
     assert default_name(config) == name
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_hsdp_with_one_replica_has_note(served: Command) -> None:
     overrides = ["launch.nproc=2", "train.steps=1"]
     output = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
@@ -124,7 +123,7 @@ def test_sweep_runs_in_sequence_in_separate_folders(served: Command) -> None:
     assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_interrupted_sweep_continues_with_remaining_runs(served: Command) -> None:
     overrides = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
     served.train(*overrides)
@@ -143,7 +142,7 @@ def test_invalid_sweep_run_is_refused_before_first(served: Command) -> None:
     assert list(served.folder.iterdir()) == []
 
 
-@pytest.mark.deferred(keep=5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -197,7 +196,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert "already contains a run" in ran.stderr
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_run_started_from_other_checkpoint_resumes_from_its_newest(served: Command) -> None:
     begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
     served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
@@ -214,7 +213,7 @@ def test_run_started_from_other_checkpoint_resumes_from_its_newest(served: Comma
     assert served.train(*begun, "train.steps=8").stdout.startswith("b is finished: ")
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_reused_checkpoint_path_reports_changed_settings(
     served: Command,
 ) -> None:
@@ -226,7 +225,7 @@ def test_reused_checkpoint_path_reports_changed_settings(
     assert "resumed from kept/checkpoints/step_2" in printed
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
     """By the same command: evaluated, with a summary, and the same metrics as an uninterrupted
     run.
@@ -363,7 +362,7 @@ def test_file_named_torch_in_working_folder_is_not_imported(axonlaunch: Command)
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_closed_output_pipe_does_not_end_run(axonlaunch: Command) -> None:
     overrides = ["train", *TINY, "name=run", "checkpoint.every=6"]
     with axonlaunch.start(*overrides) as process:
@@ -378,8 +377,7 @@ def test_closed_output_pipe_does_not_end_run(axonlaunch: Command) -> None:
     assert (axonlaunch.folder / "runs/run/checkpoints/step_6").is_dir()
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_shortest_run_reports_measured_and_estimated_memory(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

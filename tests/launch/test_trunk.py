@@ -108,7 +108,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
     return parent, rank, before
 
 
-@pytest.mark.costly
+@pytest.mark.processes
 def test_call_path_from_main_to_first_backward_equals_architecture_page(
     recorded: tuple[Recorded, Recorded, Recorded],
 ) -> None:
@@ -119,14 +119,14 @@ def test_call_path_from_main_to_first_backward_equals_architecture_page(
     assert calls == re.findall(r"^(\S+\.py: \w+)  ", text, flags=re.MULTILINE)
 
 
-@pytest.mark.costly
+@pytest.mark.processes
 def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded, Recorded]) -> None:
     parent, rank, _ = (part["imported"] for part in recorded)
     assert parent == ["typer"]
     assert "torch" in rank
 
 
-@pytest.mark.costly
+@pytest.mark.processes
 def test_fork_server_imports_torch_before_command_line_parser(
     recorded: tuple[Recorded, Recorded, Recorded],
 ) -> None:

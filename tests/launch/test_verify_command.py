@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
-from covers import every
 
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
@@ -30,7 +29,7 @@ def verify(served: Command, *overrides: str, status: int = 0) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_verify_passes_and_prints_differences(served: Command) -> None:
     reported = verify(served, "strategy=tensor", "--steps", "2")
     assert reported["passed"] is True
@@ -44,7 +43,8 @@ def test_verify_passes_and_prints_differences(served: Command) -> None:
     assert text.endswith("passed\n")
 
 
-@pytest.mark.parametrize("backend", every(2, ["gloo", "mock"]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("backend", ["gloo", "mock"])
 def test_verify_fails_and_names_module(served: Command, backend: str) -> None:
     (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
     overrides = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
@@ -71,19 +71,14 @@ def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
     )
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks", "layout", "backend"),
     [
-        pytest.param([], 2, "context 2", "mock", marks=pytest.mark.slow),
+        ([], 2, "context 2", "mock"),
         ([], 2, "context 2", "gloo"),
-        pytest.param(
-            *(["strategy=tensor"], 4, "context 2 x tensor 2", "mock"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *(["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
-            marks=pytest.mark.slow,
-        ),
+        (*(["strategy=tensor"], 4, "context 2 x tensor 2", "mock"),),
+        (*(["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),),
     ],
 )
 def test_context_ranks_without_data_parallel_ones_train_as_one_process(

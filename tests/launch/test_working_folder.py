@@ -40,7 +40,7 @@ def _marks(command: Command) -> list[str]:
     return sorted(path.name for path in command.folder.glob("ran_*"))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_the_installed_command_imports_nothing_from_the_working_folder(hostile: Command) -> None:
     (hostile.folder / "mine.py").write_text("open('imported', 'w').close()")
     ran = subprocess.run(

@@ -8,7 +8,6 @@ import hf_families
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import every
 from torch import Tensor, nn
 
 from axonlaunch.config.options.model import GPTConfig, HuggingFaceConfig, LlamaConfig
@@ -44,7 +43,8 @@ def logits(outputs: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", [*OWN, *every(3, (f"hf-{kind}" for kind in THEIRS))])
+@pytest.mark.slow(keep=7)
+@pytest.mark.parametrize("kind", [*OWN, *(f"hf-{kind}" for kind in THEIRS)])
 def test_packed_documents_equal_separate_documents(kind: str) -> None:
     config = OWN[kind] if kind in OWN else theirs(kind.removeprefix("hf-"))
     assert not spec_for(config).unpackable()

@@ -56,7 +56,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("data_name", ["synthetic_images", "digits"])
 @pytest.mark.parametrize("model_name", ["mlp", "vit"])
 def test_image_model_and_dataset_defaults_match(model_name, data_name):

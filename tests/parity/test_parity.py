@@ -1,6 +1,6 @@
 """A layout changes where computation runs, never its result: one process is the reference.
 
-Runs every combination of README.md in this folder; the slow ones only under ``scripts/test --all``.
+Runs combinations of README.md in this folder.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import itertools
 
 import pytest
 from parity import assert_trains_as_one_process
-from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown
+from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown, tested
 
 
 @pytest.mark.parametrize(
     "combination",
     [
         pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
-        for case in sorted(combinations(), key=Combination.reference)
+        for case in sorted(tested(), key=Combination.reference)
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:

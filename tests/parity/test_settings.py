@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
-from covers import every, pairs
 from parity import assert_trains_as_one_process
 from parity_table import MODELS
 from rank_engine import rank_engine
@@ -26,18 +25,9 @@ LAYOUTS = {
     "hybrid": (8, ["strategy=hybrid"]),
 }
 
-# Layouts that repeat the block computation of others, and the largest mesh.
-REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
 
-
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=[pytest.mark.slow] if layout in REPEATED else [])
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
     """Outputs are in fp16 on both sides, too, which shows that the computation was in fp16."""
     ranks, overrides = LAYOUTS[layout]
@@ -69,12 +59,10 @@ def test_gradients_of_fp32_are_summed_in_reduce_dtype(strategy: str) -> None:
     assert rounded == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    every(
-        2, [["strategy=zero1"], ["strategy=fsdp"], ["strategy=ddp", "x tensor"], ["strategy=ddp"]]
-    ),
+    [["strategy=zero1"], ["strategy=fsdp"], ["strategy=ddp", "x tensor"], ["strategy=ddp"]],
     ids=" ".join,
 )
 def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) -> None:
@@ -85,8 +73,8 @@ def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) 
     assert 1e-4 < verdict.max_gradient_difference < 0.01
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("layout", every(2, LAYOUTS))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     model = "llama" if layout == "sequence" else "mlp"
@@ -95,9 +83,9 @@ def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     assert_trains_as_one_process([*MODELS[model], *overrides, *sgd, blocks], ranks)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ends"), pairs(["1f1b", "zbv_zero_bubble"], ["true", "false"])
-)
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("ends", ["true", "false"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
 def test_tied_and_untied_embeddings_train_alike_on_two_stages(schedule: str, ends: str) -> None:
     """The ends of tied weights are on two ranks under 1f1b, on one under the V-shaped schedule."""
     tie = f"model.tie_word_embeddings={ends}"

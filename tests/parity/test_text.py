@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import run_config
-from covers import pairs
 
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model
@@ -148,12 +148,12 @@ def following(text: list[int], part: list[int]) -> set[int]:
     return {text[end] for end in ends if text[end - len(part) : end] == part}
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("layout", "packing"),
     [
-        *pairs([*LAYOUTS], ["concat", "best_fit", "none"]),
-        pytest.param("hybrid", "concat", marks=pytest.mark.slow),
+        *itertools.product([*LAYOUTS], ["concat", "best_fit", "none"]),
+        ("hybrid", "concat"),
     ],
 )
 def test_losses_of_documents_are_those_of_transformers(
@@ -241,12 +241,12 @@ def known_chats(
     return samples
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("layout", "packing"),
     [
-        *pairs([*LAYOUTS], ["best_fit", "none"]),
-        pytest.param("hybrid", "best_fit", marks=pytest.mark.slow),
+        *itertools.product([*LAYOUTS], ["best_fit", "none"]),
+        ("hybrid", "best_fit"),
     ],
 )
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
@@ -257,16 +257,13 @@ def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
 
 
 # peft 0.21 calls it, but it is deprecated in transformers 5.23.
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     "layout",
     [
         "tensor",
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in ("single", "fsdp", "pipeline", "hybrid")
-        ),
+        *(layout for layout in ("single", "fsdp", "pipeline", "hybrid")),
     ],
 )
 def test_losses_of_an_adapter_on_packed_chats_are_those_of_peft(layout: str, model: Path) -> None:

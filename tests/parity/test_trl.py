@@ -271,7 +271,7 @@ def counted_here(name: str, path: Path) -> int:
     return int((batch.targets != IGNORE_INDEX).sum())
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), pairs([*CASES], [*LAYOUTS]))
 def test_counted_tokens_and_losses_are_those_of_trl(
     name: str, layout: str, folder: Callable[[str], Path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +48,9 @@ LAYOUTS = {
 }
 
 
-FAST = [  # a tied and an untied table; three ranks that divide it further
-    ("llama, untied", "pipeline 2 x tensor 2"),
-    ("gpt2 of transformers, tied", "fsdp 3 x tensor 2"),
-]
-CASES = [
-    pytest.param(*case, marks=() if case in FAST else (pytest.mark.slow,))
-    for case in itertools.product(MODELS, LAYOUTS)
-]
-
-
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
 def test_it_trains_as_one_process_does(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     assert_trains_as_one_process([*MODELS[model], *overrides], ranks)
@@ -72,7 +62,7 @@ def engines(model: str, layout: str, work: Any) -> Any:
     return chosen, World.mock(ranks).run(lambda world: work(*rank_engine(chosen, world), world))[0]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_checkpoint_has_no_vocabulary_padding_and_loads_in_other_layouts(tmp_path: Path) -> None:
     import transformers

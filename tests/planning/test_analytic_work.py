@@ -20,8 +20,7 @@ from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 from axonlaunch.system.processes import forked_map
 
-pytestmark = pytest.mark.costly
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 MODEL = [
     "model=llama_debug",
@@ -65,15 +64,12 @@ def sent(work: Work) -> float:
     return sum(amount.num_bytes for key, amount in work.items() if isinstance(key, CollectiveOp))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
-        pytest.param(
-            "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
-            marks=pytest.mark.slow,
-        ),
+        "strategy=ddp launch.nproc=2",
+        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
 )
@@ -89,21 +85,51 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
     assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ("strategy=hsdp strategy.fsdp.replicate=2 strategy.context.degree=2", 8),
+        ("strategy=hsdp strategy.fsdp.replicate=2", 4),
+        ("strategy=hsdp strategy.fsdp.replicate=2 strategy.reduce_dtype=bf16", 4),
+        ("strategy=fsdp strategy.fsdp.sharding=no_shard strategy.context.degree=2", 4),
+        ("strategy=hsdp strategy.fsdp.replicate=2 strategy.pipeline.degree=2", 8),
+    ],
+)
+def test_analytic_communication_of_shards_and_replicas_equals_trace(
+    overrides: str, ranks: int, work: StepWork
+) -> None:
+    chosen = estimate_config([*MODEL, *overrides.split(), f"launch.nproc={ranks}"])
+    layout = Layout.of(chosen, world_size=ranks)
+    layers = (2, 2) if layout.pipeline > 1 else (4,)
+    reported = scaled(work, chosen, layout, layers=layers)
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=ranks)])
+    for part in ("micro_layer", "micro_ends", "step_layer"):
+        assert of_data_ranks(getattr(reported.first, part).work) == of_data_ranks(
+            getattr(counted.first, part).work
+        )
+
+
+def of_data_ranks(work: Work) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return the bytes of collectives of data-parallel ranks, by kind and axes."""
+    sums: dict[tuple[str, tuple[str, ...]], float] = {}
+    for key, amount in work.items():
+        if isinstance(key, CollectiveOp) and {"dp_replicate", "dp_shard"} & {*key.axes}:
+            kind = (key.kind, key.axes)
+            sums[kind] = sums.get(kind, 0.0) + amount.num_bytes
+    return sums
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
-        pytest.param(
-            "strategy=ddp launch.nproc=2 train.micro_batch_size=4", marks=pytest.mark.slow
-        ),
-        pytest.param("strategy=zero1 launch.nproc=2", marks=pytest.mark.slow),
-        pytest.param("strategy=zero2 launch.nproc=2", marks=pytest.mark.slow),
+        "strategy=ddp launch.nproc=2",
+        "strategy=ddp launch.nproc=2 train.micro_batch_size=4",
+        "strategy=zero1 launch.nproc=2",
+        "strategy=zero2 launch.nproc=2",
         "strategy=fsdp launch.nproc=2",
-        pytest.param(
-            "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
-            marks=pytest.mark.slow,
-        ),
+        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
     ],
 )
 def test_analytic_memory_is_close_to_trace(
@@ -118,7 +144,29 @@ def test_analytic_memory_is_close_to_trace(
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.03)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
+@pytest.mark.parametrize(("reduce_dtype", "tolerance"), [("fp32", 0.1), ("bf16", 0.05)])
+def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
+    reduce_dtype: str, tolerance: float
+) -> None:
+    """torch's DDP, whose buckets hold all gradients, sums only in the parameters' own format.
+
+    The single bucket that is otherwise in flight is not counted.
+    """
+    overrides = ["train.precision=bf16", "train.param_dtype=bf16", "launch.nproc=2"]
+    overrides += ["strategy=ddp", f"strategy.reduce_dtype={reduce_dtype}"]
+    chosen = estimate_config([*MODEL, *overrides])
+    alone = on_one_device(chosen)
+    [work] = forked_map.map_forked([lambda: step_work(alone, world_size=1)])
+    [sizes] = forked_map.map_forked([lambda: analytic.activations(alone)])
+    layout, shares = Layout.of(chosen, world_size=2), TrainingShares.of(chosen)
+    reported = analytic.peak_bytes(
+        chosen, layout, work=work, activations=sizes, layers=4, shares=shares
+    )
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=tolerance)
+
+
+@pytest.mark.slow
 def test_analytic_work_of_model_with_minimum_batch() -> None:
     overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
     overrides += ["hardware=h100_80gb", "train.global_batch_size=4"]
@@ -126,7 +174,7 @@ def test_analytic_work_of_model_with_minimum_batch() -> None:
     assert analytic.Formulas.of(chosen).process_bytes(chosen) > 0
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_analytic_activations_per_layer_equal_depth_difference(
     sizes: dict[str, analytic.ActivationBytes],
 ) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import estimate_config
-from covers import every
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,7 +94,6 @@ def test_attention_workspaces_are_held_only_during_kernel() -> None:
     assert least - gradients <= besides <= least
 
 
-@pytest.mark.costly
 def test_in_fp32_the_keys_and_values_that_a_gpu_repeats_are_kept_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,17 +151,15 @@ def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
     return results.found
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("model", "shape", "dtype"),
-    every(
-        2,
-        [
-            ("gpt", (32,), torch.int64),
-            ("mlp", (784,), torch.float32),
-            ("llama_debug", (32,), torch.int64),
-            ("vit", (1, 28, 28), torch.float32),
-        ],
-    ),
+    [
+        ("gpt", (32,), torch.int64),
+        ("mlp", (784,), torch.float32),
+        ("llama_debug", (32,), torch.int64),
+        ("vit", (1, 28, 28), torch.float32),
+    ],
 )
 def test_autocast_dtypes_are_equal_on_cuda_and_cpu(
     model: str, shape: tuple[int, ...], dtype: torch.dtype

@@ -74,7 +74,6 @@ def test_cuda_autocast_list_equals_torch(
     assert normed.dtype == dtype
 
 
-@pytest.mark.costly
 def test_llama_norms_save_less_memory_on_gpu() -> None:
     run = [
         *("model=llama_debug", "model.num_hidden_layers=2", "strategy=single", "launch.nproc=1"),

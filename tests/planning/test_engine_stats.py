@@ -34,8 +34,7 @@ def run(case: str, ranks: int) -> RunConfig:
     return estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.timeout(120)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", SHARDED)
 def test_estimated_fsdp_stats_equal_engine_stats(case: str) -> None:
     ranks = 4 if "tensor" in case else 2
@@ -51,8 +50,7 @@ def test_estimated_fsdp_stats_equal_engine_stats(case: str) -> None:
     assert expected.device_peak_bytes == reported.peak_bytes
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PIPELINES)
 def test_estimated_pipeline_activations_equal_storages(case: str) -> None:
     chosen = run(case, 2)

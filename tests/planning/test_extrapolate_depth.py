@@ -13,7 +13,7 @@ from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 DEEP = [
     "model.hidden_size=64",
@@ -25,41 +25,21 @@ DEEP = [
 ]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
         "strategy=fsdp launch.nproc=4 model.num_hidden_layers=8 "
         "train.activation_checkpointing=full train.precision=bf16",
-        pytest.param(
-            "strategy=tensor model=llama_debug strategy.tensor.sequence_parallel=true "
-            "model.num_hidden_layers=8 train.activation_checkpointing=selective",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "strategy=ddp launch.nproc=4 model.num_hidden_layers=12 train.micro_batch_size=2",
-            marks=SLOW,
-        ),
-        pytest.param("strategy=zero1 launch.nproc=4 model.num_hidden_layers=13", marks=SLOW),
-        pytest.param(
-            "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 train.precision=bf16",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 "
-            "strategy.fsdp.cpu_offload=full",
-            marks=SLOW,
-        ),
-        pytest.param("strategy=pipeline model.num_hidden_layers=21", marks=SLOW),
-        pytest.param(
-            "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b "
-            "model.num_hidden_layers=37",
-            marks=SLOW,
-        ),
-        pytest.param("strategy=hybrid launch.nproc=8 model.num_hidden_layers=18", marks=SLOW),
+        "strategy=tensor model=llama_debug strategy.tensor.sequence_parallel=true "
+        "model.num_hidden_layers=8 train.activation_checkpointing=selective",
+        "strategy=ddp launch.nproc=4 model.num_hidden_layers=12 train.micro_batch_size=2",
+        "strategy=zero1 launch.nproc=4 model.num_hidden_layers=13",
+        "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 train.precision=bf16",
+        "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 strategy.fsdp.cpu_offload=full",
+        "strategy=pipeline model.num_hidden_layers=21",
+        "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b model.num_hidden_layers=37",
+        "strategy=hybrid launch.nproc=8 model.num_hidden_layers=18",
     ],
 )
 def test_depth_extrapolation_equals_full_trace(overrides: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from configured import estimate_config
-from covers import every
 
 from axonlaunch.engines.pipeline.schedule import Action
 from axonlaunch.planning.memory.estimate import estimate
@@ -13,7 +12,7 @@ from axonlaunch.planning.tracing.extrapolation.extrapolate_depth import peak
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 HIDDEN, LENGTH = 64, 32
 LONG = [
@@ -28,39 +27,23 @@ LONG = [
 ACTIVATION = HIDDEN * LENGTH * 4
 SIX = "strategy.pipeline.degree=6 model.num_hidden_layers=12 launch.nproc=6"
 DIVIDED = "strategy.pipeline.degree=6 model.num_hidden_layers=6 launch.nproc=12"
-SLOW = pytest.mark.slow
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
         "strategy.pipeline.degree=5 model.num_hidden_layers=5 launch.nproc=5 "
         "train.global_batch_size=7",
-        pytest.param(
-            f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 "
-            "train.precision=bf16 train.activation_checkpointing=full",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "strategy.pipeline.degree=8 model.num_hidden_layers=8 launch.nproc=8 "
-            "train.global_batch_size=16",
-            marks=SLOW,
-        ),
-        pytest.param(
-            f"{DIVIDED} strategy.tensor.degree=2 train.global_batch_size=6 train.precision=bf16",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "strategy.pipeline.degree=4 model.num_hidden_layers=4 launch.nproc=4 "
-            "train.global_batch_size=24 strategy.pipeline.microbatches=8",
-            marks=SLOW,
-        ),
+        f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 "
+        "train.precision=bf16 train.activation_checkpointing=full",
+        "strategy.pipeline.degree=8 model.num_hidden_layers=8 launch.nproc=8 "
+        "train.global_batch_size=16",
+        f"{DIVIDED} strategy.tensor.degree=2 train.global_batch_size=6 train.precision=bf16",
+        "strategy.pipeline.degree=4 model.num_hidden_layers=4 launch.nproc=4 "
+        "train.global_batch_size=24 strategy.pipeline.microbatches=8",
         *(
-            pytest.param(
-                f"{SIX} train.global_batch_size=12 strategy.pipeline.schedule={schedule}",
-                marks=SLOW,
-            )
+            f"{SIX} train.global_batch_size=12 strategy.pipeline.schedule={schedule}"
             for schedule in (
                 "gpipe",
                 "interleaved_1f1b",
@@ -83,8 +66,8 @@ def test_extrapolated_stage_memory_equals_long_schedule(overrides: str) -> None:
         assert abs(mine.peak_bytes - other.peak_bytes) <= tolerance
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("strategy", every(2, ["fsdp", "ddp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
     overrides = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
     chosen = estimate_config([*overrides, "model.num_hidden_layers=2"])

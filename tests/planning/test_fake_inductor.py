@@ -35,7 +35,7 @@ from axonlaunch.system.processes import forked_map
 HIDDEN, HEADS = 64, 4
 
 # torch's compiler warns about its own imports and calls.
-pytestmark = [pytest.mark.costly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 
 class Block(nn.Module):
@@ -137,7 +137,7 @@ def writers(*, for_gpu: bool) -> set[str]:
     return written
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_fake_inductor_writes_kernels_for_target_device_without_building(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -183,18 +183,16 @@ LLAMA = [
 ]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         "strategy=fsdp",
-        pytest.param("strategy=ddp train.precision=bf16", marks=pytest.mark.slow),
-        pytest.param("strategy=tensor", marks=pytest.mark.slow),
-        pytest.param("strategy=pipeline", marks=pytest.mark.slow),
-        pytest.param(
-            "strategy=zero2 train.activation_checkpointing=selective", marks=pytest.mark.slow
-        ),
-        pytest.param("strategy=fsdp train.activation_checkpointing=full", marks=pytest.mark.slow),
+        "strategy=ddp train.precision=bf16",
+        "strategy=tensor",
+        "strategy=pipeline",
+        "strategy=zero2 train.activation_checkpointing=selective",
+        "strategy=fsdp train.activation_checkpointing=full",
     ],
 )
 def test_compiler_recomputation_saves_no_activations(layout: str) -> None:

@@ -222,8 +222,7 @@ def test_update_with_overflow_check_is_traced() -> None:
     assert estimate(chosen).peak_bytes > 0
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_forking_traces_runs_no_backward_in_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,8 +242,7 @@ def test_forking_traces_runs_no_backward_in_parent(
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_tensor_plan_of_some_blocks_traces_all_blocks() -> None:
     overrides = [
         "model=llama_debug",

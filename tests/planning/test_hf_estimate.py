@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 
 import live_storages
 import pytest
 from configured import estimate_config
-from covers import every
 from hf_families import FAMILIES
 from live_storages import small
 
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 
-pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
+pytestmark = pytest.mark.usefixtures("server")
 
 LONG = {
     **FAMILIES["phi3"],
@@ -43,16 +41,15 @@ SLOW_CASES = {
     "qwen3_moe": "strategy=ddp",
     "opt": "strategy=zero2",
     "phi3, longrope": "strategy=fsdp",
+    "qwen3": "strategy=tensor",
+    "gpt_neox": "strategy=tensor",
+    "olmo2": "strategy=zero1",
+    "mistral": "strategy=fsdp",
 }
 STAGES = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
 RING = "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2"
-EVERY = product(
-    ("gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "olmo2", "mistral"),
-    ("strategy=ddp", "strategy=zero1", "strategy=fsdp", "strategy=tensor"),
-)
 
 
-@pytest.mark.timeout(300)
 # OPT's block reshapes its result; the next one adds to it out of place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(
@@ -60,7 +57,6 @@ EVERY = product(
     [
         pytest.param([*CASES.items()], id="some"),
         pytest.param([*SLOW_CASES.items()], id="more", marks=pytest.mark.slow),
-        pytest.param([*EVERY], id="eight families in four layouts", marks=pytest.mark.slow),
     ],
 )
 def test_hf_estimate_equals_rank_memory_for_every_family(
@@ -81,8 +77,8 @@ def test_hf_estimate_equals_rank_memory_for_every_family(
         assert max(abs(size - estimated) for size in of_ranks) <= allowed, (kind, layout)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(3, ["qwen3", "gpt2", "mixtral"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mixtral"])
 def test_hf_estimate_traces_few_equal_blocks(kind: str, tmp_path: Path) -> None:
     content = {**FAMILIES[kind], "num_hidden_layers": 9}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -100,8 +96,7 @@ def test_hf_estimate_traces_all_kinds_of_blocks(tmp_path: Path) -> None:
     assert not ReducedRun.of(chosen).repeats
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -109,7 +104,7 @@ def test_hf_estimate_traces_all_kinds_of_blocks(tmp_path: Path) -> None:
             {"gpt2": f"{STAGES} strategy.pipeline.schedule=zbv_zero_bubble"},
             id="some",
         ),
-        pytest.param({"llama": STAGES, "mistral": RING}, id="more", marks=pytest.mark.slow),
+        pytest.param({"llama": STAGES, "mistral": RING}, id="more"),
     ],
 )
 def test_hf_estimate_equals_stage_and_context_memory(
@@ -130,7 +125,6 @@ def test_hf_estimate_equals_stage_and_context_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_hf_estimate_covers_uneven_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["gpt2"], "vocab_size": 257}))
     case = ("model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=tensor")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from configured import estimate_config
-from covers import every
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device
@@ -17,7 +16,7 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import non_allocator_bytes
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),
@@ -74,7 +73,7 @@ def test_estimate_of_one_rank_includes_clipping_memory(optimizer: str) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_estimate_rounds_page_locked_host_memory_like_torch() -> None:
     few = ["model.hidden_size=72", "model.num_hidden_layers=2", "train.global_batch_size=4"]
     config = run("strategy=fsdp", "strategy.fsdp.cpu_offload=params", *few)
@@ -86,10 +85,10 @@ def test_estimate_rounds_page_locked_host_memory_like_torch() -> None:
     assert estimate(config).host_bytes == 2 * sum(of_each)  # one gradient each
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [pytest.param(["strategy=fsdp"], marks=pytest.mark.slow), PIPELINE],
+    [["strategy=fsdp"], PIPELINE],
     ids=["fsdp", "pipeline"],
 )
 def test_fitting_estimate_equals_full_estimate(overrides: list[str]) -> None:
@@ -97,7 +96,7 @@ def test_fitting_estimate_equals_full_estimate(overrides: list[str]) -> None:
     assert estimate_fitting(run(*overrides), memory=reported.process_bytes) == reported
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_estimate_stops_early_if_tensors_do_not_fit(recorded: list[int]) -> None:
     chosen = run(*PIPELINE)
     tensors = estimate(chosen).peak_bytes + non_allocator_bytes([4])
@@ -106,10 +105,10 @@ def test_estimate_stops_early_if_tensors_do_not_fit(recorded: list[int]) -> None
     assert recorded == []
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "highest"),
-    every(2, [(["strategy.pipeline.split=[1,5,1,1]"], 1), ([], 0)]),
+    [(["strategy.pipeline.split=[1,5,1,1]"], 1), ([], 0)],
     ids=["the second", "the first"],
 )
 def test_estimate_records_allocator_of_largest_rank_only(

@@ -48,7 +48,6 @@ STRATEGIES = st.sampled_from(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     overrides=STRATEGIES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from configured import estimate_config, run_config
-from covers import every
 from rank_engine import rank_engine
 
 from axonlaunch import config
@@ -16,7 +15,7 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
 from axonlaunch.preflight import checks
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 NO_MOMENTUM = ["optimizer=sgd", "optimizer.momentum=0"]
 
@@ -25,8 +24,8 @@ def chosen(*overrides: str) -> RunConfig:
     return resolved(config.load(overrides), accelerators=0)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("strategy", every(2, ["single", "zero1", "fsdp"], start=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp"])
 def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -> None:
     overrides = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
     overrides += ["data.sequence_length=8", "hardware=cpu"]
@@ -35,16 +34,16 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     [
-        pytest.param("nadam", "strategy=zero1", 2, marks=pytest.mark.slow),
-        pytest.param("lion", "strategy=pipeline", 2, marks=pytest.mark.slow),
+        ("nadam", "strategy=zero1", 2),
+        ("lion", "strategy=pipeline", 2),
         ("adafactor", "strategy=fsdp strategy.tensor.degree=2", 4),
-        pytest.param("adafactor", "strategy=pipeline", 2, marks=pytest.mark.slow),
-        pytest.param("muon", "strategy=zero1", 2, marks=pytest.mark.slow),
-        pytest.param("muon", "strategy=pipeline", 2, marks=pytest.mark.slow),
+        ("adafactor", "strategy=pipeline", 2),
+        ("muon", "strategy=zero1", 2),
+        ("muon", "strategy=pipeline", 2),
         ("muon", "strategy=fsdp optimizer.groups={*.bias:{algorithm:adamw},layers.1.*:{lr:0}}", 2),
         ("sgd", "strategy=fsdp optimizer.groups={layers.1.*:{momentum:0}}", 2),
     ],

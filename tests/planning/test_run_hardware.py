@@ -52,7 +52,7 @@ def test_step_prediction_uses_hardware_or_measured_figures(
     assert named.name == "h200"
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_predicted_step_has_parts_and_a_round_that_its_page_shows(
     tmp_path: Path,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from configured import estimate_config
-from covers import every
 
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
@@ -19,22 +18,18 @@ SMALL = [
 ]
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "overrides",
-    every(
-        4,
-        [
-            "strategy=ddp launch.nproc=2",
-            "strategy=zero1 launch.nproc=2 optimizer=sgd",
-            "strategy=fsdp launch.nproc=4 train.precision=bf16",
-            "strategy=fsdp launch.nproc=2 strategy.fsdp.cpu_offload=optimizer_states",
-            "strategy=hsdp launch.nproc=4 strategy.fsdp.replicate=2 optimizer=sgd "
-            "optimizer.momentum=0",
-            "strategy=pipeline launch.nproc=4 strategy.data_parallel=fsdp",
-            "strategy=tensor launch.nproc=2 model=llama_debug",
-        ],
-    ),
+    [
+        "strategy=ddp launch.nproc=2",
+        "strategy=zero1 launch.nproc=2 optimizer=sgd",
+        "strategy=fsdp launch.nproc=4 train.precision=bf16",
+        "strategy=fsdp launch.nproc=2 strategy.fsdp.cpu_offload=optimizer_states",
+        "strategy=hsdp launch.nproc=4 strategy.fsdp.replicate=2 optimizer=sgd optimizer.momentum=0",
+        "strategy=pipeline launch.nproc=4 strategy.data_parallel=fsdp",
+        "strategy=tensor launch.nproc=2 model=llama_debug",
+    ],
 )
 def test_states_formula_equals_trace(overrides: str) -> None:
     chosen = estimate_config([*SMALL, *overrides.split()])

@@ -14,7 +14,7 @@ from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, W
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
 from axonlaunch.system.processes import forked_map
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 SMALL = [
     "model=llama_debug",
@@ -77,7 +77,7 @@ def test_step_work_is_linear_in_layers_and_micro_batches(strategy: list[str]) ->
     assert same(summed(reported.first, layers=4, micro_batches=4), full(overrides))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_step_work_of_pipeline_ends_is_linear() -> None:
     overrides = [
         *SMALL,

@@ -47,6 +47,17 @@ def test_backward_results_are_temporary_until_gradient() -> None:
     assert held(trace)["parameters"] == held(trace)["gradients"] == 4 * KIB
 
 
+def test_storage_resize_is_restored_after_the_last_trace_also_after_an_error() -> None:
+    resize = torch.UntypedStorage.resize_
+    first, second = StorageTrace(), StorageTrace()
+    first.__enter__()
+    with pytest.raises(ValueError, match="a step fails"), second:
+        raise ValueError("a step fails")
+    assert torch.UntypedStorage.resize_ is not resize
+    first.__exit__(None, None, None)
+    assert torch.UntypedStorage.resize_ is resize
+
+
 def test_clearing_a_gradient_at_the_peak_reads_no_freed_memory() -> None:
     def gradients_before_and_after() -> list[dict[str, int]]:
         parameter = nn.Parameter(torch.ones(KIB))

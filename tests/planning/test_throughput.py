@@ -13,7 +13,7 @@ from axonlaunch.planning.throughput.throughput import (
     throughput,
 )
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.processes
 
 LLAMA = [
     "model=llama3_8b",
@@ -44,7 +44,7 @@ def fsdp() -> StepWork:
     return step_work(run("strategy=fsdp", "launch.nproc=8"), world_size=8)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_step_time_parts_sum_to_step_time(fsdp: StepWork) -> None:
     estimate = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_s)
@@ -89,7 +89,7 @@ def test_compiling_saves_kernel_time_but_not_products(fsdp: StepWork) -> None:
     assert fused.breakdown["memory-bound"] < plain.breakdown["memory-bound"]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_more_micro_batches_fill_a_pipeline() -> None:
     # A small vocabulary, so that all stages have about the same work.
     pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]
@@ -102,7 +102,7 @@ def test_more_micro_batches_fill_a_pipeline() -> None:
     assert many.breakdown["pipeline bubble"] / many.step_s < 0.3
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_tensor_parallelism_over_nodes_is_slow() -> None:
     tensor = ["strategy=tensor", "strategy.tensor.degree=8", "launch.nproc=8"]
     config = run(*tensor)
@@ -152,7 +152,7 @@ def test_offload_time_uses_host_link(fsdp: StepWork) -> None:
         host_s(f"{key}=full")
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_replicas_sum_every_gradient_once() -> None:
     slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]
     in_fp32, in_bf16 = (run(*slow, f"strategy.reduce_dtype={dtype}") for dtype in ("fp32", "bf16"))
@@ -199,7 +199,7 @@ def test_gradients_of_zero1_take_half_the_time_of_replicas_gradients() -> None:
     assert rows == pytest.approx(full / 2, rel=0.1)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_tensor_parallel_replicas_are_not_summed_twice() -> None:
     both = ["strategy=hybrid", "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
     slow = [*both, "strategy.tensor.degree=2", "launch.nproc=4", "hardware.devices_per_node=2"]

@@ -13,7 +13,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
-pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
+pytestmark = pytest.mark.usefixtures("server")
 
 PIPELINE = "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
@@ -96,11 +96,10 @@ def estimated(case: str, ranks: int) -> list[Held]:
     ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [
-        pytest.param(CASES[2], 2, id="2 ranks", marks=pytest.mark.deferred),
+        pytest.param(CASES[2], 2, id="2 ranks", marks=pytest.mark.slow),
         pytest.param(CASES[4], 4, id="4 ranks"),
         *(
             pytest.param(cases, r, id=f"{r} ranks, more", marks=pytest.mark.slow)
@@ -164,7 +163,7 @@ def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:
     return {pair for name in schedules for pair in vars(SCHEDULES[name]).items()}
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_measured_peak_equals_estimate() -> None:
     # A V-shaped schedule places both ends of a tied weight on one rank, with states for each.
     # Gloo's copies of tensor-parallel messages are not visible as operations.

@@ -213,6 +213,17 @@ def combinations() -> list[Combination]:
     return [replace(c, fast=index in chosen) for index, c in enumerate(every)]
 
 
+def tested() -> list[Combination]:
+    """Return the fast combinations, and one for each other choice of layout, ranks and model."""
+    groups: dict[tuple[Layout, str], list[Combination]] = {}
+    for c in combinations():
+        groups.setdefault((c.layout, c.model), []).append(c)
+    chosen: list[Combination] = []
+    for index, ones in enumerate(groups.values()):
+        chosen += [c for c in ones if c.fast] or [ones[index % len(ones)]]
+    return chosen
+
+
 def factors(combination: Combination) -> dict[str, object]:
     """Return the value of each factor: the layout's settings and the other dimensions."""
     own = dict(override.split("=") for override in combination.layout.overrides)
@@ -297,16 +308,16 @@ def markdown() -> str:
     total, fast = len(combinations()), sum(c.fast for c in combinations())
     rows_fast = sum(any(c.fast for c in ones) for ones in rows.values())
     lines.append(f"| | | | {total} | {fast} |")
-    return INTRODUCTION.format(
-        table="\n".join(lines), total=total, fast=fast, rows=len(rows), rows_fast=rows_fast
-    )
+    counts = {"total": total, "fast": fast, "slow": len(tested()) - fast}
+    counts |= {"rows": len(rows), "rows_fast": rows_fast}
+    return INTRODUCTION.format(table="\n".join(lines), **counts)
 
 
 INTRODUCTION = """\
 # Parity with a single process
 
 The layouts that tests compare with plain torch in one process. `python
-tests/support/parity_table.py` writes this page; `test_parity.py` runs the combinations.
+tests/support/parity_table.py` writes this page; `test_parity.py` runs combinations.
 
 Each row is a layout. A combination of a row is a choice of these:
 
@@ -325,7 +336,7 @@ gradient norms, parameters, buffers and optimizer states.
 | --- | --- |
 | `scripts/test` | {fast} of the {total} combinations, from {rows_fast} of the {rows} rows; \
 every pair of values of two factors (including settings of the layout) is in one of them |
-| `scripts/test --all` | all {total} |
+| `scripts/test --slow` | {slow}, one for each other choice of layout, ranks and model |
 | `scripts/test --sweep` | all {total} with all comparisons of `verify`: \
 six steps, an evaluation, a prediction, a checkpoint |
 

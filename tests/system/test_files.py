@@ -28,7 +28,6 @@ SWAPS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("swap", SWAPS)
 def test_special_files_are_not_read_or_appended(swap: str, tmp_path: Path) -> None:
     path = tmp_path / "file"

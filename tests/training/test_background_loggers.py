@@ -191,7 +191,6 @@ def dead_server(request: Any) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.costly
 def test_a_dead_mlflow_server_delays_no_step_and_ends_no_run(
     tmp_path: Path, dead_server: int, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from configured import run_config
-from covers import every
 from logged_runs import TINY, lines, notes, train
 
 from axonlaunch import config
@@ -278,8 +277,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             record = b""
 
 
-@pytest.mark.deferred
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_resumed_run_continues_its_run_of_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,8 +300,8 @@ def test_a_resumed_run_continues_its_run_of_wandb(
     assert set(steps) == set(range(1, 9))
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("store", every(2, ["file:{}/store", "sqlite:///{}/store.db"]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("store", ["file:{}/store", "sqlite:///{}/store.db"])
 def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, store: str) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient

@@ -10,7 +10,6 @@ from axonlaunch.config.options.loggers import MLflowConfig
 from axonlaunch.training.loggers.base import RunInfo
 
 
-@pytest.mark.costly
 def test_keys_and_sources_of_any_characters_are_logged_to_mlflow(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import without_folder
 from parity_table import MODELS
 from torch import nn
@@ -114,8 +113,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("layout", every(4, LAYOUTS, start=1))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_module_trace_of_every_layout_equals_one_process(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
     result = compared(alone(model), traced(model, *overrides))
@@ -128,7 +127,7 @@ def test_module_trace_of_every_layout_equals_one_process(layout: str) -> None:
     assert result.by_element >= result.compared - 2 * 4
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_adapter_gradient_trace_is_equal_in_every_layout() -> None:
     full = traced("gpt", *SINGLE, "adapter=lora")
     gradients = [tensor.name for tensor in full[0].tensors if tensor.kind == "gradient"]
@@ -139,7 +138,7 @@ def test_adapter_gradient_trace_is_equal_in_every_layout() -> None:
         assert ([str(d) for d in result.differences], result.only) == ([], ([], []))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_modules_empty_on_later_stages_are_not_traced_in_pipelines() -> None:
     """GPT-2 of transformers applies dropout in front of its blocks, which later stages lack."""
     pytest.importorskip("transformers")

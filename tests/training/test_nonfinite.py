@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.comm import World
-from axonlaunch.events import Event, Monitor, StepDone, StepLogged
+from axonlaunch.events import Evaluated, Event, Monitor, StepDone, StepLogged
 from axonlaunch.training import worker
 from axonlaunch.training.ending.nonfinite import NotFiniteError, raise_if_nonfinite
+from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 
 class DividesInBackward(nn.Module):
@@ -136,3 +138,13 @@ def test_nan_on_one_rank_is_refused_by_all_ranks() -> None:
 
     first, second = World.mock(2).run(run)
     assert first == second
+
+
+def test_nan_loss_of_one_source_is_null_in_metrics(tmp_path: Path) -> None:
+    log = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
+    sources = {"code": math.nan, "text": 0.0}
+    log(Evaluated(1, math.nan, eval_tokens=8, unigram_entropy=None, sources=sources))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["eval_loss"] is None
+    assert line["sources"]["code"] == {"eval_loss": None, "perplexity": None}
+    assert line["sources"]["text"] == {"eval_loss": 0.0, "perplexity": 1.0}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 
@@ -151,42 +150,39 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("fault", "overrides", "reported"),
-    every(
-        2,
-        [
-            (a_resumed_run_reads_from_the_beginning, FSDP, "step 2: loss is "),
-            (targets_are_those_of_a_rank, FSDP, "step 1: number of counted targets is "),
-            (the_loss_scale_never_grows, FP16, "step 1: loss scale is 32768, not 65536"),
-            (rows_are_read_from_the_first_on, FSDP, "step 1: value that one process reads from"),
-            (
-                a_save_is_written_when_training_continues,
-                FSDP,
-                "step 1: value that one process reads fro",
-            ),
-            (
-                an_evaluation_is_never_over,
-                FSDP,
-                "step 1: rank 0 draws no random numbers, as it does",
-            ),
-            (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
-            (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),
-            (
-                a_resumed_run_forgets_its_targets,
-                FSDP,
-                "step 2: number of counted targets of all",
-            ),
-            (a_forward_does_not_get_the_documents, PACKED, "step 0: evaluation loss is "),
-            (
-                updates_in_fp32_are_made_in_bf16,
-                LOWER,
-                "step 1: values of layers.0.weight.exp_avg are t",
-            ),
-            (a_prediction_is_padded_in_front, [*CONTEXT, *LLAMA], "step 0: prediction is off by "),
-        ],
-    ),
+    [
+        (a_resumed_run_reads_from_the_beginning, FSDP, "step 2: loss is "),
+        (targets_are_those_of_a_rank, FSDP, "step 1: number of counted targets is "),
+        (the_loss_scale_never_grows, FP16, "step 1: loss scale is 32768, not 65536"),
+        (rows_are_read_from_the_first_on, FSDP, "step 1: value that one process reads from"),
+        (
+            a_save_is_written_when_training_continues,
+            FSDP,
+            "step 1: value that one process reads fro",
+        ),
+        (
+            an_evaluation_is_never_over,
+            FSDP,
+            "step 1: rank 0 draws no random numbers, as it does",
+        ),
+        (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
+        (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),
+        (
+            a_resumed_run_forgets_its_targets,
+            FSDP,
+            "step 2: number of counted targets of all",
+        ),
+        (a_forward_does_not_get_the_documents, PACKED, "step 0: evaluation loss is "),
+        (
+            updates_in_fp32_are_made_in_bf16,
+            LOWER,
+            "step 1: values of layers.0.weight.exp_avg are t",
+        ),
+        (a_prediction_is_padded_in_front, [*CONTEXT, *LLAMA], "step 0: prediction is off by "),
+    ],
 )
 def test_verify_reports_errors_outside_the_step(
     fault: Any, overrides: list[str], reported: str, monkeypatch: Patch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 
@@ -75,36 +74,33 @@ def unused() -> nn.Module:
     return Unused()
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "overrides",
-    every(
-        4,
+    [
+        [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
+        [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],
+        # Its updates round to bf16, even in a run in fp32.
+        ["data=synthetic_tokens", "data.sequence_length=16", *FSDP, "optimizer=muon", *SMALL],
+        [*MODELS["mlp"], *FSDP, "optimizer=lion"],
+        [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
+        [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
+        [*OWN, *DDP, f"model.target={__name__}:normed"],
+        [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
+        [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
+        [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
+        # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
+        # fraction.
         [
-            [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
-            [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],
-            # Its updates round to bf16, even in a run in fp32.
-            ["data=synthetic_tokens", "data.sequence_length=16", *FSDP, "optimizer=muon", *SMALL],
-            [*MODELS["mlp"], *FSDP, "optimizer=lion"],
-            [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
-            [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
-            [*OWN, *DDP, f"model.target={__name__}:normed"],
-            [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
-            [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
-            [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
-            # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
-            # fraction.
-            [
-                *(*MODELS["mlp"], *TENSOR, "strategy.fsdp.sharding=no_shard", "launch.nproc=4"),
-                *(
-                    "model.num_hidden_layers=4",
-                    "strategy.data_parallel=fsdp",
-                    "train.precision=bf16",
-                ),
-            ],
-            [*OWN, *DDP, f"model.target={__name__}:normed", "train.precision=bf16"],
+            *(*MODELS["mlp"], *TENSOR, "strategy.fsdp.sharding=no_shard", "launch.nproc=4"),
+            *(
+                "model.num_hidden_layers=4",
+                "strategy.data_parallel=fsdp",
+                "train.precision=bf16",
+            ),
         ],
-    ),
+        [*OWN, *DDP, f"model.target={__name__}:normed", "train.precision=bf16"],
+    ],
     ids=lambda overrides: " ".join(overrides[-3:]),
 )
 def test_it_passes(overrides: list[str]) -> None:

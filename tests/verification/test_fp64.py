@@ -32,7 +32,7 @@ def test_the_reference_computes_in_float64() -> None:
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -57,7 +57,7 @@ def test_no_module_is_named_where_nothing_differs(precision: str) -> None:
     assert locate.locate_difference(config, PLAN) is None
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_it_fails_a_mean_that_is_two_percent_off(
     precision: str, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from configured import run_config
-from covers import every
 from hf_families import FAMILIES
 
 from axonlaunch.config.problems.errors import plain
@@ -32,26 +31,23 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     )
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(
     ("kind", "overrides", "changes"),
-    every(
-        2,
-        [
-            ("gpt2", ["strategy=ddp"], {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),
-            ("opt", ["strategy=fsdp"], {"dropout": 0.1, "attention_dropout": 0.1}),
-            (
-                "mixtral",
-                ["strategy=fsdp", "train.micro_batch_size=2"],
-                {"output_router_logits": True},
-            ),
-            ("qwen3", ["strategy=fsdp", "train.precision=bf16"], {}),
-            ("gemma2", ["strategy=ddp", "train.precision=bf16"], {}),
-            ("gemma3_text", ["strategy=zero1", "train.precision=fp16"], {}),
-            ("phi3", ["strategy=ddp", "model.attention=eager"], {}),
-        ],
-    ),
+    [
+        ("gpt2", ["strategy=ddp"], {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        ("opt", ["strategy=fsdp"], {"dropout": 0.1, "attention_dropout": 0.1}),
+        (
+            "mixtral",
+            ["strategy=fsdp", "train.micro_batch_size=2"],
+            {"output_router_logits": True},
+        ),
+        ("qwen3", ["strategy=fsdp", "train.precision=bf16"], {}),
+        ("gemma2", ["strategy=ddp", "train.precision=bf16"], {}),
+        ("gemma3_text", ["strategy=zero1", "train.precision=fp16"], {}),
+        ("phi3", ["strategy=ddp", "model.attention=eager"], {}),
+    ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_it_passes(kind: str, overrides: list[str], changes: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from configured import run_config
-from covers import every
 from hf_families import without_folder
 from torch import Tensor, nn
 
@@ -41,7 +40,7 @@ def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
     return run_config(without_folder(kind, *overrides, **changes))
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
     assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
     assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
@@ -52,7 +51,7 @@ def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> N
     assert [layout_proof.preview(other).outcome for other in others] == ["to be proved"] * 2
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' * 40)
     overrides = [
@@ -98,15 +97,13 @@ def gradients_of_inputs_are_not_summed(patch: Patch) -> None:
     patch.setattr(fused_region, "start_sum", lambda x, group: x)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("fault", "module"),
-    every(
-        2,
-        [
-            (a_row_parallel_layer_is_scaled, "model.layers.0.self_attn.o_proj"),
-            (gradients_of_inputs_are_not_summed, "model.norm"),
-        ],
-    ),
+    [
+        (a_row_parallel_layer_is_scaled, "model.layers.0.self_attn.o_proj"),
+        (gradients_of_inputs_are_not_summed, "model.norm"),
+    ],
 )
 def test_wrong_layout_is_refused_with_first_wrong_module(
     fault: Any, module: str, monkeypatch: Patch
@@ -165,7 +162,7 @@ class Untrained(nn.Module):
         return self.body(x.flatten(1)) * 0.0
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_model_that_nothing_can_be_proved_of_is_trained_unproved() -> None:
     own = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
     config = run_config([*own, "strategy=ddp", "launch.nproc=2", "train.prove=always"])

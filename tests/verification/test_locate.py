@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from parity_table import MODELS
 
 import axonlaunch as ax
@@ -27,20 +26,17 @@ def first(overrides: list[str]) -> locate.FirstDifference | None:
     return locate.locate_difference(run_config(chosen), ComparisonPlan(steps=2))
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "overrides",
-    every(
-        2,
-        [
-            [*TENSOR, "strategy.tensor.sequence_parallel=true"],
-            [*TENSOR, "adapter=lora"],
-            ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
-            ["strategy=pipeline", "launch.nproc=2"],
-            ["strategy.context.degree=2", "launch.nproc=2"],
-            [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # same positions
-        ],
-    ),
+    [
+        [*TENSOR, "strategy.tensor.sequence_parallel=true"],
+        [*TENSOR, "adapter=lora"],
+        ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
+        ["strategy=pipeline", "launch.nproc=2"],
+        ["strategy.context.degree=2", "launch.nproc=2"],
+        [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # same positions
+    ],
     ids=" ".join,
 )
 def test_nothing_is_named_where_nothing_differs(overrides: list[str]) -> None:
@@ -93,7 +89,7 @@ def half_is_doubled(patch: Patch) -> None:
     patch.setattr(layers.RowParallelLinear, "forward", doubled)
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("fault", "overrides", "said"),
     [

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import without_folder
 from parity_table import MODELS, TOKENS
 from torch import Tensor, nn
@@ -72,34 +71,32 @@ def recomputation_draws_again(patch: Patch) -> None:
     patch.setattr(activation_checkpointing, "checkpoint", without_state)
 
 
-@pytest.mark.parametrize("overrides", every(2, [DDP, TENSOR, RECOMPUTED, CONTEXT]), ids=" ".join)
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("overrides", [DDP, TENSOR, RECOMPUTED, CONTEXT], ids=" ".join)
 def test_verify_passes_correct_random_draws(overrides: list[str]) -> None:
     assert problems(overrides) == []
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("fault", "overrides", "reported"),
-    every(
-        2,
-        [
-            (every_rank_draws_the_same, DDP, "data ranks 0 and 1 draw the same random numbers"),
-            (every_rank_draws_the_same, CONTEXT, "of a context axis draw the same random numbers"),
-            (
-                every_rank_draws_the_same,
-                PIPELINE,
-                "0 and 1 of a pipeline draw the same random numbers",
-            ),
-            (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
-            (
-                a_rank_draws_what_another_drew_before,
-                DDP,
-                "as rank 1 in step 1: dropout would repeat",
-            ),
-            (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
-            (recomputation_draws_again, RECOMPUTED, "recomputing "),
-        ],
-    ),
+    [
+        (every_rank_draws_the_same, DDP, "data ranks 0 and 1 draw the same random numbers"),
+        (every_rank_draws_the_same, CONTEXT, "of a context axis draw the same random numbers"),
+        (
+            every_rank_draws_the_same,
+            PIPELINE,
+            "0 and 1 of a pipeline draw the same random numbers",
+        ),
+        (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
+        (
+            a_rank_draws_what_another_drew_before,
+            DDP,
+            "as rank 1 in step 1: dropout would repeat",
+        ),
+        (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
+        (recomputation_draws_again, RECOMPUTED, "recomputing "),
+    ],
 )
 def test_it_reports_masks_that_would_be_wrong(
     fault: Any, overrides: list[str], reported: str, monkeypatch: Patch

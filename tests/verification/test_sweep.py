@@ -16,7 +16,7 @@ ONE = "ddp-2-mlp-fp32-1-full"
 sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_passing_verify_rows_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """In bf16, with six elements of a bias on a rank: rounding increases its norm by 6 %."""
     combination = "fsdp,_offload_full_x_tensor-4-mlp-bf16-1-none"

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from configured import run_config
-from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
@@ -265,10 +264,10 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
 ]
 
 
-@pytest.mark.deferred(keep=3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("fault", "overrides", "model", "reported"),
-    every(3, FAULTS),
+    FAULTS,
     ids=[fault.__name__ for fault, *_ in FAULTS],
 )
 def test_verify_names_error_of_broken_engine(

@@ -221,6 +221,7 @@ def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
     """Copy the tokenizer in the run folder; it replaces the tokenizer of the pretrained model."""
     files = foreign_files(run_dir / TOKENIZER)
     for name, file in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         write_copy(folder / name, file)
     return [*files]
 

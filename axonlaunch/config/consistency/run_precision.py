@@ -38,3 +38,13 @@ def precision_of(config: RunConfig) -> Precision:
         parameters=NUMBER_FORMATS[config.train.param_dtype],
         reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
     )
+
+
+def sums_as_stored(config: RunConfig) -> bool:
+    """Return whether gradients are summed over ranks in the format of the trained parameters.
+
+    torch's DDP can't sum in another format. Adapters are in fp32, even on parameters in bf16.
+    """
+    precision = precision_of(config)
+    stored = precision if config.adapter is None else PRECISIONS[config.train.precision]
+    return precision.reduce == stored.parameters

@@ -24,7 +24,7 @@ from axonlaunch.config.options.data import NUM_BYTES
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.tokenizers.tokenizer_files import (
-    files_at,
+    folder_at,
     foreign_files,
     model_of_folder,
     path_error,
@@ -45,6 +45,8 @@ _LEAST_SECONDS, _CHARACTERS_PER_S = 60.0, 20_000
 tenth."""
 _BLAMED = "the tokenizer"
 _CONFIG_FILE, TEMPLATE = "tokenizer_config.json", "chat_template"
+_TEMPLATES = (TEMPLATE, "additional_chat_templates/")
+"""Prefixes of files that contain only chat templates."""
 
 
 class Tokenizer(Protocol):
@@ -53,7 +55,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: One more than the largest token.
         fingerprint: Hash of everything that decides the tokens of a text.
-        end: Token at the end of a document; None: there is no such token.
+        end: Token at the end of a document; None if there is none.
     """
 
     vocab_size: int
@@ -61,13 +63,18 @@ class Tokenizer(Protocol):
     end: int | None
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
-        """Convert each text to the tokens of a document, with its start and end tokens."""
+        """Convert each text to the tokens of a document, including start and end tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Convert a prompt to tokens."""
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Convert tokens to text; special tokens are left out unless ``special``."""
+        """Convert tokens to text.
+
+        Args:
+            tokens: The tokens.
+            special: Whether the text contains special tokens.
+        """
 
     def keep(self, folder: Path) -> list[str]:
         """Copy the files to a folder; return their names."""
@@ -113,8 +120,8 @@ class PretrainedTokenizer:
     """A tokenizer in a folder, as loaded by transformers.
 
     Attributes:
-        transformers: The object of transformers; it has the chat template.
-        files: Its files, by name.
+        transformers: The tokenizer object of transformers, which has the chat template.
+        files: Files of the tokenizer, by their path in its folder.
         model: Facts about the model, from the configuration in the folder, by which transformers
             selected the class.
         added: Tokens that the configuration adds to those of its folder.
@@ -132,10 +139,10 @@ class PretrainedTokenizer:
         """Store a loaded tokenizer.
 
         Args:
-            files: Its files, by name.
-            loaded: The object of transformers.
-            model: Facts about the model, as in ``model``.
-            added: Tokens, as in ``added``.
+            files: Files of the tokenizer, by their path in its folder.
+            loaded: The tokenizer object of transformers.
+            model: Facts about the model that select the class.
+            added: Tokens that the configuration adds.
         """
         self.transformers, self.model, self.added = loaded, dict(model), tuple(added)
         self.files = dict(sorted(files.items()))
@@ -143,7 +150,7 @@ class PretrainedTokenizer:
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
         for name, file in self.files.items():
-            if not name.startswith(TEMPLATE):
+            if not name.startswith(_TEMPLATES):
                 digest.update(name.encode() + b"\0" + without_template(name, file.content))
         self.fingerprint = digest.hexdigest()
         template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
@@ -198,6 +205,7 @@ class PretrainedTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         files = with_model(self.files, self.model)
         for name, file in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_copy(folder / name, file)
         return [*files]
 
@@ -277,17 +285,19 @@ def read_foreign(folder: Path, *, model: Mapping[str, str]) -> PretrainedTokeniz
     """Read a tokenizer from a folder that may not be trusted; None if it has no tokenizer.
 
     Args:
-        folder: Folder of its files.
+        folder: Folder of the tokenizer's files.
         model: Facts about the model that select the class.
 
     Raises:
-        ConfigError: It can't be read.
+        ConfigError: The tokenizer can't be read.
     """
     if not (contents := foreign_files(folder)):
         return None
     with TemporaryDirectory() as temporary:
         for name, file in with_model(contents, model).items():
-            Path(temporary, name).write_bytes(file.content)
+            copy = Path(temporary, name)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(file.content)
         return _read(Path(temporary), contents, path=str(folder))
 
 
@@ -295,8 +305,8 @@ def _read(folder: Path, contents: Mapping[str, FileCopy], *, path: str) -> Pretr
     """Read a tokenizer from a folder.
 
     Args:
-        folder: Folder of its files.
-        contents: Its files, by name.
+        folder: Folder of the tokenizer's files.
+        contents: The tokenizer's files, by their path in the folder.
         path: Path as written by the user.
 
     Raises:
@@ -321,7 +331,7 @@ def _read(folder: Path, contents: Mapping[str, FileCopy], *, path: str) -> Pretr
 @functools.lru_cache(maxsize=4)
 def _load(path: str, stamp: object) -> PretrainedTokenizer:
     del stamp  # part of the cache's key, because files may change
-    folder = files_at(path)[0].parent
+    folder = folder_at(path)
     contents = foreign_files(folder, key="tokenizer.path", path=path)
     refuse_links_outside(folder, path)
     return _read(folder, contents, path=path)

@@ -33,11 +33,10 @@ from axonlaunch.system.storage.files import (
 _FILE = "tokenizer.json"
 _FILES = (
     *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template.*"),
+    *("special_tokens_map.json", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
 """Patterns of the tokenizer's files in a model's folder."""
-_TEMPLATES = "additional_chat_templates"
-_ALSO_READ = (*("*.json", "*.txt", "*.jinja", "*.codes", "*.spm", "*.tokenizer"), f"{_TEMPLATES}/*")
+_ALSO_READ = ("*.json", "*.txt", "*.jinja", "*.codes", "*.spm", "*.tokenizer")
 """Patterns of other files that transformers may open to read a tokenizer."""
 _NOT_READ = "*.index.json"
 _MODEL_FILE = "config.json"
@@ -51,32 +50,33 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted(file for file in found if not file.is_dir())
 
 
-def files_at(path: str) -> list[Path]:
-    """Return the files of the tokenizer at a path, or of a model id in the Hub's cache.
+def folder_at(path: str) -> Path:
+    """Return the folder of the tokenizer at a path, or of a model id in the Hub's cache.
 
     Raises:
-        ConfigError: It does not exist, or has no such files.
+        ConfigError: It does not exist, or has no files of a tokenizer.
     """
     expanded = Path(path).expanduser()
     if expanded.is_file():
         if expanded.name != _FILE:
             raise path_error(f"is a file; give its folder, or a {_FILE}", path)
-        return tokenizer_files(expanded.parent)
+        return expanded.parent
     folder = expanded if expanded.is_dir() else _cached_folder(path)
-    if not (files := tokenizer_files(folder)):
+    if not tokenizer_files(folder):
         message = f"has no {_FILE} or other file of a tokenizer; give a folder that has, or null"
         raise path_error(message, path)
-    return files
+    return folder
 
 
 def stamp_of(path: str) -> object:
     """Return a value that changes with the files of the tokenizer at a path."""
-    files = (inside_folder(file) for file in files_at(path))
+    folder = folder_at(path)
+    files = (inside_folder(f, depth=_depth(f, folder)) for f in tokenizer_files(folder))
     return tuple((str(file), file.lstat().st_mtime_ns) for file in files if file.exists())
 
 
 def foreign_files(folder: Path, *, key: str = "", path: str | None = None) -> dict[str, FileCopy]:
-    """Read a tokenizer's files from a folder that may not be trusted; return them by name.
+    """Read a tokenizer's files from a folder that may not be trusted, by their path in it.
 
     Args:
         folder: The folder.
@@ -89,7 +89,8 @@ def foreign_files(folder: Path, *, key: str = "", path: str | None = None) -> di
     contents = {}
     for file in tokenizer_files(folder):
         with _refusing(file, key, path):
-            contents[file.name] = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
+            name = file.relative_to(folder).as_posix()
+            contents[name] = read_copy(_target(file, folder), at_most=LARGEST_MODEL_FILE)
     return contents
 
 
@@ -108,10 +109,7 @@ def refuse_links_outside(folder: Path, path: str) -> None:
             if file.match(_NOT_READ) or file.is_dir():
                 continue
             with _refusing(file, "tokenizer.path", path):
-                depth = len(file.relative_to(folder).parts) - 1
-                if depth and file.parent.is_symlink():
-                    raise NotRegularError(errno.EINVAL, "is in a folder that is a link")
-                with open_regular(inside_folder(file, depth=depth)) as stream:
+                with open_regular(_target(file, folder)) as stream:
                     size = os.fstat(stream.fileno()).st_size
                 if size > LARGEST_MODEL_FILE:
                     raise TooLargeError(errno.EFBIG, f"is larger than {LARGEST_MODEL_FILE} bytes")
@@ -142,6 +140,19 @@ def with_model(contents: Mapping[str, FileCopy], model: Mapping[str, str]) -> di
 def path_error(message: str, path: str) -> ConfigError:
     """Return an error about ``tokenizer.path``."""
     return ConfigError([ConfigIssue("tokenizer.path", message, path)])
+
+
+def _target(file: Path, folder: Path) -> Path:
+    """Return the target of ``inside_folder``; a file in a folder that is a link is refused."""
+    depth = _depth(file, folder)
+    if depth and file.parent.is_symlink():
+        raise NotRegularError(errno.EINVAL, "is in a folder that is a link")
+    return inside_folder(file, depth=depth)
+
+
+def _depth(file: Path, folder: Path) -> int:
+    """Return the number of folders between a folder and a file in it."""
+    return len(file.relative_to(folder).parts) - 1
 
 
 @contextmanager

@@ -72,11 +72,11 @@ def probe_states(config: Any, shape: Shape) -> tuple[OptimizerState, ...]:
     """Find the states that an optimizer keeps of a parameter of a shape.
 
     Args:
-        config: As ``with_options`` returns it.
-        shape: The whole parameter's.
+        config: Optimizer configuration, as returned by ``with_options``.
+        shape: Shape of the full parameter.
 
     Raises:
-        ConfigError: As ``probe`` raises it.
+        ConfigError: See ``probe``.
     """
     return _probe_states(_Call(optimizer_class(config), repr(options_of(config)), config), shape)
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.consistency.run_precision import precision_of, sums_as_stored
 from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
@@ -230,7 +230,7 @@ def _accumulates(layout: Layout) -> bool:
 
 def _has_buckets(config: RunConfig, layout: Layout) -> bool:
     """Return whether torch's DDP averages the gradients, so that its buckets hold all of them."""
-    is_plain = layout.tensor == layout.pipeline == 1 and not precision_of(config).reduce.is_low
+    is_plain = layout.tensor == layout.pipeline == 1 and sums_as_stored(config)
     return is_plain and layout.gradient_ranks > 1 and config.strategy.ddp.sync == "overlapped"
 
 

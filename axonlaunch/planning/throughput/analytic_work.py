@@ -70,7 +70,12 @@ class _Scaled:
         """Return the work of the full step."""
         stage = self._reference.first
         has_one_stage = self._layout.num_stages == 1
-        layer = self._micro_batch(stage.micro_layer, self._layer_communication(stage.step_layer))
+        frees = self._config.strategy.fsdp.sharding != "shard_grad_op"
+        of_ends = self._per_micro_batch(stage.step_ends, regathers=False)
+        layer = self._micro_batch(
+            stage.micro_layer,
+            self._layer_communication() | self._per_micro_batch(stage.step_layer, regathers=frees),
+        )
         step_layer = self._step(stage.step_layer)
         first, last = (
             StageWork(
@@ -82,8 +87,8 @@ class _Scaled:
             # The output projection and the loss belong to the last stage. The first stage has
             # the embedding, which needs no matrix product.
             for fraction, messages in (
-                (1.0 if has_one_stage else 0.0, self._stage_messages()),
-                (1.0, {}),
+                (1.0 if has_one_stage else 0.0, self._stage_messages() | of_ends),
+                (1.0, of_ends),
             )
         )
         return dataclasses.replace(self._reference, first=first, last=last, layers=layers)
@@ -153,6 +158,9 @@ class _Scaled:
                 CollectiveOp("update", "all_gather", ("dp_replicate",)),
                 Amount(1, num_bytes),
             )
+        if layout.pipeline > 1:
+            for key, amount in self._shard_communication(share, regathers=False).items():
+                _add(work, key, amount * fraction)
         if facts.averages == "parameters" and layout.gradient_ranks > 1:
             period = facts.period(self._config.strategy.options) if facts.period else 1
             _add(
@@ -160,9 +168,6 @@ class _Scaled:
                 CollectiveOp("update", "all_reduce", self._data_axes),
                 Amount(1, num_bytes) * (1 / period),
             )
-        elif facts.shards_parameters and layout.dp_replicate > 1:
-            all_reduce = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
-            _add(work, all_reduce, Amount(1, num_bytes / layout.dp_shard))
         elif facts.keeps_gradients and layout.gradient_ranks > 1:
             kind: ExchangeKind = "reduce_scatter" if facts.divides_update else "all_reduce"
             _add(work, CollectiveOp("backward", kind, self._data_axes), Amount(1, num_bytes))
@@ -176,8 +181,8 @@ class _Scaled:
         """Return the axes with more than one rank."""
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
-    def _layer_communication(self, layer: Share) -> Work:
-        """Return the communication of a layer for each micro-batch."""
+    def _layer_communication(self) -> Work:
+        """Return the communication of a layer's activations for each micro-batch."""
         layout, work = self._layout, Work()
         recomputed = self._config.train.activation_checkpointing == "full"
         if layout.tensor > 1:
@@ -188,19 +193,6 @@ class _Scaled:
                 for kind in kinds:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _add(work, key, Amount(2, 2 * self._activation_bytes))
-        if layout.facts.shards_parameters:
-            axes = self._nontrivial(layout.division().shard_axes)
-            parameters = layer.parameter_bytes / layout.tensor
-            gradients = layer.gradient_bytes / layout.tensor
-            gathered = parameters * self._compute_bytes / self._config.train.parameter_bytes
-            if axes:
-                _add(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
-                if self._config.strategy.fsdp.sharding != "shard_grad_op":
-                    _add(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
-                reduced = (
-                    gradients * self._precision.reduce.nbytes / self._config.train.parameter_bytes
-                )
-                _add(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
             _add(
                 work,
@@ -214,6 +206,41 @@ class _Scaled:
             )
             merged = _RING_TRAFFIC * layout.context * self._activation_bytes / layout.tensor
             _add(work, Kernel("forward", "ring"), Amount(1, merged))
+        return work
+
+    def _per_micro_batch(self, share: Share, *, regathers: bool) -> Work:
+        """Return the communication of parameters for each micro-batch.
+
+        A pipeline gathers parameters once per step, for all micro-batches.
+        """
+        if self._layout.pipeline > 1:
+            return {}
+        return self._shard_communication(share, regathers=regathers)
+
+    def _shard_communication(self, share: Share, *, regathers: bool) -> Work:
+        """Return the communication of sharded parameters, for each time they are gathered.
+
+        Args:
+            share: Part of the model.
+            regathers: Whether backward gathers the parameters again.
+        """
+        layout, work = self._layout, Work()
+        if not layout.facts.shards_parameters:
+            return work
+        shard_axes = self._nontrivial(layout.division().shard_axes)
+        replicate_axes = self._nontrivial(layout.division().replicate_axes)
+        of_parameters = 1 / layout.tensor / self._config.train.parameter_bytes
+        gathered = share.parameter_bytes * of_parameters * self._compute_bytes
+        reduced = share.gradient_bytes * of_parameters * self._precision.reduce.nbytes
+        if shard_axes:
+            gather, scatter = Amount(1, gathered), Amount(1, reduced)
+            _add(work, CollectiveOp("forward", "all_gather", shard_axes), gather)
+            if regathers:
+                _add(work, CollectiveOp("backward", "all_gather", shard_axes), gather)
+            _add(work, CollectiveOp("backward", "reduce_scatter", shard_axes), scatter)
+        if replicate_axes:  # replicas sum their shards
+            shard = Amount(1, reduced / layout.parameter_shards)
+            _add(work, CollectiveOp("backward", "all_reduce", replicate_axes), shard)
         return work
 
     def _stage_messages(self) -> Work:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import DATA_AXES
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.consistency.run_precision import sums_as_stored
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
@@ -327,13 +327,12 @@ class StepTime:
         The trace contains the buckets of this program. torch's DDP reduces from C++, which is not
         traced: its number of buckets follows from the size of the gradients, with a first bucket
         of 1 MiB and further ones of ``strategy.ddp.bucket_size_mb``. DDP is used for unsharded
-        parameters whose gradients are reduced in fp32.
+        parameters whose gradients are summed in their own format.
         """
         strategy = self._config.strategy
         if self._layout.gradient_ranks == 1:
             return []
-        reduces_low = precision_of(self._config).reduce.is_low
-        is_torch_ddp = strategy.ddp.sync == "overlapped" and not reduces_low
+        is_torch_ddp = strategy.ddp.sync == "overlapped" and sums_as_stored(self._config)
         if is_torch_ddp and self._layout.tensor == 1 and not self._layout.facts.divides_update:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)

@@ -62,6 +62,11 @@ _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 _resize: Any = torch.UntypedStorage.resize_
 _running = threading.local()
+_lock = threading.Lock()
+_num_entered = 0
+"""Number of entered traces in all threads. While there are any, ``resize_`` of torch's storages is
+replaced.
+"""
 
 
 class _LiveStorage:
@@ -131,12 +136,13 @@ class StorageTrace(UncompiledDispatchMode):
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
         _running.trace = self
-        torch.UntypedStorage.resize_ = _resize_and_report  # type: ignore[assignment, method-assign]
+        _replace_resize(1)
         entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
 
     def __exit__(self, *error: Any) -> None:
         _running.trace = self._outer
+        _replace_resize(-1)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -349,6 +355,18 @@ def _unwrap(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return _unwrap(local_tensor(tensor))
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _replace_resize(change: int) -> None:
+    """Count an entered or left trace; replace ``resize_`` for the first, restore it after the last.
+
+    The ranks of a mock world are threads, and leave their traces in any order.
+    """
+    global _num_entered
+    with _lock:
+        _num_entered += change
+        resize = _resize_and_report if _num_entered else _resize
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
 
 
 def _resize_and_report(storage: Any, size: int) -> Any:

@@ -39,9 +39,10 @@ def finite_number(value: str | float) -> float | None:
     return number if isinstance(value, str) else value
 
 
-def finite(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content with None for infinite and NaN values."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in content.items()
-    }
+def finite(content: Any) -> Any:
+    """Return nested dicts and lists with None for infinite and NaN values."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -22,7 +22,7 @@ from axonlaunch.diagnostics.report.server import RunServer
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not there"),
-    pytest.mark.timeout(180),
+    pytest.mark.processes,
 ]
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 OVER = 'document.querySelector("[data-curve={}] .u-over")'
@@ -113,7 +113,7 @@ def half_written(folder: Path) -> Path:
     return made
 
 
-@pytest.mark.deferred(keep=4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("make", [finished, crashed, resumed_on_other_nodes, elastic, half_written])
 def test_a_page_opens_without_a_complaint_and_fits_the_window(

@@ -148,7 +148,7 @@ def test_numbers_that_no_run_writes_are_left_out(
     capsys.readouterr()
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_any_value_of_a_runs_file_may_be_damaged(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -173,7 +173,7 @@ def test_any_value_of_a_runs_file_may_be_damaged(
     assert not failures, f"{len(failures)}:\n" + "\n".join(failures[:10])
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "1" + "0" * 400, "[1]", "{}"])
 def test_any_value_of_a_configuration_may_be_damaged(
     value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -43,7 +43,7 @@ def overrides_of(base: Path, *more: str) -> list[str]:
     ("strategy", "kind", "changes"),
     [
         ("tensor", "llama", {}),
-        pytest.param("fsdp", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.deferred),
+        pytest.param("fsdp", "llama", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
         pytest.param("pipeline", "gpt2", {}, marks=pytest.mark.slow),
         pytest.param("ddp", "opt", {}, marks=pytest.mark.slow),
         pytest.param("tensor", "gemma2", {}, marks=pytest.mark.slow),
@@ -83,7 +83,7 @@ def test_a_vocabulary_with_room_for_new_tokens_is_not_grown(base: Path) -> None:
     assert (chosen.model.config, chosen.train.unfreeze) == ({}, [])
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_larger_tokenizer_of_the_user_names_the_setting_that_grows_the_model(base: Path) -> None:
     hf_families.save("llama", base, vocab_size=500)
     overrides = overrides_of(base, "strategy=single", "tokenizer.add_tokens=[]")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
@@ -17,15 +16,13 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided
 from axonlaunch.preflight.inspection import inspect
 
-pytestmark = pytest.mark.costly
-
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("kind", every(6, OFFERED, start=3))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", OFFERED)
 def test_hf_family_with_context_parallelism_equals_plain_loop(kind: str, tmp_path: Path) -> None:
     # Mistral and Gemma have a window of 16 in a sequence of 32.
     save(kind, tmp_path)
@@ -34,7 +31,7 @@ def test_hf_family_with_context_parallelism_equals_plain_loop(kind: str, tmp_pat
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> None:
     save("mistral", tmp_path, sliding_window=5)
     layout = ["strategy=ddp", "strategy.context.degree=4", "launch.nproc=4"]
@@ -52,14 +49,12 @@ def test_granite_attention_scale_holds_with_context_parallelism(tmp_path: Path) 
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         ["strategy=pipeline", "strategy.pipeline.degree=2"],
-        pytest.param(
-            ["strategy=fsdp", "train.activation_checkpointing=full"], marks=pytest.mark.slow
-        ),
+        ["strategy=fsdp", "train.activation_checkpointing=full"],
     ],
     ids=["pipeline", "fsdp"],
 )
@@ -81,8 +76,8 @@ PACKED = {
 }
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(4, PACKED))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PACKED)
 def test_context_parallel_packing_equals_plain_loop(kind: str, tmp_path: Path) -> None:
     # Documents of 20 tokens begin in one shard and end in another, and are longer than a window.
     save(kind, tmp_path)
@@ -92,8 +87,8 @@ def test_context_parallel_packing_equals_plain_loop(kind: str, tmp_path: Path) -
     assert expected != pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, SPECIAL, start=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SPECIAL)
 def test_context_parallelism_supports_head_sizes_and_sinks(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, CONTEXT) == pytest.approx(by_transformers(tmp_path), rel=2e-5)

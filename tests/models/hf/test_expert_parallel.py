@@ -60,7 +60,6 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "layout"), cases())
 def test_losses_with_divided_experts_equal_transformers(
     kind: str, layout: str, tmp_path: Path

@@ -17,8 +17,7 @@ SLACK = 12 << 20
 """Memory of Python, gloo and allocators while a rank is built."""
 
 
-@pytest.mark.deferred
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_loading_rank_holds_shard_and_at_most_one_tensor(

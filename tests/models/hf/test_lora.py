@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from gathered import Held, gathered, held
 from hf_families import save, without_folder
 from hf_loops import SETTINGS, STEPS, batches
@@ -41,23 +40,18 @@ CASES = [
     *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout not in ("zero1 2", SHARED)),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
     # These always have magnitudes, which are scaled in the same way.
-    pytest.param("gpt2", "tensor 2", "all-linear", marks=pytest.mark.slow),
-    pytest.param("qwen3", SHARED, "all-linear", marks=pytest.mark.slow),
+    ("gpt2", "tensor 2", "all-linear"),
+    ("qwen3", SHARED, "all-linear"),
 ]
 WITH_MAGNITUDES = [
-    ("qwen3", SHARED),
-    pytest.param("gpt2", "tensor 2", marks=pytest.mark.slow),
-    pytest.param("gpt2", "fsdp 2", marks=pytest.mark.slow),
-    *(
-        pytest.param("qwen3", layout, marks=pytest.mark.slow)
-        for layout in LAYOUTS
-        if layout != SHARED
-    ),
+    ("gpt2", "tensor 2"),
+    ("gpt2", "fsdp 2"),
+    *(("qwen3", layout) for layout in LAYOUTS),
 ]
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(("kind", "layout", "targets"), every(4, CASES))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("kind", "layout", "targets"), CASES)
 def test_lora_losses_and_gradients_equal_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
 ) -> None:
@@ -65,7 +59,7 @@ def test_lora_losses_and_gradients_equal_peft(
     compared(kind, layout, tmp_path, f"adapter.targets={named}", target_modules=targets)
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), WITH_MAGNITUDES)
 def test_dora_losses_and_gradients_equal_peft(kind: str, layout: str, tmp_path: Path) -> None:
     options = {"target_modules": "all-linear", "use_dora": True}
@@ -73,19 +67,14 @@ def test_dora_losses_and_gradients_equal_peft(kind: str, layout: str, tmp_path: 
 
 
 PACKED = [
-    ("qwen3_moe", "tensor 2"),
-    *(
-        pytest.param("qwen3_moe", layout, marks=pytest.mark.slow)
-        for layout in LAYOUTS
-        if layout not in (SHARED, "tensor 2")
-    ),
+    *(("qwen3_moe", layout) for layout in LAYOUTS if layout != SHARED),
     # Its experts have the shape [experts, inputs, outputs].
-    pytest.param("gpt_oss", "single", marks=pytest.mark.slow),
-    pytest.param("gpt_oss", "tensor 2", marks=pytest.mark.slow),
+    ("gpt_oss", "single"),
+    ("gpt_oss", "tensor 2"),
 ]
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), PACKED)
 def test_lora_of_packed_experts_equals_peft(kind: str, layout: str, tmp_path: Path) -> None:
     targets = "adapter.targets=[q_proj,experts.*_proj]"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import save
 from hf_loops import SETTINGS
 from rank_engine import rank_engine
@@ -69,22 +68,19 @@ def logits(model: Any) -> Tensor:
     return outputs
 
 
-@pytest.mark.deferred(keep=2)  # experts, and rslora on tensor ranks
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    every(
-        2,
-        [
-            ("gpt2", ["strategy=fsdp", "launch.nproc=2", "adapter.targets=[c_attn,c_fc]"]),
-            ("gpt2", ["strategy=tensor", "launch.nproc=2", "adapter.dora=true"]),
-            (
-                "qwen3_moe",
-                ["strategy=tensor", "launch.nproc=2", "adapter.targets=[experts.*,v_proj]"],
-            ),
-            ("qwen3_moe", ["strategy=single", "adapter.targets=[experts.down_proj]"]),
-            ("qwen3", ["strategy=tensor", "launch.nproc=2", "adapter.rslora=true"]),
-        ],
-    ),
+    [
+        ("gpt2", ["strategy=fsdp", "launch.nproc=2", "adapter.targets=[c_attn,c_fc]"]),
+        ("gpt2", ["strategy=tensor", "launch.nproc=2", "adapter.dora=true"]),
+        (
+            "qwen3_moe",
+            ["strategy=tensor", "launch.nproc=2", "adapter.targets=[experts.*,v_proj]"],
+        ),
+        ("qwen3_moe", ["strategy=single", "adapter.targets=[experts.down_proj]"]),
+        ("qwen3", ["strategy=tensor", "launch.nproc=2", "adapter.rslora=true"]),
+    ],
 )
 def test_peft_loads_exported_adapter_with_equal_logits(
     kind: str, layout: list[str], tmp_path: Path
@@ -108,7 +104,7 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("strategy", "options"), [("pipeline", {}), ("fsdp", {"use_dora": True}), ("tensor", {})]
 )
@@ -200,7 +196,6 @@ DAMAGED_SETTINGS: dict[str, tuple[str, str]] = {
 """Settings of ``adapter_config.json``, or its full text, and the expected error."""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", DAMAGED_SETTINGS)
 def test_a_hostile_adapter_config_is_one_short_error(case: str, tmp_path: Path) -> None:
     text, message = DAMAGED_SETTINGS[case]
@@ -223,7 +218,6 @@ LORA_TENSORS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("swap", ["link", "fifo", "device", "folder"])
 def test_adapter_file_that_is_special_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import save
 from hf_loops import SETTINGS
 from rank_engine import rank_engine
@@ -36,9 +35,10 @@ def on_ranks(overrides: list[str], work: Any) -> Any:
     )[0]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("kind", "writer", "reader"),
-    every(2, [("gpt2", PIPELINE, FSDP), ("gemma2", FSDP, HYBRID)], start=1),
+    [("gpt2", PIPELINE, FSDP), ("gemma2", FSDP, HYBRID)],
 )
 def test_a_run_resumes_on_another_layout_and_transformers_loads_its_export(
     kind: str, writer: list[str], reader: list[str], tmp_path: Path

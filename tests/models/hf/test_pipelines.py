@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from covers import every
 from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
@@ -20,15 +19,13 @@ from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.hf.analysis import structure
 from axonlaunch.preflight.inspection import inspect
 
-pytestmark = pytest.mark.costly
-
 BLOCKS = 4
 PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
 EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("kind", every(6, FAMILIES, start=2))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
     expected = by_transformers(tmp_path)
@@ -36,7 +33,8 @@ def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: P
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.parametrize("schedule", every(5, SCHEDULES, start=2))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
     save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
     overrides = ["train.global_batch_size=8", "train.micro_batch_size=1"]
@@ -46,8 +44,8 @@ def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) ->
     assert losses == pytest.approx(by_transformers(tmp_path, *overrides), rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, ["opt", "qwen3_moe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["opt", "qwen3_moe"])
 def test_split_backward_accepts_all_block_outputs(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)  # OPT's block returns a view
     layout = [*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]
@@ -55,8 +53,8 @@ def test_split_backward_accepts_all_block_outputs(kind: str, tmp_path: Path) -> 
     assert losses == pytest.approx(by_transformers(tmp_path, *EIGHT), rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, ["mixtral", "gpt2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2"])
 def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
     layout = ["strategy=hybrid", "launch.nproc=4"]
@@ -65,8 +63,8 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, SPECIAL))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SPECIAL)
 def test_pipeline_splits_blocks_of_several_kinds(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
@@ -105,7 +103,7 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
     assert sum(map(len, names)) == len(list(full.named_parameters())) + 1
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: Path) -> None:
     import transformers
 

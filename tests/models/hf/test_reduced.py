@@ -32,7 +32,7 @@ def _types(types: list[str] | None) -> dict[str, Any]:
     return {} if types is None else {"layer_types": types}
 
 
-@pytest.mark.deferred(keep=6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("kind", [*FAMILIES, *SPECIAL])
 def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
     large = full_size(kind)
@@ -78,7 +78,7 @@ def test_reduced_model_is_equal_for_other_width_and_depth() -> None:
     assert first == other
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from covers import every, pairs
 from hf_families import FAMILIES, save
 from hf_loops import by_axonlaunch, by_transformers
-
-pytestmark = pytest.mark.costly
 
 LAYOUTS = {
     "single": ["strategy=single"],
@@ -29,9 +26,9 @@ LAYOUTS = {
 
 
 # OPT's block reshapes its result; the next one adds to it out of place.
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
-@pytest.mark.parametrize("kind", every(6, FAMILIES))
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     expected = by_transformers(tmp_path)
@@ -39,8 +36,8 @@ def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize("kind", every(6, FAMILIES, start=1))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     kind: str, tmp_path: Path
 ) -> None:
@@ -49,16 +46,17 @@ def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, ["qwen2", "gemma2", "qwen3_moe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "qwen3_moe"])
 def test_fewer_key_value_heads_than_ranks_are_shared(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     expected = by_transformers(tmp_path)
     assert by_axonlaunch(tmp_path, tensor(4)) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.deferred(keep=1)
-@pytest.mark.parametrize(("kind", "data_parallel"), pairs(["gpt2", "mixtral"], ["fsdp", "zero1"]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("data_parallel", ["fsdp", "zero1"])
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     kind: str, data_parallel: str, tmp_path: Path
 ) -> None:
@@ -68,8 +66,8 @@ def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("other", every(2, ["pipeline", "context"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["pipeline", "context"])
 def test_gpt2_learns_under_tensor_parallelism_and_another_axis_as_in_a_plain_loop(
     other: str, tmp_path: Path
 ) -> None:
@@ -83,21 +81,23 @@ def tensor(degree: int) -> list[str]:
     return ["strategy=tensor", f"strategy.tensor.degree={degree}", f"launch.nproc={degree}"]
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "gemma2" else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES],
+    ("kind", "layout"),
+    [
+        *(("gemma2", layout) for layout in LAYOUTS),
+        *((kind, "hybrid") for kind in FAMILIES if kind != "gemma2"),
+    ],
 )
-@pytest.mark.parametrize("layout", every(3, LAYOUTS, start=1))
 def test_every_layout_learns_as_a_plain_loop(kind: str, layout: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=4)
     expected = by_transformers(tmp_path)
     assert by_axonlaunch(tmp_path, LAYOUTS[layout]) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.deferred
-@pytest.mark.parametrize("kind", every(2, ["mixtral", "qwen3_moe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_router_auxiliary_loss_equals_transformers(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
     expected = by_transformers(tmp_path)
@@ -107,7 +107,7 @@ def test_router_auxiliary_loss_equals_transformers(kind: str, tmp_path: Path) ->
     assert without[0] < expected[0] - 0.1
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scales"),
     [

@@ -67,7 +67,6 @@ def plain_losses(path: Path, overrides: list[str]) -> list[float]:
     return losses
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_padding_does_not_count_in_the_router_loss_under_any_layout(
     kind: str, padded: list[str], tmp_path: Path

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from configured import estimate_config, run_config
-from covers import every
 from hf_families import FAMILIES, save
 from rank_engine import rank_engine
 
@@ -27,8 +26,6 @@ from axonlaunch.models.hf.analysis import tensor_plans
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.tensors.dtensor_regions import full_tensor
-
-pytestmark = pytest.mark.costly
 
 SETTINGS = [
     *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=16"),
@@ -70,7 +67,8 @@ def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor
     return on_ranks(overrides, write)[0]
 
 
-@pytest.mark.parametrize(("writer", "reader"), every(2, [(TENSOR, FSDP), (FSDP, TENSOR)]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("writer", "reader"), [(TENSOR, FSDP), (FSDP, TENSOR)])
 def test_a_run_resumes_between_tensor_and_sharded_layouts(
     writer: list[str], reader: list[str], tmp_path: Path
 ) -> None:
@@ -109,7 +107,7 @@ def test_transformers_loads_export_of_tensor_parallel_run(tmp_path: Path) -> Non
         assert torch.equal(loaded[name], tensor), name
 
 
-@pytest.mark.deferred
+@pytest.mark.slow
 def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
     from axonlaunch.planning.memory.estimate import estimate
 
