@@ -26,13 +26,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from axonlaunch import config as configuration
 from axonlaunch import data
 from axonlaunch.comm import Backend, World
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world
