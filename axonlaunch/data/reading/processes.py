@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -50,6 +51,8 @@ _STACK_S = 2.0
 """Maximum seconds to wait for the stack of a worker that hangs."""
 _FINISH_S = 1.0
 """Seconds that workers have to finish a sample at the end; it may write a cache."""
+_DYING_S = 3.0
+"""Maximum seconds to wait for the exit status of a worker after an error of its connection."""
 _AHEAD = 2
 """Tasks that are assigned to each worker ahead."""
 _HINTS = {
@@ -230,7 +233,10 @@ class WorkerProcesses(Generic[_Task, _Result]):
             prefetch_factor=_AHEAD,
             generator=torch.Generator(),  # otherwise torch draws a seed from the global generator
         )
-        return iter(loader)
+        with warnings.catch_warnings():
+            # From Python 3.12: locks that other threads hold stay locked in a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iter(loader)
 
     def _initialize(self, worker: int) -> None:
         """Prepare a worker process, which is a copy of the rank's process."""
@@ -248,8 +254,15 @@ class WorkerProcesses(Generic[_Task, _Result]):
         record_in(self._progress, worker)
 
     def _death(self) -> SampleError | None:
-        """Return the error of the first dead worker; None if all are alive."""
-        for worker, process in enumerate(self._context.started):
+        """Return the error of the first dead worker; None if all are alive.
+
+        A connection to a worker breaks a moment before the worker has an exit status.
+        """
+        deadline = time.monotonic() + _DYING_S
+        started = self._context.started
+        while all(p.exitcode is None for p in started) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for worker, process in enumerate(started):
             status = process.exitcode
             if status is None:
                 continue
