@@ -254,15 +254,28 @@ class _Loop:
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
         """Train one step; return whether a rank requested a stop."""
-        parts, progress = self.parts, self.progress
+        parts, engine, progress = self.parts, self.parts.engine, self.progress
+        # fp16 skips updates with gradients that are not finite, and halves its scale.
+        is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
         began = time.perf_counter()
         with parts.profiler.step(step):
             progress.exclude_since(began)
             self.vote.cast(stop=parts.monitor.stop())
             if parts.callbacks:
                 self.end_vote.cast(stop=bool(parts.callbacks.reasons))
-            rate = parts.engine.learning_rate()
-            result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
+            rate = engine.learning_rate()
+            batch = self._read()
+            self._begin("stepping")
+            with parts.peak_memory.step(engine):
+                loss, tokens = (parts.tracer or engine).backward(batch)
+                norm = None
+                if is_saved or (is_logged and not is_scaled):
+                    norm = raise_if_nonfinite(
+                        engine, loss, world=parts.world, checks_gradients=not is_scaled
+                    )
+                result = StepResult(loss, tokens, *engine.update(known_norm=norm))
+                if is_scaled and (is_logged or is_saved):
+                    raise_if_scale_is_exhausted(engine)
             progress.add(result)
             if is_logged:
                 self._log(result, step=step, rate=rate)
@@ -383,23 +396,6 @@ class _Loop:
         batch = next(self.batches)
         self.progress.waited += time.perf_counter() - began
         return batch
-
-    def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
-        parts, engine = self.parts, self.parts.engine
-        self._begin("stepping")
-        with parts.peak_memory.step(engine):
-            loss, tokens = (parts.tracer or engine).backward(batch)
-            # fp16 skips updates with gradients that are not finite, and halves its scale.
-            is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
-            norm = None
-            if is_saved or (is_logged and not is_scaled):
-                norm = raise_if_nonfinite(
-                    engine, loss, world=parts.world, checks_gradients=not is_scaled
-                )
-            result = StepResult(loss, tokens, *engine.update(known_norm=norm))
-            if is_scaled and (is_logged or is_saved):
-                raise_if_scale_is_exhausted(engine)
-            return result
 
     def _epochs(self, step: int) -> Fraction:
         """Return the number of passes over data of known length."""
