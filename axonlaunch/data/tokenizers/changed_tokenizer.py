@@ -17,6 +17,7 @@ from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.tokenizers.tokenizer import (
     TEMPLATE,
+    TEMPLATE_FILES,
     PretrainedTokenizer,
     Tokenizer,
     without_template,
@@ -91,7 +92,7 @@ def _with_template(loaded: PretrainedTokenizer, template: str) -> PretrainedToke
     files = {
         name: FileCopy(without_template(name, file.content), file.mode)
         for name, file in loaded.files.items()
-        if not name.startswith(TEMPLATE)
+        if not name.startswith(TEMPLATE_FILES)
     }
     mode = min(file.mode for file in loaded.files.values())
     files[f"{TEMPLATE}.jinja"] = FileCopy(template.encode(), mode)

@@ -45,7 +45,7 @@ _LEAST_SECONDS, _CHARACTERS_PER_S = 60.0, 20_000
 tenth."""
 _BLAMED = "the tokenizer"
 _CONFIG_FILE, TEMPLATE = "tokenizer_config.json", "chat_template"
-_TEMPLATES = (TEMPLATE, "additional_chat_templates/")
+TEMPLATE_FILES = (TEMPLATE, "additional_chat_templates/")
 """Prefixes of files that contain only chat templates."""
 
 
@@ -142,7 +142,7 @@ class PretrainedTokenizer:
             files: Files of the tokenizer, by their path in its folder.
             loaded: The tokenizer object of transformers.
             model: Facts about the model that select the class.
-            added: Tokens that the configuration adds.
+            added: Tokens that the configuration adds to those of the folder.
         """
         self.transformers, self.model, self.added = loaded, dict(model), tuple(added)
         self.files = dict(sorted(files.items()))
@@ -150,7 +150,7 @@ class PretrainedTokenizer:
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
         for name, file in self.files.items():
-            if not name.startswith(_TEMPLATES):
+            if not name.startswith(TEMPLATE_FILES):
                 digest.update(name.encode() + b"\0" + without_template(name, file.content))
         self.fingerprint = digest.hexdigest()
         template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
