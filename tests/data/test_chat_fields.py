@@ -10,7 +10,6 @@ from typing import Any
 import chat_templates
 import corpus
 import pytest
-from covers import pairs
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig
@@ -117,7 +116,9 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flag", "template"), pairs(FLAGS, ["CHATML", "MARKED"]))
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("template", ["CHATML", "MARKED"])
+@pytest.mark.parametrize("flag", FLAGS)
 def test_a_flag_leaves_one_answer_out_of_the_counted_tokens(
     flag: dict[str, Any], template: str, read: Read
 ) -> None:
