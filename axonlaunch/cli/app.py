@@ -14,6 +14,7 @@ from axonlaunch.cli import checkpoint
 from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.configuration import config, data, doctor, inspect, ls
 from axonlaunch.cli.configuration import help as help_pages
+from axonlaunch.cli.conversion import convert
 from axonlaunch.cli.planning import estimate, plan, schedule, verify
 from axonlaunch.cli.reports import compare, diff, report, runs
 from axonlaunch.cli.shared.options import print_problems
@@ -39,6 +40,7 @@ for name, module in {
     "profile": profile,
     "sample": sample,
     "config": config,
+    "convert": convert,
     "schedule": schedule,
     "verify": verify,
     "inspect": inspect,

@@ -75,7 +75,7 @@ def print_json(content: dict[str, Any]) -> None:
 def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
     """Print each problem as a line on standard error, and as JSON on standard output if asked."""
     for problem in problems:
-        sys.stderr.write(f"error: {_printable(str(problem))}\n")
+        sys.stderr.write(f"error: {escape_unprintable(str(problem))}\n")
     if as_json:
         print_json({"errors": problems_to_json(problems)})
 
@@ -85,6 +85,6 @@ def problems_to_json(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
     return [{"key": problem.key or None, "message": problem.message} for problem in problems]
 
 
-def _printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape unprintable characters, which could move the cursor or change the terminal's title."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

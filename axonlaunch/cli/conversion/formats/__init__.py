@@ -1,0 +1,1 @@
+"""Tables of the keys of other tools, one module for each tool."""
