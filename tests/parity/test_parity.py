@@ -9,14 +9,22 @@ import itertools
 
 import pytest
 from parity import assert_trains_as_one_process
-from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown, tested
+from parity_table import (
+    BATCH,
+    PAGE,
+    Combination,
+    combinations,
+    factors,
+    markdown,
+    tested_combinations,
+)
 
 
 @pytest.mark.parametrize(
     "combination",
     [
         pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
-        for case in sorted(tested(), key=Combination.reference)
+        for case in sorted(tested_combinations(), key=Combination.reference)
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:

@@ -187,7 +187,13 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
             messages[:1], return_dict=False, add_generation_prompt=True
         )
         assert full[: len(question)] == question
-        labels[tuple(full)] = [-100] * len(question) + full[len(question) :]
+        answer = full[len(question) :]
+        # The line break after the end of a turn does not count.
+        last = len(answer)
+        while not tokenizer.decode(answer[last - 1]).strip():
+            last -= 1
+        counted = [*answer[:last], *[IGNORE_INDEX] * (len(answer) - last)]
+        labels[tuple(full)] = [IGNORE_INDEX] * len(question) + counted
     return labels
 
 

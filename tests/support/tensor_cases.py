@@ -53,7 +53,7 @@ def tokens_and_targets() -> tuple[Tensor, Tensor]:
 
 def full(value: Tensor | None) -> Tensor:
     assert isinstance(value, DTensor)
-    return dtensor_regions.full(value)  # torch 2.11 can't redistribute packed values
+    return dtensor_regions.full_tensor(value)  # torch 2.11 can't redistribute packed values
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:
