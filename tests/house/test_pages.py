@@ -71,7 +71,7 @@ def shortened(command: str, page: Path) -> list[str]:
     # several stages per rank
     has_more_stages = any("pipeline.schedule=" in word for word in arguments)
     narrow = ["model.hidden_size=32", "model.num_attention_heads=2", *small[has_more_stages:]]
-    is_default = not any(word.startswith("model=") for word in arguments)
+    is_default = not any(word.startswith(("model=", "experiment=")) for word in arguments)
     if arguments[1] == "verify":
         return [*arguments, *(narrow if is_default else []), "--steps=1"]
     if arguments[1] == "estimate":
