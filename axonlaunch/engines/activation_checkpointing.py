@@ -16,7 +16,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from axonlaunch.engines.expert.experts import dispatched_experts
 from axonlaunch.models.torch_internals import Dropout
 
 _KNOWN = ("torch.nn.modules.", "axonlaunch.models.", "axonlaunch.engines.")
@@ -43,24 +42,8 @@ _ALWAYS_SAVED = {
 }
 
 
-_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
-_ROUTES = {torch.ops.aten.topk.default}
-"""Operations that choose experts. A recomputation that rounds differently could choose others, and
-their results would not match the saved gradients.
-"""
-
-
-def _save_routes(context: Any, operation: Any, *args: Any, **_: Any) -> CheckpointPolicy:
-    """Save the experts of each token, and the numbers of tokens that ranks exchange."""
-    del context
-    is_of_numbers = operation is _EXCHANGE and not args[0].is_floating_point()
-    if operation in _ROUTES or is_of_numbers:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class _SaveEverySecondProduct:
-    """Saves attention, routes, collectives and every second matrix product of one run of a block.
+    """Saves attention, collectives and every second matrix product of one run of a block.
 
     Forward and recomputation use separate counters, because both must make the same decisions.
     """
@@ -69,7 +52,7 @@ class _SaveEverySecondProduct:
         self._products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operation in _ALWAYS_SAVED or operation in _ROUTES:
+        if operation in _ALWAYS_SAVED:
             return CheckpointPolicy.MUST_SAVE
         if operation in _MATRIX_PRODUCTS:
             self._products[context.is_recompute] += 1
@@ -83,9 +66,8 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
 
     Args:
         blocks: Repeated blocks of a model.
-        mode: ``none``; ``full`` saves only each block's inputs, and the routes of divided experts;
-            ``selective`` also saves attention, collectives and every second matrix product
-            (torchtitan's per-op policy).
+        mode: ``none``; ``full`` saves only each block's inputs; ``selective`` also saves attention,
+            collectives and every second matrix product (torchtitan's per-op policy).
     """
     if mode == "none":
         return
@@ -99,8 +81,6 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
         kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts(
             _SaveEverySecondProduct()
         )
-    elif any(map(dispatched_experts, blocks)):
-        kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts(_save_routes)
     for block in blocks:
         # Replace the forward instead of wrapping the module, so that parameter names do not change.
         block.forward = _recomputing(block.forward, kwargs)
