@@ -87,7 +87,7 @@ def test_diff_exits_0_only_where_two_checkpoints_are_equal(trained: Served) -> N
 @pytest.mark.slow
 def test_exported_weights_import_and_train(trained: Served) -> None:
     shown = trained("checkpoint", "export", "runs/a", "shown").stderr
-    assert "it loads those of a run of model=hf model.init=random" in shown
+    assert "use model=hf model.init=random" in shown
     reported = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
     assert reported["files"] == ["model.safetensors", "config.json"]
     trained("checkpoint", "import", "out", "runs/c")
