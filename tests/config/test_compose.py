@@ -32,8 +32,7 @@ def missing(experiment: str) -> list[str]:
     try:
         config.load([f"experiment={experiment}"])
     except ConfigError as error:
-        assert all(problem.message.startswith("is missing") for problem in error.problems)
-        return [problem.key for problem in error.problems]
+        return [each.key for each in error.problems if each.message.startswith("is missing")]
     return []
 
 
