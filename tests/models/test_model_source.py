@@ -54,7 +54,7 @@ def test_model_of_a_plugin_without_optional_fields_has_no_weights_and_no_sizes()
     source = source_of(REGISTERED)
     assert source.initial_weights() is None
     assert source.size("vocab_size") is None
-    assert source.figures().num_blocks == 0
+    assert source.scaled_sizes().num_blocks == 0
 
 
 def test_initial_weights_are_those_of_the_weights_key_before_those_of_the_folder(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
-from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source import ModelDivision, ModelSource, SmallModel
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ class HuggingFaceSource(ModelSource):
 
         return [*structure(self.model).vocabulary]
 
-    def figures(self) -> ModelFigures:
+    def scaled_sizes(self) -> ScaledSizes:
         """Return the sizes that planning scales, from the model's structure."""
-        from axonlaunch.models.hf.analysis.figures import model_figures
+        from axonlaunch.models.hf.analysis.scaled_sizes import scaled_sizes
 
-        return model_figures(self.model)
+        return scaled_sizes(self.model)
 
     def with_blocks(self, count: int) -> dict[str, Any]:
         """Return the settings of a run that change the number of blocks."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from axonlaunch.config import ConfigIssue, RunConfig, to_tree
 from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
-from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -182,13 +182,13 @@ class ModelSource:
         """
         return []
 
-    def figures(self) -> ModelFigures:
+    def scaled_sizes(self) -> ScaledSizes:
         """Return the sizes that planning scales.
 
         Raises:
             ConfigError: The model can't be built.
         """
-        return ModelFigures.of(self.model, num_blocks=self.size(_DEPTH) or 0)
+        return ScaledSizes.of(self.model, num_blocks=self.size(_DEPTH) or 0)
 
     def with_blocks(self, count: int) -> dict[str, Any]:
         """Return the settings of a run that change the number of blocks.

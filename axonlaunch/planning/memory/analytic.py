@@ -147,8 +147,8 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """
     two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
-    figures = source_of(config).figures()
-    depths = (figures.period, 2 * figures.period) if figures.num_blocks else (0, 0)
+    sizes = source_of(config).scaled_sizes()
+    depths = (sizes.period, 2 * sizes.period) if sizes.num_blocks else (0, 0)
     runs = []
     for mode in _MODES:
         with_mode = with_values(config, {"train.activation_checkpointing": mode})
@@ -163,7 +163,7 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     activations_by_mode = {}
     for mode in _MODES:
         shallow, deeper = (next(traced) / SAMPLES for _ in depths)
-        layer = (deeper - shallow) / figures.period
+        layer = (deeper - shallow) / sizes.period
         activations_by_mode[mode] = ActivationBytes(layer, 2 * shallow - deeper)
     return activations_by_mode
 

@@ -21,7 +21,7 @@ from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain import with_values
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
@@ -80,9 +80,9 @@ def candidates(
         offloads: Whether tensors can be offloaded to host memory.
     """
     options = partial(_options, fixed)
-    batch, figures = config.train.global_batch_size, source_of(config).figures()
+    batch, sizes = config.train.global_batch_size, source_of(config).scaled_sizes()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
-    num_blocks = figures.num_blocks or len(spec.blocks(model))
+    num_blocks = sizes.num_blocks or len(spec.blocks(model))
     can_divide = bool(config.strategy.tensor.plan or spec.plan(model))
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
@@ -90,7 +90,7 @@ def candidates(
         usual["tp"] = _power_of_two_divisors(in_node)
     if not spec.undivided_sequences():
         usual["cp"] = _power_of_two_divisors(in_node)
-    for degrees in _degrees(config, figures, usual=usual, devices=devices, fixed=fixed):
+    for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())
         if batch % ranks:
@@ -136,15 +136,15 @@ def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterab
 
 def _degrees(
     config: RunConfig,
-    figures: ModelFigures,
+    sizes: ScaledSizes,
     *,
     usual: Mapping[str, Iterable[int]],
     devices: int,
     fixed: Mapping[str, Any],
 ) -> Iterator[dict[str, int]]:
     """Yield degrees by the name of the axis."""
-    heads = figures.num_attention_heads  # 0 without attention: nothing to divide
-    key_value_heads = figures.num_key_value_heads
+    heads = sizes.num_attention_heads  # 0 without attention: nothing to divide
+    key_value_heads = sizes.num_key_value_heads
     batch, length = config.train.global_batch_size, config.sequence_length or 1
     options = [_options(fixed, axis.key, usual[axis.name]) for axis in AXES]
     for combination in itertools.product(*options):

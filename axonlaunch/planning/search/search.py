@@ -130,7 +130,7 @@ def _required_figures(config: RunConfig, devices: int) -> list[str]:
     names = ["memory_gib", "devices_per_node", PRECISIONS[train.precision].peak]
     names += [peak] if peak not in names else []
     names += ["matrix_efficiency", "multiprocessors"]
-    if source_of(config).figures().num_attention_heads:
+    if source_of(config).scaled_sizes().num_attention_heads:
         names.append("attention_efficiency")
     if not config.hardware.kernel_bytes:
         names += ["memory_bandwidth_gb_s", "memory_efficiency"]

@@ -129,8 +129,8 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    figures = source_of(config).figures()
-    depth, period = figures.num_blocks, figures.period
+    sizes = source_of(config).scaled_sizes()
+    depth, period = sizes.num_blocks, sizes.period
     if not depth and layout.pipeline > 1:
         message = (
             f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
@@ -181,7 +181,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         layers,
         at_full_depth(lambda trace: trace.parameters),
         smallest.sample_length,
-        figures.hidden_size,
+        sizes.hidden_size,
         at_full_depth(lambda trace: trace.flops_per_token),
     )
 

@@ -12,18 +12,18 @@ from axonlaunch import config as configs
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import on_meta
-from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.search.candidates import candidates
 from axonlaunch.planning.throughput.step_work import step_work
 
 DEEPSEEK = {**SPECIAL["deepseek_v3"], "first_k_dense_replace": 1}
-FOUR_BLOCKS: dict[str, tuple[dict[str, Any], ModelFigures]] = {
-    "gpt2": (FAMILIES["gpt2"], ModelFigures(64, 4, 4, num_blocks=4)),
-    "llama": (FAMILIES["llama"], ModelFigures(64, 4, 2, num_blocks=4)),
-    "gemma2": (FAMILIES["gemma2"], ModelFigures(64, 4, 2, num_blocks=4, period=2)),
-    "deepseek_v3": (DEEPSEEK, ModelFigures(64, 4, 4)),
+FOUR_BLOCKS: dict[str, tuple[dict[str, Any], ScaledSizes]] = {
+    "gpt2": (FAMILIES["gpt2"], ScaledSizes(64, 4, 4, num_blocks=4)),
+    "llama": (FAMILIES["llama"], ScaledSizes(64, 4, 2, num_blocks=4)),
+    "gemma2": (FAMILIES["gemma2"], ScaledSizes(64, 4, 2, num_blocks=4, period=2)),
+    "deepseek_v3": (DEEPSEEK, ScaledSizes(64, 4, 4)),
 }
 
 
@@ -33,8 +33,8 @@ def described(config: dict[str, Any], blocks: int = 4) -> HuggingFaceConfig:
 
 @pytest.mark.parametrize("kind", FOUR_BLOCKS)
 def test_block_repetition_is_detected_for_mixed_kinds(kind: str) -> None:
-    config, figures = FOUR_BLOCKS[kind]
-    assert source_of(described(config)).figures() == figures
+    config, sizes = FOUR_BLOCKS[kind]
+    assert source_of(described(config)).scaled_sizes() == sizes
 
 
 def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:

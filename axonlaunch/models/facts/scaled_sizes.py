@@ -10,7 +10,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class ModelFigures:
+class ScaledSizes:
     """Sizes of a model.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError
-from axonlaunch.models.facts.figures import ModelFigures
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.hf.analysis.structure import Structure, structure
 from axonlaunch.models.modules.repeated_blocks import block_key
 
@@ -19,7 +19,7 @@ _INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_ind
 """Attributes of a block's modules that hold its number."""
 
 
-def model_figures(config: TransformersModel) -> ModelFigures:
+def scaled_sizes(config: TransformersModel) -> ScaledSizes:
     """Return a model's sizes; ``num_blocks`` is 0 if fewer blocks can't represent all.
 
     Raises:
@@ -29,15 +29,15 @@ def model_figures(config: TransformersModel) -> ModelFigures:
     kinds = _kinds(full_model)
     repeated = next((p for p in range(1, len(kinds) // 2 + 1) if kinds[p:] == kinds[:-p]), None)
     if repeated is None:
-        return ModelFigures.of(full_model.typed, num_blocks=0)
+        return ScaledSizes.of(full_model.typed, num_blocks=0)
     fewer = replace(config, config={**config.config, "num_hidden_layers": repeated})
     try:
         is_prefix = _kinds(structure(fewer)) == kinds[:repeated]
     except ConfigError:
         is_prefix = False
     if not is_prefix:
-        return ModelFigures.of(full_model.typed, num_blocks=0)
-    return ModelFigures.of(full_model.typed, num_blocks=len(kinds), period=repeated)
+        return ScaledSizes.of(full_model.typed, num_blocks=0)
+    return ScaledSizes.of(full_model.typed, num_blocks=len(kinds), period=repeated)
 
 
 def _kinds(model: Structure) -> list[Any]:
