@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -47,12 +46,6 @@ class Dispatch(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    routes: routing.Routes
-    top_k: int
-
-
 class AllToAll:
     """Exchanges rows with one all-to-all in each direction."""
 
@@ -79,14 +72,13 @@ class AllToAll:
             # and products of empty matrices have none in torch 2.13.
             rows = functional.pad(rows, (0, 0, 0, 1))
             local_experts = local_experts.new_zeros(1)
-        return rows, local_experts, _Ticket(routes, top_k)
+        return rows, local_experts, routes
 
     def combine(self, results: Tensor, weights: Tensor, ticket: object) -> Tensor:
         """See ``Dispatch.combine``."""
-        assert isinstance(ticket, _Ticket)
-        routes = ticket.routes
-        results = results[: sum(routes.received)]
-        rows = exchange_rows(results, self._group, sent=routes.received, received=routes.sent)
-        unsorted = rows.new_empty(rows.shape).index_copy(0, routes.order, rows)
+        assert isinstance(ticket, routing.Routes)
+        results = results[: sum(ticket.received)]
+        rows = exchange_rows(results, self._group, sent=ticket.received, received=ticket.sent)
+        unsorted = rows.new_empty(rows.shape).index_copy(0, ticket.order, rows)
         by_token = unsorted.view(*weights.shape, rows.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(results.dtype)
