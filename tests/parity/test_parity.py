@@ -14,9 +14,9 @@ from parity_table import (
     PAGE,
     Combination,
     combinations,
+    combinations_in_tests,
     factors,
     markdown,
-    tested_combinations,
 )
 
 
@@ -24,7 +24,7 @@ from parity_table import (
     "combination",
     [
         pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
-        for case in sorted(tested_combinations(), key=Combination.reference)
+        for case in sorted(combinations_in_tests(), key=Combination.reference)
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:

@@ -213,7 +213,7 @@ def combinations() -> list[Combination]:
     return [replace(c, fast=index in chosen) for index, c in enumerate(every)]
 
 
-def tested_combinations() -> list[Combination]:
+def combinations_in_tests() -> list[Combination]:
     """Return the fast combinations, and one for each other choice of layout, ranks and model."""
     groups: dict[tuple[Layout, str], list[Combination]] = {}
     for c in combinations():
@@ -308,7 +308,7 @@ def markdown() -> str:
     total, fast = len(combinations()), sum(c.fast for c in combinations())
     rows_fast = sum(any(c.fast for c in ones) for ones in rows.values())
     lines.append(f"| | | | {total} | {fast} |")
-    counts = {"total": total, "fast": fast, "slow": len(tested_combinations()) - fast}
+    counts = {"total": total, "fast": fast, "slow": len(combinations_in_tests()) - fast}
     counts |= {"rows": len(rows), "rows_fast": rows_fast}
     return INTRODUCTION.format(table="\n".join(lines), **counts)
 
