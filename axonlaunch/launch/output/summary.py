@@ -32,6 +32,7 @@ from axonlaunch.launch.output.console import (
     show_crash,
     show_hint,
 )
+from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
@@ -292,7 +293,8 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     about = {"rank": first.rank, "step": first.step, "kind": first.kind, "reason": first.reason}
     log_event(config, "failed", about)
     # The hint comes after the failure summary, because it may need an estimate that takes seconds.
-    hint = hints.hint(crash.first, config, context)
+    with spinner("looking for a hint; for memory that takes an estimate of some seconds"):
+        hint = hints.hint(crash.first, config, context)
     if hint:
         show_hint(console, hint)
         if is_written:
