@@ -257,7 +257,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             make_dispatch=AllToAll,
             tensor_group=plan.mesh.group("tp") if tensor.degree > 1 else None,
         )
-        tensor_plan = without_modules(tensor_plan, names)
+        tensor_plan = without_modules(tensor_plan, model, names)
     if tensor.degree > 1:
         if tensor.async_collectives:
             overlap_exchanges(plan.mesh.group("tp"))
