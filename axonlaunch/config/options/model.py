@@ -142,6 +142,12 @@ class MoEConfig(LlamaConfig):
     """divide the weights of a token's experts by their sum"""
     routed_scaling_factor: float = field(default=1.0, metadata={"above": 0})
     """factor of the weights of a token's experts"""
+    balance: Literal["none", "bias"] = "none"
+    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
+    of tokens, as in DeepSeek-V3
+    """
+    balance_rate: float = field(default=1e-3, metadata={"above": 0})
+    """step of these biases"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid combination of values."""
@@ -250,6 +256,12 @@ class HuggingFaceConfig(TransformersModel):
     """initial weights. pretrained: those of model.path; random: from the seed"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
+    balance: Literal["none", "bias"] = "none"
+    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
+    of tokens, as in DeepSeek-V3; for models whose routers have an e_score_correction_bias
+    """
+    balance_rate: float = field(default=1e-3, metadata={"above": 0})
+    """step of these biases"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid combination of values."""
