@@ -131,7 +131,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         return
     plan = tensor.plan or spec.plan(model)
     if config.strategy.expert.degree > 1:  # experts are divided by expert_problems
-        plan = without_modules(plan, spec.experts(model))
+        plan = without_modules(plan, model, spec.experts(model))
     if not plan:
         message = (
             f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
@@ -162,7 +162,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     reduced = model if tensor.plan else spec.representative(model)
     plan = tensor.plan or spec.plan(reduced)
     if config.strategy.expert.degree > 1:
-        plan = without_modules(plan, spec.experts(reduced))
+        plan = without_modules(plan, reduced, spec.experts(reduced))
     if difference := division_problem(
         reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)
     ):

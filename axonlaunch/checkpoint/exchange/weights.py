@@ -22,7 +22,7 @@ from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
-from axonlaunch.config.options.model import GPTConfig, LlamaConfig
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MoEConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
@@ -333,14 +333,21 @@ def describe_folder(
 
 
 def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | LlamaConfig:
-    """Return the model of the ``config.json`` of an exported ``gpt`` or ``llama``.
+    """Return the model of the ``config.json`` of an exported ``gpt``, ``llama`` or ``moe``.
 
     Raises:
         ConfigError: It is another model, or a setting is invalid.
     """
-    schema = {"gpt": GPTConfig, "llama": LlamaConfig}.get(str(content["name"]))
+    ours: dict[str, type[GPTConfig | LlamaConfig]] = {
+        "gpt": GPTConfig,
+        "llama": LlamaConfig,
+        "moe": MoEConfig,
+    }
+    schema = ours.get(str(content["name"]))
     if schema is None:
-        message = f"{file}: is of model={content['name']}; only gpt, llama and hf can be read here"
+        message = (
+            f"{file}: is of model={content['name']}; only gpt, llama, moe and hf can be read here"
+        )
         raise ConfigError([ConfigIssue("", f"{message}; train with model.weights={file.parent}")])
     names = {field.name for field in fields(schema)} - {"weights"}
     settings = {key: value for key, value in content.items() if key in names}

@@ -17,7 +17,7 @@ from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.spec import MixedSamples, ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer
 
 
@@ -56,8 +56,14 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         index_names=model_structure.index_names,
         untraceable=untraceable(config),
         head=model_structure.head,
-        mixes_samples=bool(getattr(typed, "output_router_logits", False)),
+        mixes_samples=_mixed_samples(model_structure.model),
     )
+
+
+def _mixed_samples(model: Any) -> MixedSamples:
+    if not getattr(model.config, "output_router_logits", False):
+        return "none"
+    return "batch" if model.shares_router_loss else "micro_batch"
 
 
 SPEC = ModelSpec(

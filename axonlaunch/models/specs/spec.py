@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from axonlaunch.models.modules.attention import SequenceParts
     from axonlaunch.models.tensors.initialization import Initializer
 
-__all__ = ["IGNORE_INDEX", "BlockFlow", "Dim", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
+__all__ = [
+    "IGNORE_INDEX",
+    "BlockFlow",
+    "Dim",
+    "Inputs",
+    "MixedSamples",
+    "ModelOutputs",
+    "ModelSpec",
+    "TensorPlan",
+]
 
 Inputs = Literal["tokens", "images", "any"]
+MixedSamples = Literal["none", "micro_batch", "batch"]
 TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]"
 
 
@@ -88,8 +98,8 @@ class ModelSpec:
             ``ends`` are None, the model can't be cut.
         adapt: Maps this spec and a typed configuration to the spec for that configuration; None if
             the spec does not depend on the configuration.
-        mixes_samples: Whether a sample's loss depends on other samples in its micro-batch for a
-            reason other than batch normalization.
+        mixes_samples: Other samples that a sample's loss depends on, for a reason other than batch
+            normalization: those of its micro-batch, or of the global batch through ``RouterLoss``.
         max_positions: Longest sequence; None uses the value in the configuration, if any.
         runs_without_values: Whether a forward that fails on tensors without values also fails on
             tensors with values, unless it needs a value. False for models of unknown origin.
@@ -131,7 +141,7 @@ class ModelSpec:
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     divides_documents: bool = False
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
-    mixes_samples: bool = False
+    mixes_samples: MixedSamples = "none"
     max_positions: int | None = None
     runs_without_values: bool = False
     index_names: tuple[str, ...] = ()

@@ -284,9 +284,13 @@ class PlainRun:
         The micro-batches of each data rank update the buffers from the same initial values. The
         buffers of the first rank are kept, as in a layout.
         """
-        mixes = self._spec.mixes_samples or moves_buffers(self.model)
-        is_fp32 = self._dtype in (torch.float32, torch.float64)
-        if isinstance(batch, Batch) and self._custom_loss is None and not mixes and is_fp32:
+        mixed, is_fp32 = self._spec.mixes_samples, self._dtype in (torch.float32, torch.float64)
+        is_independent = is_fp32 and mixed == "none" and not moves_buffers(self.model)
+        if (
+            isinstance(batch, Batch)
+            and self._custom_loss is None
+            and (is_independent or mixed == "batch")
+        ):
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
