@@ -137,8 +137,7 @@ class _Plan:
 
     def most_experts(self, model: nn.Module) -> int:
         """Return the largest number of experts of a layer on all ranks; 0 without experts."""
-        modules: list[Any] = [model.get_submodule(name) for name in self.spec.experts(model)]
-        return self.layout.expert * max((part.num_experts for part in modules), default=0)
+        return self.layout.expert * self.spec.most_experts(model)
 
     def construct(self) -> nn.Module:
         """Create the full model."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-_TOPK = {torch.topk, Tensor.topk}
+from axonlaunch.models.modules.topk_choices import TopkChoices
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -31,47 +29,41 @@ def keep_choices(contexts: Callable[[], Contexts] | None, *, num_experts: int) -
     """
     kept: list[Tensor] = []
     others: tuple[Any, ...] = (None, None) if contexts is None else contexts()
-    choices = (_Choices(kept, num_experts), _KeptChoices(kept, num_experts))
-    forward, again = (_Both(other, mode) for other, mode in zip(others, choices, strict=True))
+    modes = (
+        _KeepChoices(kept, most_scores=num_experts),
+        _TakeChoices(kept, most_scores=num_experts),
+    )
+    forward, again = (_Both(other, mode) for other, mode in zip(others, modes, strict=True))
     return forward, again
 
 
-class _Choices(TorchFunctionMode):
+class _KeepChoices(TopkChoices):
     """Appends the indices of each choice to a list."""
 
-    def __init__(self, kept: list[Tensor], num_experts: int) -> None:
-        super().__init__()
-        self._kept, self._num_experts = kept, num_experts
+    def __init__(self, kept: list[Tensor], *, most_scores: int) -> None:
+        super().__init__(most_scores=most_scores)
+        self._kept = kept
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        call = partial(func, *args, **(kwargs or {}))
-        if func not in _TOPK:
-            return call()
-        dim = call.keywords.get("dim", args[2] if len(args) > 2 else -1)
-        scores: Tensor = args[0] if args else call.keywords["input"]
-        if scores.shape[dim] > self._num_experts:
-            return call()
-        chosen = self._choose(call)
-        return torch.return_types.topk((scores.gather(dim, chosen), chosen))
-
-    def _choose(self, call: Callable[[], Any]) -> Tensor:
-        with torch.no_grad():
-            chosen: Tensor = call().indices
-        self._kept.append(chosen)
-        return chosen
+    def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        del scores
+        self._kept.append(make())
+        return self._kept[-1]
 
 
-class _KeptChoices(_Choices):
-    """Takes the indices from the list. It can be entered several times, once per backward."""
+class _TakeChoices(TopkChoices):
+    """Takes the indices from a list. It can be entered several times, once per backward."""
+
+    def __init__(self, kept: list[Tensor], *, most_scores: int) -> None:
+        super().__init__(most_scores=most_scores)
+        self._kept = kept
 
     def __enter__(self) -> Self:
         self._next = iter(self._kept)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def _choose(self, call: Callable[[], Any]) -> Tensor:
-        del call
+    def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        del scores, make
         return next(self._next)
 
 

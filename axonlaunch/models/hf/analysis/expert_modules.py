@@ -26,3 +26,13 @@ def expert_modules(model: Any) -> tuple[str, ...]:
         for name, module in model.named_modules()
         if is_expert(name) and isinstance(module.num_experts, int)
     )
+
+
+def use_plain_experts(model: Any) -> None:
+    """Use transformers' implementation that computes one expert after another, if it has several.
+
+    Args:
+        model: A model.
+    """
+    if expert_modules(model):
+        model.set_experts_implementation("eager")
