@@ -180,6 +180,8 @@ class RunConsole:
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         elif not self._console.is_terminal:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
+            if event.expert_load is not None:
+                parts.append(f"expert load {event.expert_load:.2f}")
             if event.skipped:
                 parts.append(f"updates skipped: {event.skipped} (loss scale {event.loss_scale:g})")
             self.log("  ".join([*parts, *_of_gpu(event)]))
