@@ -138,6 +138,10 @@ class _Plan:
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
         return self.layout.facts.shards_parameters and offload.keeps_parameters_on_host
 
+    def most_experts(self, model: nn.Module) -> int:
+        """Return the largest number of experts of a layer on all ranks; 0 without experts."""
+        return self.layout.expert * self.spec.most_experts(model)
+
     def construct(self) -> nn.Module:
         """Create the full model."""
         model = self.source.construct(self.config, seed=self.config.seed)
@@ -398,7 +402,10 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
-    apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
+    num_experts = 0 if train.compile else plan.most_experts(model)
+    apply_activation_checkpointing(
+        blocks, mode=train.activation_checkpointing, num_experts=num_experts
+    )
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from

@@ -13,7 +13,7 @@ from axonlaunch.cli.shared.options import Json, escape_unprintable, print_json
 from axonlaunch.cli.shared.output_files import writing
 
 if TYPE_CHECKING:
-    from axonlaunch.cli.conversion.translation import Translation
+    from axonlaunch.config.validation.other_tools.translation import Translation
 
 HELP = "Translate a configuration of axolotl, LLaMA-Factory, torchtune or trl."
 EXAMPLES = """Examples:
@@ -59,7 +59,7 @@ def command(
 ) -> int:
     """Translate a configuration; the status is 1 if something that changes training is missing."""
     from axonlaunch.cli.conversion.experiment_file import experiment_yaml
-    from axonlaunch.cli.conversion.translate import convert_file
+    from axonlaunch.config.validation.other_tools.translate import convert_file
     from axonlaunch.system.storage.files import replace_text
 
     _check_options(devices, output)

@@ -7,7 +7,7 @@ variant, not by its name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from axonlaunch.config.registry import Entry, Registry
@@ -59,16 +59,6 @@ class DataParallelFacts:
         return self.averages != "parameters"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreeDataParallelConfig:
-    """Options of a variant that was registered without a dataclass."""
-
-    name: str = ""
-    """name of the variant"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the variant"""
-
-
 DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
     "data_parallel",
     {
@@ -88,7 +78,6 @@ DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
         ),
     },
     entry_points="axonlaunch.data_parallel",
-    free_config=FreeDataParallelConfig,
 )
 """Variants by name; ``engines.build`` builds those without a target from their properties."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.problems.errors import divisor_of, target_problems
-from axonlaunch.config.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, RegisteredConfig, Registry
 
 MOST_LAYERS = 10_000
 """Largest number of layers; every layer is built, on ``meta`` at least, before any estimate."""
@@ -282,13 +282,9 @@ class HuggingFaceConfig(TransformersModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeModelConfig:
+class FreeModelConfig(RegisteredConfig):
     """Configuration of a model that was registered without a dataclass."""
 
-    name: str
-    """name under which the model is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the builder"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.hf.analysis.divided_attention import divide_attention
-from axonlaunch.models.hf.analysis.expert_modules import expert_modules
+from axonlaunch.models.hf.analysis.expert_modules import expert_modules, use_plain_experts
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
@@ -51,6 +51,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         unpackable=lambda: model_structure.unpackable,
         tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
         experts=expert_modules,
+        use_plain_experts=use_plain_experts,
         initializers=lambda module: initializers,
         max_positions=getattr(typed, "max_position_embeddings", None),
         index_names=model_structure.index_names,

@@ -120,6 +120,8 @@ class ModelSpec:
         experts: Returns the full names of a model's modules of experts: modules with an attribute
             ``num_experts``, parameters [experts, ...], and a forward that maps hidden states
             [T, H], experts [T, K] and their weights [T, K] to [T, H].
+        use_plain_experts: Makes a model compute its experts one after another, if it has a faster
+            way. Results stay the same, except for rounding.
         divides_documents: Whether documents also stay separate in parts of a row, either through
             ``divide`` or through the model's attribute ``find_documents``, which engines replace.
     """
@@ -139,6 +141,7 @@ class ModelSpec:
     head: str | None = None
     unpackable: Callable[[], str] = lambda: "its forward takes no positions"
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
+    use_plain_experts: Callable[[nn.Module], None] = lambda _: None
     divides_documents: bool = False
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: MixedSamples = "none"
@@ -172,6 +175,11 @@ class ModelSpec:
             for name, block in container.named_children()
             if not getattr(block, "is_stand_in", False)
         }
+
+    def most_experts(self, module: nn.Module) -> int:
+        """Return the largest ``num_experts`` of a module's experts; 0 without experts."""
+        experts: list[Any] = [module.get_submodule(name) for name in self.experts(module)]
+        return max((part.num_experts for part in experts), default=0)
 
     def undivided_sequences(self) -> str:
         """Return why ranks can't each compute a part of a sequence; empty if they can."""
