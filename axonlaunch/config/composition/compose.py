@@ -113,6 +113,10 @@ class Composer:
         self._registries = dict(registries or {})
         self._files = HydraFiles(self.folders, open_groups=self._open_groups)
 
+    def groups(self) -> list[str]:
+        """Return the groups of the included primary config, sorted."""
+        return sorted(self._files.groups_in("config"))
+
     def options(self, group: str) -> dict[str, str]:
         """Return ``{option: summary line}`` of a group, sorted by name.
 
