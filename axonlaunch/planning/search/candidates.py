@@ -133,7 +133,7 @@ def candidates(
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
-                keys.EXPERTS: expert,
+                keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
@@ -247,7 +247,7 @@ def _with_experts(
     """
     for chosen in settings:
         of_a_copy = ranks // (chosen[keys.REPLICATE] if _is_hybrid(chosen) else 1)
-        for degree in _options(fixed, keys.EXPERTS, degrees):
+        for degree in _options(fixed, keys.EXPERT_RANKS, degrees):
             if degree > 1:
                 if not DATA_PARALLEL.facts(chosen[keys.KIND]).shards_parameters:
                     continue
