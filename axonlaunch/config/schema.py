@@ -5,6 +5,7 @@ Rules between values are in ``rules``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -304,7 +305,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
-    """Error margin of memory estimates, and the estimate that runs during training."""
+    """Assumptions of memory estimates, and the estimate that runs during training."""
 
     margin: float = field(default=0.1, metadata={"min": 0})
     """fraction by which an estimate of memory may be too low. A run fits if the estimate plus this
@@ -315,6 +316,20 @@ class EstimateConfig:
     """predict peak memory and step time in a low-priority process during training; the summary of
     the run reports them; null: only on GPUs, because on CPUs it slows down training
     """
+    routing: Literal["balanced", "skewed", "worst"] = "balanced"
+    """assumed load of divided experts. balanced: all ranks get equally many tokens; skewed: the
+    estimated rank gets imbalance times as many, in every layer; worst: it gets all tokens that can
+    be sent to it
+    """
+    imbalance: float = field(default=2.0, metadata={"min": 1})
+    """tokens of the rank with the most under routing=skewed, relative to balanced; plan assumes it
+    for step times, and for memory unless routing=worst
+    """
+
+    @property
+    def expert_load(self) -> float:
+        """Assumed load of a rank's experts relative to a balanced router; ``inf`` if unlimited."""
+        return {"balanced": 1.0, "skewed": self.imbalance, "worst": math.inf}[self.routing]
 
 
 @dataclass(frozen=True, kw_only=True)

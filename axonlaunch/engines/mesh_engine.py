@@ -36,7 +36,7 @@ from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.specs.metrics import Metric
-from axonlaunch.models.specs.router_loss import Mode, RouterLoss
+from axonlaunch.models.specs.router_loss import RouterLoss, RoutingMode
 from axonlaunch.models.specs.spec import ModelOutputs
 
 
@@ -399,7 +399,7 @@ class MeshEngine:
             self._parts.passes.losses(batch, loss=lambda *_: nothing)
         self._seed_draws()
 
-    def _routing(self, mode: Mode) -> AbstractContextManager[None]:
+    def _routing(self, mode: RoutingMode) -> AbstractContextManager[None]:
         loss = self._parts.router_loss
         return nullcontext() if loss is None else loss.running(mode)
 

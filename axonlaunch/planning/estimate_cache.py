@@ -113,6 +113,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IGNORED_TRAIN_KEYS},
         "world_size": num_ranks(config),
         "on": target,
+        "expert_load": config.estimate.expert_load if config.strategy.expert.degree > 1 else 1.0,
         "hardware": {name: getattr(hardware, name, None) for name in figures},
         "exact": exact,
         "allocator": dataclasses.asdict(allocator_settings.settings_of_ranks()),

@@ -226,9 +226,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
     return schema(**values, **dict.fromkeys(missing))
 
 
-def _check_name(
-    value: Any, registry: Registry[Any, Any] | None, *, or_null: bool = True
-) -> None:
+def _check_name(value: Any, registry: Registry[Any, Any] | None, *, or_null: bool = True) -> None:
     """Check that a registry lists a name and can import it.
 
     Raises:
