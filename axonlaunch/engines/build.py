@@ -24,6 +24,7 @@ from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -40,7 +41,6 @@ from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrat
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
 from axonlaunch.engines.expert.balance import ExpertCounts
-from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
@@ -301,7 +301,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             model,
             names,
             mesh=plan.experts.device_mesh[EXPERT],
-            make_dispatch=AllToAll,
+            make_dispatch=DISPATCHES.get(plan.config.strategy.expert.dispatch),
             tensor_group=plan.mesh.group("tp") if tensor.degree > 1 else None,
         )
         tensor_plan = without_modules(tensor_plan, model, names)

@@ -20,7 +20,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
-from axonlaunch.engines.base import StepResult
+from axonlaunch.engines.base import ExpertLoad, StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
@@ -36,7 +36,7 @@ from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.specs.metrics import Metric
-from axonlaunch.models.specs.router_loss import Mode, RouterLoss
+from axonlaunch.models.specs.router_loss import RouterLoss, RoutingMode
 from axonlaunch.models.specs.spec import ModelOutputs
 
 
@@ -375,13 +375,13 @@ class MeshEngine:
             parts.replicas.after_update(step=self.step)
         return norm, overflowed
 
-    def expert_loads(self) -> dict[str, float]:
-        """Return the tokens of each layer's fullest expert in the last step, relative to the mean.
+    def expert_loads(self) -> dict[str, ExpertLoad]:
+        """Return the load of each layer with experts in the last step; empty without experts.
 
-        Empty without experts. Every rank of the world must call it; the host waits for the device.
+        Every rank of the world must call it, and the host waits for the device.
         """
         counts = self._parts.expert_counts
-        return {} if counts is None else dict(zip(counts.layers, counts.loads(), strict=True))
+        return {} if counts is None else counts.loads()
 
     def _count_choices(self, batch: AnyBatch) -> None:
         """Count the routers' choices before a step with several micro-batches.
@@ -399,7 +399,7 @@ class MeshEngine:
             self._parts.passes.losses(batch, loss=lambda *_: nothing)
         self._seed_draws()
 
-    def _routing(self, mode: Mode) -> AbstractContextManager[None]:
+    def _routing(self, mode: RoutingMode) -> AbstractContextManager[None]:
         loss = self._parts.router_loss
         return nullcontext() if loss is None else loss.running(mode)
 

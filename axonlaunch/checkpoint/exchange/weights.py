@@ -255,6 +255,17 @@ def _naturally(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in segments]
 
 
+def how_to_load(folder: Path, config: RunConfig, *, is_adapter: bool) -> str:
+    """Return the Python expression or the setting that loads exported weights."""
+    if source_of(config).library is None:
+        sample = ", or axonlaunch sample" if config.model.name in ("gpt", "llama") else ""
+        return f"model.weights={folder}{sample and f'{sample} {folder}'}"
+    model = "transformers.AutoModelForCausalLM.from_pretrained"
+    if config.adapter is None or not is_adapter:
+        return f"{model}({str(folder)!r})"
+    return f"peft.PeftModel.from_pretrained({model}({config.model_path!r}), {str(folder)!r})"
+
+
 def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     """Create a run at step 0 from exported weights of a model of text.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.engines.base import ExpertLoad
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -60,6 +61,7 @@ class ExpertCounts:
         self._sum_over_data, self._sum_over_stages = sum_over_data, sum_over_stages
         self._is_counting = False
         self._is_summed = False
+        self._top_k = 1
         largest = max(experts.values())
         self._counts = torch.zeros(len(experts), largest, dtype=torch.int64, device=device)
         self._routers: dict[int, nn.Module] = {}
@@ -108,18 +110,19 @@ class ExpertCounts:
                 step.to(bias.dtype) if skipped is None else (step * (1 - skipped)).to(bias.dtype)
             )
 
-    def loads(self) -> list[float]:
-        """Return each layer's tokens of the fullest expert, divided by the mean over its experts.
+    def loads(self) -> dict[str, ExpertLoad]:
+        """Return the load of each layer's fullest expert.
 
         Every rank of the world must call this after a step. The host waits for the device.
         """
         self._sum()
         counts = self._counts.clone()
         self._sum_over_stages(counts)
-        sizes = torch.tensor([*self._experts.values()])
-        rows = counts.cpu().double()
-        means = (rows.sum(1) / sizes).clamp(min=1e-12)
-        loads: list[float] = (rows.amax(1) / means).tolist()
+        rows, loads = counts.tolist(), {}
+        for (name, size), row in zip(self._experts.items(), rows, strict=True):
+            choices = max(1, sum(row))
+            share = max(row) * self._top_k / choices
+            loads[name] = ExpertLoad(max(row) * size / choices, share, size // self._top_k)
         return loads
 
     def _sum(self) -> None:
@@ -135,6 +138,7 @@ class ExpertCounts:
             # without gradients only find out shapes.
             if self._is_counting and torch.is_grad_enabled() and not in_backward():
                 chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                self._top_k = chosen.shape[-1]
                 flat = chosen.detach().flatten()
                 self._counts[number].scatter_add_(0, flat, torch.ones_like(flat))
 

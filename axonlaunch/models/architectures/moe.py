@@ -151,23 +151,22 @@ def expert_names(model: nn.Module) -> tuple[str, ...]:
 
 def _tensor_plan(model: nn.Module) -> dict[str, str]:
     """Return Llama's plan, with the matrices of experts divided like those of a feed-forward."""
-    plan: dict[str, str] = dict(LLAMA_SPEC.plan(model))
-    del plan["layers.*.mlp"]
-    plan |= {
-        "layers.*.mlp.shared_experts": "region",
-        "layers.*.mlp.shared_experts.gate_proj": "column",
-        "layers.*.mlp.shared_experts.up_proj": "column",
-        "layers.*.mlp.shared_experts.down_proj": "row",
-        "layers.*.mlp.experts": "experts",
-        "layers.*.mlp.experts.gate_up_proj": "packed_column",
-        "layers.*.mlp.experts.down_proj": "row",
-    }
-    dense = (
-        f"{name}.mlp"
-        for name, module in model.named_modules()
-        if isinstance(module, LlamaBlock) and isinstance(module.mlp, GatedFeedForward)
-    )
-    return {**dict.fromkeys(dense, "region"), **plan}
+    plan = {name: style for name, style in LLAMA_SPEC.plan(model).items() if ".mlp" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, GatedFeedForward):  # dense or shared
+            plan |= {
+                name: "region",
+                f"{name}.gate_proj": "column",
+                f"{name}.up_proj": "column",
+                f"{name}.down_proj": "row",
+            }
+        elif isinstance(module, Experts):
+            plan |= {
+                name: "experts",
+                f"{name}.gate_up_proj": "packed_column",
+                f"{name}.down_proj": "row",
+            }
+    return plan
 
 
 SPEC = ModelSpec(

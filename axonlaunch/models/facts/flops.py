@@ -106,6 +106,11 @@ def looked_up_parameters(model: nn.Module) -> int:
     return sum(table.numel() for table in _looked_up(model).values())
 
 
+def active_experts(model: nn.Module) -> float:
+    """Return the largest fraction of a layer's experts that one token uses; 1 without experts."""
+    return float(max(_expert_shares(model).values(), default=1))
+
+
 def _looked_up(model: nn.Module) -> dict[int, Tensor]:
     """Return the embedding tables that no other module uses, by ``id``."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}

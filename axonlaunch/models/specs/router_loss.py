@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Mode = Literal["count", "share", "off"]
+RoutingMode = Literal["count", "share", "off"]
 _CURRENT: ContextVar[RouterLoss | None] = ContextVar("router loss", default=None)
 
 
@@ -40,13 +40,13 @@ class RouterLoss:
             sum_over_ranks: Sums a tensor in place over the ranks with other tokens; a collective.
         """
         self._sum_over_ranks = sum_over_ranks
-        self._mode: Mode = "off"
+        self._mode: RoutingMode = "off"
         self._counts: Tensor | None = None
         self._is_summed = False
         self._share: Tensor | None = None
 
     @contextmanager
-    def running(self, mode: Mode) -> Iterator[None]:
+    def running(self, mode: RoutingMode) -> Iterator[None]:
         """Return a context for forwards.
 
         Args:

@@ -43,6 +43,7 @@ from axonlaunch.verification.references.comparison_plan import (
 from axonlaunch.verification.references.lookahead import lookahead_problem
 from axonlaunch.verification.references.plain_model import (
     LoadableWeights,
+    PlainBalance,
     clone_buffers,
     has_drawn_numbers,
     loss_sum,
@@ -132,6 +133,11 @@ class PlainRun:
         # Before data ranks average their gradients, these are larger by the number of ranks, which
         # determines whether fp16 overflows.
         self._ranks = self._layout.gradient_ranks if is_scaled else 1
+        described: Any = config.model
+        self._balance = None
+        if getattr(described, "balance", "none") == "bias":
+            experts, rate = self._spec.experts(self.model), described.balance_rate
+            self._balance = PlainBalance(self.model, experts, rate=rate)
 
     def _build_model(self) -> nn.Module:
         config = self._config
@@ -221,6 +227,8 @@ class PlainRun:
         if not number and self._dropout.largest:
             self._masks = self._num_masks(batch)
         counted = self._count(batch)
+        if self._balance is not None:
+            self._balance.begin_step()
         total = 0.0
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
         self._chosen.begin(self._choices[number] if self._choices else {})
@@ -246,6 +254,8 @@ class PlainRun:
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
         norm, skipped = self._update(number)
+        if self._balance is not None and not skipped:
+            self._balance.move()
         scale = float(self._scaler.get_scale())
         choices = self._chosen.choices()
         return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients, choices)
