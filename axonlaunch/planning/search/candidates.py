@@ -133,7 +133,7 @@ def candidates(
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
-                keys.EXPERTS: expert,
+                keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
@@ -219,9 +219,15 @@ def _sharded_settings(
         if sharding != "hybrid_shard":
             yield settings
             continue
-        replicas = fixed.get(keys.REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
-        if ranks % replicas == 0:
-            yield settings | {keys.REPLICATE: replicas}
+        for replicas in _options(fixed, keys.REPLICATE, _replicas(ranks, in_node)):
+            if ranks % replicas == 0:
+                yield settings | {keys.REPLICATE: replicas}
+
+
+def _replicas(ranks: int, in_node: int) -> list[int]:
+    """Return the numbers of replicas for shards of half a node, and of one, two and four nodes."""
+    shards = {in_node // 2, in_node, 2 * in_node, 4 * in_node}
+    return [ranks // size for size in sorted(shards) if 1 < size < ranks]
 
 
 def _with_experts(
@@ -247,7 +253,7 @@ def _with_experts(
     """
     for chosen in settings:
         of_a_copy = ranks // (chosen[keys.REPLICATE] if _is_hybrid(chosen) else 1)
-        for degree in _options(fixed, keys.EXPERTS, degrees):
+        for degree in _options(fixed, keys.EXPERT_RANKS, degrees):
             if degree > 1:
                 if not DATA_PARALLEL.facts(chosen[keys.KIND]).shards_parameters:
                     continue
