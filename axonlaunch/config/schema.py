@@ -13,7 +13,7 @@ from axonlaunch.config.optimization.optimizer import OPTIMIZERS, AdamWConfig, Op
 from axonlaunch.config.optimization.schedules import SCHEDULERS, CosineConfig, SchedulerConfig
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
-from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.options.loggers import LOGGERS
@@ -141,6 +141,8 @@ class ExpertConfig:
     """number of ranks that the experts of a mixture of experts are divided among. They are data,
     context and tensor ranks, so the degree takes no additional ranks; needs data_parallel=fsdp
     """
+    dispatch: str = field(default="all_to_all", metadata={"names": DISPATCHES})
+    """how tokens travel to the ranks of their experts and back"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +485,7 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     "metrics": EVALUATION_METRICS,
     "callbacks": CALLBACKS,
     "strategy.data_parallel": DATA_PARALLEL,
+    "strategy.expert.dispatch": DISPATCHES,
     "train.loss": LOSSES,
 }
 """Maps each key with registered names as values to its registry."""

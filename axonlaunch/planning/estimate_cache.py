@@ -17,7 +17,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import estimate_device, num_ranks
-from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system.node import allocator_settings
@@ -91,7 +91,8 @@ def _is_ours(config: RunConfig) -> bool:
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
     return (
-        config.train.loss is None
+        DISPATCHES.is_included(config.strategy.expert.dispatch)
+        and config.train.loss is None
         and not config.plugins
         and all(
             REGISTRIES[group].is_included(getattr(config, group).name)

@@ -168,7 +168,7 @@ def _attention_layers(model: nn.Module) -> Iterator[AttentionFlops]:
             _computes_scores(inner) for inner in module.modules() if inner is not module
         ):
             continue
-        config = _text_config(module) or _text_config(model)
+        config = _layer_config(module, _text_config(module) or _text_config(model))
         heads = _integer(module, _HEADS) or _integer(config, _HEADS)
         if not heads:
             continue
@@ -209,6 +209,14 @@ def _text_config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     text = getattr(config, "get_text_config", None)
     return config if text is None else text()
+
+
+def _layer_config(module: nn.Module, config: Any) -> Any:
+    """Return the configuration of a module's layer, if sizes of the model differ by layer."""
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int) and getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[index]
+    return config
 
 
 def _integer(holder: Any, names: tuple[str, ...]) -> int | None:
