@@ -112,16 +112,21 @@ def search_layouts(
         wanted=wanted,
     )
     if not any(planned.fits for planned in found.plans):
+
+        def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
+            sizes = formulas if run is config else Formulas.of(run)
+            return any(
+                sizes.process_bytes(c.config, c.layout) <= found.limit
+                for c in list_layouts(run, count, settings)
+            )
+
         issue = refusals.none_fits(
             config,
             found.plans,
             devices=devices,
             searched=len(layouts),
             fixed=fixed,
-            fits=lambda count, settings: any(
-                formulas.process_bytes(c.config, c.layout) <= found.limit
-                for c in list_layouts(config, count, settings)
-            ),
+            fits=expects_fit,
         )
         raise ConfigError([issue])
     run_workload = workload(config, searched=True)
