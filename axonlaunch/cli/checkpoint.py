@@ -314,24 +314,11 @@ def export(
     if out is not None:
         for name in written:
             typer.echo(f"{out / name}")
-        typer.echo(f"to load: {_how_to_load(out, config, is_adapter=not merge)}")
+        typer.echo(f"to load: {weights.how_to_load(out, config, is_adapter=not merge)}")
     if pushed is not None:
         typer.echo(f"uploaded to {pushed}")
     if config.model.name in ("gpt", "llama"):
         typer.echo(_NOT_FOR_TRANSFORMERS, err=True)
-
-
-def _how_to_load(folder: Path, config: RunConfig, *, is_adapter: bool) -> str:
-    """Return the Python expression or the setting that loads exported weights."""
-    from axonlaunch.models.specs.source import source_of
-
-    if source_of(config).library is None:
-        sample = ", or axonlaunch sample" if config.model.name in ("gpt", "llama") else ""
-        return f"model.weights={folder}{sample and f'{sample} {folder}'}"
-    model = "transformers.AutoModelForCausalLM.from_pretrained"
-    if config.adapter is None or not is_adapter:
-        return f"{model}({str(folder)!r})"
-    return f"peft.PeftModel.from_pretrained({model}({config.model_path!r}), {str(folder)!r})"
 
 
 @checkpoint_app.command(

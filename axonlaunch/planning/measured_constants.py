@@ -54,6 +54,11 @@ COLLECTIVE_S = 6.6e-6
 
 Source: NCCL's ``src/graph/tuning.cc``, ring, LL.
 """
+HOST_WAIT_S = 26e-6
+"""Seconds for which a device is idle when the host reads a number from it.
+
+Source: a round trip on Linux with an RTX 3090, jingyaogong/minimind#837 (116e-6 under WSL2).
+"""
 HALF_LENGTH = 512
 """Number of keys at which fused attention reaches half of its rate on long sequences.
 

@@ -201,6 +201,25 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class RoutingForecast:
+    """Memory of a run with divided experts, for one assumed load of the rank with the most tokens.
+
+    Attributes:
+        routing: Value of ``estimate.routing``.
+        load: Tokens of that rank relative to a balanced router; None for as many as possible.
+        estimate: Estimated memory with this load.
+        verdict: Whether the run fits a device; None without ``hardware``.
+        change: The cheapest change that makes it fit; None if it fits or none was found.
+    """
+
+    routing: str
+    load: float | None
+    estimate: Estimate
+    verdict: FitVerdict | None
+    change: Remedy | None = None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """An estimate with the information that is reported to the user.
 
@@ -217,6 +236,7 @@ class Forecast:
         measured: Configured keys of ``hardware`` for the memory outside torch's allocator.
         changes: Changes that make the run fit; empty if they were not searched.
         untried: Number of changes that may fit but were not estimated before the time limit.
+        routings: Memory for each load of the experts; empty if experts are not divided.
     """
 
     layout: str
@@ -231,6 +251,7 @@ class Forecast:
     measured: tuple[str, ...] = ()
     changes: tuple[Remedy, ...] = ()
     untried: int = 0
+    routings: tuple[RoutingForecast, ...] = ()
 
     @property
     def verdict(self) -> FitVerdict | None:

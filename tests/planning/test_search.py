@@ -61,7 +61,11 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
                 peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
             )
 
-        formulas = SimpleNamespace(process_bytes=size, single_device=SimpleNamespace(layers=(4,)))
+        formulas = SimpleNamespace(
+            process_bytes=size,
+            single_device=SimpleNamespace(layers=(4,)),
+            experts=lambda *_: None,
+        )
         monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
         monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
         monkeypatch.setattr(search, "StepTime", Speed)

@@ -33,14 +33,14 @@ def test_limit_of_the_smallest_cgroup_above_a_process_counts(tmp_path: Path) -> 
     group(cgroups / "job", limit=str(3 * GIB), used=2 * GIB, dropped=GIB // 2, version=2)
     group(cgroups / "job/step", limit="max", used=GIB, dropped=0, version=2)
     assert cgroup_memory.limit_bytes(tmp_path) == 3 * GIB
-    assert cgroup_memory.free_bytes(tmp_path) == 3 * GIB - (2 * GIB - GIB // 2)
+    assert cgroup_memory.free_limit_bytes(tmp_path) == 3 * GIB - (2 * GIB - GIB // 2)
 
 
 def test_limit_of_version_1_in_a_container_that_has_only_its_own_folder(tmp_path: Path) -> None:
     member_of(tmp_path, "7:cpu:/docker/ab", "4:cpuset,memory:/docker/ab", "0::/")
     group(tmp_path / "sys/fs/cgroup/memory", limit=str(GIB), used=GIB, dropped=9, version=1)
     assert cgroup_memory.limit_bytes(tmp_path) == GIB
-    assert cgroup_memory.free_bytes(tmp_path) == 9
+    assert cgroup_memory.free_limit_bytes(tmp_path) == 9
 
 
 def test_no_limit_and_no_cgroups_limit_nothing(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_no_limit_and_no_cgroups_limit_nothing(tmp_path: Path) -> None:
         tmp_path / "sys/fs/cgroup/memory", limit=str((1 << 63) - 4096), used=1, dropped=0, version=1
     )
     assert cgroup_memory.limit_bytes(tmp_path) is None
-    assert cgroup_memory.free_bytes(tmp_path) is None
+    assert cgroup_memory.free_limit_bytes(tmp_path) is None
 
 
 def test_memory_of_a_node_is_at_most_what_cgroups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup_memory, "limit_bytes", lambda: 12345)
-    monkeypatch.setattr(cgroup_memory, "free_bytes", lambda: 0)
+    monkeypatch.setattr(cgroup_memory, "free_limit_bytes", lambda: 0)
     assert host.memory_bytes() == 12345
     assert host.free_memory_bytes() == 0

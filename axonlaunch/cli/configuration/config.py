@@ -25,7 +25,7 @@ EXAMPLES = """Examples:
   axonlaunch config strategy=hsdp
   axonlaunch config strategy=hsdp --explain
   axonlaunch config model=llama_debug --describe
-  axonlaunch config --schema > axonlaunch.schema.json
+  axonlaunch config --schema > axonlaunch-schema.json
 """
 
 

@@ -39,6 +39,7 @@ LISTS = {
     "loggers": "loggers",
     "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
+    "dispatches": "strategy.expert.dispatch",
     "hardware": "hardware",
     "experiments": "experiment",
 }

@@ -1,6 +1,6 @@
-"""Variants of data parallelism and their properties.
+"""Variants of data parallelism with their properties, and exchanges of rows between experts.
 
-``axonlaunch.engines`` implements the variants. Other packages decide by the properties of a
+``axonlaunch.engines`` implements them. Other packages decide by the properties of a
 variant, not by its name.
 """
 
@@ -80,3 +80,15 @@ DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
     entry_points="axonlaunch.data_parallel",
 )
 """Variants by name; ``engines.build`` builds those without a target from their properties."""
+
+DISPATCHES: Registry[Callable[..., Any], None] = Registry(
+    "dispatch",
+    {
+        "all_to_all": Entry(
+            "axonlaunch.engines.expert.dispatch:AllToAll",
+            "one all-to-all of rows to the experts, and one back",
+        )
+    },
+    entry_points="axonlaunch.dispatches",
+)
+"""Exchanges of rows between the ranks that share experts, by name."""

@@ -17,7 +17,7 @@ from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.validation.key_reference import meanings
 from axonlaunch.config.values.plain import to_tree
 
-FILE_NAME = "axonlaunch.schema.json"
+FILE_NAME = "axonlaunch-schema.json"
 Schema = dict[str, Any]
 _TYPES: dict[Any, Schema] = {
     bool: {"type": "boolean"},

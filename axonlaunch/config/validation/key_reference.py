@@ -72,7 +72,8 @@ def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
     if "allowed" in limits:
         return str(limits["allowed"])
     if "names" in limits:
-        return " | ".join([*limits["names"].names(), "null"])
+        is_optional = type(None) in get_args(hint)
+        return " | ".join([*limits["names"].names(), *(["null"] if is_optional else [])])
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " | ".join(_allowed_values(option, limits) for option in inside)

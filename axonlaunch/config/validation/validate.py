@@ -129,7 +129,7 @@ class _Walk:
         converted = convert(value, hint)
         if (names := facts.get("names")) is not None and converted is not None:
             converted = str(converted)  # a registered name, frozen with its value
-            _check_name(converted, names)
+            _check_name(converted, names, or_null=type(None) in get_args(hint))
         check_range(converted, facts, or_null=type(None) in get_args(hint))
         return converted
 
@@ -226,7 +226,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
     return schema(**values, **dict.fromkeys(missing))
 
 
-def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
+def _check_name(value: Any, registry: Registry[Any, Any] | None, *, or_null: bool = True) -> None:
     """Check that a registry lists a name and can import it.
 
     Raises:
@@ -242,7 +242,8 @@ def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
             )
         close = nearest(value, registry.names())
         meant = f"did you mean {close}? " if close else ""
-        raise Rejected(f"{meant}use {one_of(registry.names())}; or null")
+        null = "; or null" if or_null else ""
+        raise Rejected(f"{meant}use {one_of(registry.names())}{null}")
     try:
         registry.entry(value)
     except EntryPointError as error:

@@ -184,6 +184,8 @@ class RunConsole:
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         if not self._console.is_terminal or self._has_few_steps:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
+            if event.expert_load is not None:
+                parts.append(f"expert load {event.expert_load:.2f}")
             if event.skipped:
                 parts.append(f"updates skipped: {event.skipped} (loss scale {event.loss_scale:g})")
             self.log("  ".join([*parts, *_of_gpu(event)]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, RunConfig, flatten
+from axonlaunch.config import ConfigError, RunConfig, flatten, with_values
 from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
@@ -65,6 +65,8 @@ def search_layouts(
         ConfigError: No layout divides the devices, no layout fits, the run cannot be traced, or
             the hardware lacks a figure.
     """
+    if config.estimate.routing == "balanced":  # no router of a real run is
+        config = with_values(config, {"estimate.routing": "skewed"})
     hardware = config.hardware
     assert hardware is not None
     refuse_missing(hardware, _required_figures(config, devices))
@@ -239,7 +241,13 @@ def _preselect(
             continue  # an earlier one of the group recomputes less
         seen_groups.add(group)
         layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
-        work = scaled(formulas.single_device, candidate.config, layout, layers=layers)
+        work = scaled(
+            formulas.single_device,
+            candidate.config,
+            layout,
+            layers=layers,
+            experts=formulas.experts(candidate.config, layout),
+        )
         seconds = StepTime(candidate.config, layout, hardware).approximate(work)
         fastest = fastest_by_family.get(candidate.family)
         if fastest is None or seconds < fastest.step_s:

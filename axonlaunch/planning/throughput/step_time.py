@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.axes import DATA_AXES
+from axonlaunch.config.axes import DATA_AXES, EXPERT, EXPERT_SHARD
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import sums_as_stored
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
@@ -27,9 +27,11 @@ from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
     CollectiveOp,
+    HostWait,
     Kernel,
     Phase,
     Product,
+    Send,
     Work,
 )
 from axonlaunch.planning.throughput.roofline import Roofline
@@ -37,6 +39,8 @@ from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
 
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
+_OF_DATA = {*DATA_AXES, EXPERT_SHARD}
+"""Names of the axes along which data parallelism shards or replicates parameters."""
 
 
 class Parts(dict[str, float]):
@@ -64,7 +68,7 @@ class StepTime:
         self._config = config
         self._layout = layout
         self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
-        self._links = Links(hardware, layout.axes)
+        self._links = Links(hardware, layout.axes, layout.expert_axes)
 
     def parts(self, work: StepWork) -> Parts:
         """Return the seconds of a step by activity on the rank with the longest step."""
@@ -167,7 +171,7 @@ class StepTime:
         message_bytes = sum(
             amount.num_bytes
             for key, amount in work.first.micro_ends.work.items()
-            if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
+            if isinstance(key, Send)
         ) / min(2, layout.stages_per_rank)
         round_timeline = timeline(
             schedule,
@@ -237,7 +241,7 @@ class StepTime:
                         seconds = self._links.seconds(key, amount) * times
                         if share is stage.step_layer and self._is_update_gather(key):
                             seconds = self._exposed_time(seconds, stage, layers)
-                        total.add(f"communication {_axis(key.axes)}", seconds)
+                        total.add(f"communication {_axis(key)}", seconds)
         return total
 
     def _is_update_gather(self, key: CollectiveOp) -> bool:
@@ -267,6 +271,8 @@ class StepTime:
                 total.add("attention", seconds)
             elif isinstance(key, Kernel):
                 total.add("memory-bound", seconds * (FUSED if fused else 1.0))
+            elif isinstance(key, HostWait) and seconds:
+                total.add("host waits", seconds)
         return total
 
     def _blocking(self, work: Work) -> Parts:
@@ -280,7 +286,7 @@ class StepTime:
                     for operation in products
                 )
                 exposed = max(0.0, self._links.seconds(key, amount) - overlap)
-                total.add(f"communication {_axis(key.axes)}", exposed)
+                total.add(f"communication {_axis(key)}", exposed)
         return total
 
     def _fsdp_time(self, work: Work) -> float:
@@ -296,8 +302,9 @@ class StepTime:
         shards_parameters = self._layout.facts.shards_parameters
         return (
             shards_parameters
+            and key.kind != "all_to_all"
             and bool(key.axes)
-            and set(DATA_AXES).issuperset(key.axes)
+            and _OF_DATA.issuperset(key.axes)
             and not is_scalar_reduction
         )
 
@@ -365,8 +372,10 @@ def _during(share: Share, phases: Iterable[Phase]) -> Work:
     return {key: amount for key, amount in share.work.items() if key.phase in wanted}
 
 
-def _axis(axes: tuple[str, ...]) -> str:
+def _axis(key: CollectiveOp) -> str:
     """Return the name of a mesh axis for reports, which combine all data axes."""
-    if not axes or set(DATA_AXES).issuperset(axes):
+    if key.kind == "all_to_all":
+        return EXPERT
+    if _OF_DATA.issuperset(key.axes):
         return "dp"
-    return axes[0] if len(axes) == 1 else "world"
+    return key.axes[0] if len(key.axes) == 1 else "world"

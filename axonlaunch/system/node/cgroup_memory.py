@@ -18,18 +18,18 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 def limit_bytes(root: Path = _ROOT) -> int | None:
     """Return the lowest memory limit of this process's cgroups and those above; None without."""
-    return min((limit for limit, _ in _limited(root)), default=None)
+    return min((limit for limit, _ in _limits(root)), default=None)
 
 
-def free_bytes(root: Path = _ROOT) -> int | None:
+def free_limit_bytes(root: Path = _ROOT) -> int | None:
     """Return how many more bytes the cgroups allow; None without a limit.
 
     Pages of files that were not used lately don't count as used, because the kernel drops them.
     """
-    return min((max(0, limit - used) for limit, used in _limited(root)), default=None)
+    return min((max(0, limit - used) for limit, used in _limits(root)), default=None)
 
 
-def _limited(root: Path) -> Iterator[tuple[int, int]]:
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the used bytes of each cgroup with a limit."""
     for folder, (limit_file, used_file, cached) in _cgroups(root):
         try:

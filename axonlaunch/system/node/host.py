@@ -24,7 +24,7 @@ def free_memory_bytes() -> int:
 
     All memory is available if the system does not say how much is free.
     """
-    allowed = cgroup_memory.free_bytes()
+    allowed = cgroup_memory.free_limit_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]

@@ -38,7 +38,7 @@ def mark_own(file: Path, text: str) -> None:
         replace_text(_mark_of(file), _digest(key, file, text))
 
 
-def is_own(file: Path, text: str) -> bool:
+def is_marked_own(file: Path, text: str) -> bool:
     """Return whether this user wrote a file with this content here, from this working folder."""
     try:
         key, mark = _key(), read_text(_mark_of(file), at_most=2 * _BYTES)

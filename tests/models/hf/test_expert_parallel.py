@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from hf_families import FAMILIES, save
+from hf_families import FAMILIES, ROUTED, save
 from hf_loops import by_axonlaunch, by_transformers
 from rank_engine import rank_engine
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ LAYOUTS = {
         *("strategy.tensor.degree=2", "strategy.pipeline.degree=2"),
     ],
 }
+LAYERS = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
 SETTINGS = [
     *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=16"),
     *("train.global_batch_size=4", "train.steps=10", "scheduler=constant", "optimizer.eps=1e-6"),
@@ -51,22 +52,29 @@ def family(kind: str, **changes: Any) -> str:
 
 
 def cases() -> list[Any]:
-    """Return the pairs of family and layout; two of them are fast."""
-    fast = {("qwen3_moe", "tensor"), ("mixtral", "fsdp")}
-    return [
-        pytest.param(kind, layout, marks=() if (kind, layout) in fast else pytest.mark.slow)
-        for kind in ("qwen3_moe", "mixtral")
-        for layout in LAYOUTS
-    ]
+    """Return the pairs of family and layout; three of them are fast."""
+    fast = {("qwen3_moe", "tensor"), ("mixtral", "fsdp"), ("gpt_oss", "tensor")}
+    every = [(kind, layout) for kind in ("qwen3_moe", "mixtral") for layout in LAYOUTS]
+    every += [(kind, layout) for kind in ROUTED for layout in ("fsdp", "tensor", "all")]
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
 
 
 @pytest.mark.parametrize(("kind", "layout"), cases())
 def test_losses_with_divided_experts_equal_transformers(
     kind: str, layout: str, tmp_path: Path
 ) -> None:
-    save(kind, tmp_path, num_hidden_layers=4)
+    model = save(kind, tmp_path, num_hidden_layers=4, **LAYERS.get(kind, {}))
+    prefer_last_experts(model)
+    model.save_pretrained(tmp_path)
     losses = by_axonlaunch(tmp_path, LAYOUTS[layout])
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+def prefer_last_experts(model: nn.Module) -> None:
+    """Let the biases of a model's routers, zero at first, change the choice of experts."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
 
 
 @pytest.mark.slow
