@@ -16,7 +16,7 @@ from axonlaunch.cli.shared.output_files import writing
 if TYPE_CHECKING:
     from axonlaunch.config.validation.other_tools.translation import Translation
 
-HELP = "Translate a configuration of axolotl, LLaMA-Factory, torchtune or trl."
+HELP = "Translate another tool's file. axolotl, LLaMA-Factory, torchtune and trl are known."
 EXAMPLES = """Examples:
 
 \b
