@@ -271,6 +271,8 @@ def peak_bytes(
     end_activations = (
         saved.ends if layers else stage_fraction * in_flight * saved.ends
     ) / layout.tensor
+    if (chunk := config.train.loss_chunk) is not None:
+        end_activations *= min(1.0, chunk / max(1.0, samples * work.sample_length))
     layer_activations = layers * in_flight * kept_per_layer
     moments = analytic_states.moments(
         config,
