@@ -272,14 +272,15 @@ def _expert_counts(
         return None
     model: Any = plan.config.model
     balances = getattr(model, "balance", "none") == "bias"
-    return ExpertCounts(
-        num_experts,
-        modules,
-        device=plan.world.device,
-        sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
-        sum_over_stages=partial(_sum_over, plan, ("pp",)),
-        bias_rate=model.balance_rate if balances else None,
-    )
+    with plan.source.storing():
+        return ExpertCounts(
+            num_experts,
+            modules,
+            device=plan.world.device,
+            sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
+            sum_over_stages=partial(_sum_over, plan, ("pp",)),
+            bias_rate=model.balance_rate if balances else None,
+        )
 
 
 def _sum_over(plan: _Plan, axes: Iterable[str], tensor: Tensor) -> None:
