@@ -194,7 +194,9 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
     """Yield the reasons why experts can't be compiled, or balanced by the biases of routers."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
-    if is_included and config.train.compile and precision_of(config).name != "bf16":
+    precision = precision_of(config)
+    is_bf16 = precision.compute.is_low and not precision.needs_loss_scale
+    if is_included and config.train.compile and not is_bf16:
         message = "torch compiles products of experts only in bf16; use train.precision=bf16"
         yield ConfigIssue("train.compile", message, True)
         return
