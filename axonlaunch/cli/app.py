@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: dict[str, dict[str, Any]] = {
+COMMAND_GROUPS: dict[str, dict[str, Any]] = {
     "Start here": {"init": init, "train": train, "help": help_pages, "doctor": doctor},
     "Configuration and data": {
         "config": config,
@@ -61,7 +61,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Results": {"sample": sample, "checkpoint": checkpoint.checkpoint_app},
 }
 """Commands by the groups in which ``--help`` lists them."""
-for commands in COMMANDS.values():
+for commands in COMMAND_GROUPS.values():
     for name, module in commands.items():
         if isinstance(module, typer.Typer):
             app.add_typer(module, name=name)

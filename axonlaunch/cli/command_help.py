@@ -8,15 +8,15 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class CommandGroups(TyperGroup):
-    """An application whose commands are listed in the groups of ``app.COMMANDS``."""
+    """An application whose commands are listed in the groups of ``app.COMMAND_GROUPS``."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a table of commands for each group."""
         del ctx
-        from axonlaunch.cli.app import COMMANDS
+        from axonlaunch.cli.app import COMMAND_GROUPS
 
         width = max(len(name) for name in self.commands)
-        for title, names in COMMANDS.items():
+        for title, names in COMMAND_GROUPS.items():
             with formatter.section(title):
                 limit = formatter.width - 6 - width
                 rows = [

@@ -39,8 +39,8 @@ def test_project_has_a_readme_and_settings_that_fit_the_schema_beside_them(
     assert {*made["files"]} == {path.name for path in (tmp_path / "mine").iterdir()}
     text = read(tmp_path, "run.yaml")
     first = text.splitlines()[0]
-    assert first == "# yaml-language-server: $schema=axonlaunch.schema.json"
-    schema = json.loads(read(tmp_path, "axonlaunch.schema.json"))
+    assert first == "# yaml-language-server: $schema=axonlaunch-schema.json"
+    schema = json.loads(read(tmp_path, "axonlaunch-schema.json"))
     assert jsonschema.Draft202012Validator(schema).is_valid(read_yaml(text))
     readme = read(tmp_path, "README.md")
     for name in made["files"]:

@@ -135,7 +135,7 @@ def _values(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, list[str
     for name, described in _properties(schema):
         key = f"{prefix}{name}"
         texts = found.setdefault(key, [])
-        texts += [text for text in _listed(described) if text not in texts]
+        texts += [text for text in _values_of(described) if text not in texts]
         inside.append((key, described))
     yield from found.items()
     for key, described in inside:
@@ -148,7 +148,7 @@ def _properties(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _properties(each)
 
 
-def _listed(schema: dict[str, Any]) -> Iterator[str]:
+def _values_of(schema: dict[str, Any]) -> Iterator[str]:
     """Yield the values that a schema lists, in the syntax of overrides."""
     from axonlaunch.config.problems.errors import plain
 
@@ -156,7 +156,7 @@ def _listed(schema: dict[str, Any]) -> Iterator[str]:
     if schema.get("type") == "boolean":
         yield from ("true", "false")
     for each in schema.get("anyOf", []):
-        yield from _listed(each)
+        yield from _values_of(each)
 
 
 def _runs() -> list[str]:

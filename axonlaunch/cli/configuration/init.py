@@ -36,7 +36,7 @@ _CONTENTS = {
     "documents.jsonl": "training data, one document a row",
     "chats.jsonl": "training data, one chat a row",
     "test_project.py": "a test that compares the layout with one process",
-    "axonlaunch.schema.json": "the keys of `run.yaml`, for editors",
+    "axonlaunch-schema.json": "the keys of `run.yaml`, for editors",
 }
 _ROWS = 400
 
@@ -53,11 +53,12 @@ def command(
 ) -> None:
     """Write a project; existing files are never changed."""
     from axonlaunch.config.problems.did_you_mean import unknown
+    from axonlaunch.config.validation.json_schema import FILE_NAME
 
     if kind not in _TITLES:
         refuse(f"--from {kind}: {unknown('project', kind, _TITLES)}")
     files = dict(_files(kind))
-    taken = [name for name in [*files, "axonlaunch.schema.json"] if (folder / name).exists()]
+    taken = [name for name in [*files, FILE_NAME] if (folder / name).exists()]
     if taken:
         reason = f"{', '.join(taken)} exist{'s' if len(taken) == 1 else ''} there already"
         refuse(f"{folder}: {reason}; give another folder")
@@ -68,7 +69,7 @@ def command(
                 stream.write(text)
         write_schema(folder)
     if as_json:
-        print_json({"folder": str(folder), "files": [*files, "axonlaunch.schema.json"]})
+        print_json({"folder": str(folder), "files": [*files, FILE_NAME]})
         return
     for name in files:
         sys.stdout.write(f"{folder / name}\n")
