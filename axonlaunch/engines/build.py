@@ -261,7 +261,7 @@ def _num_experts(model: nn.Module, name: str) -> int:
 def _router_loss(plan: _Plan) -> RouterLoss | None:
     if plan.spec.mixes_samples != "batch" or plan.config.train.loss is not None:
         return None
-    return RouterLoss(partial(_sum_over, plan, plan.layout.division().sum_axes))
+    return RouterLoss(partial(_sum_over, plan, (*plan.layout.division().sum_axes, "pp")))
 
 
 def _expert_counts(
@@ -272,14 +272,15 @@ def _expert_counts(
         return None
     model: Any = plan.config.model
     balances = getattr(model, "balance", "none") == "bias"
-    return ExpertCounts(
-        num_experts,
-        modules,
-        device=plan.world.device,
-        sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
-        sum_over_stages=partial(_sum_over, plan, ("pp",)),
-        bias_rate=model.balance_rate if balances else None,
-    )
+    with plan.source.storing():
+        return ExpertCounts(
+            num_experts,
+            modules,
+            device=plan.world.device,
+            sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
+            sum_over_stages=partial(_sum_over, plan, ("pp",)),
+            bias_rate=model.balance_rate if balances else None,
+        )
 
 
 def _sum_over(plan: _Plan, axes: Iterable[str], tensor: Tensor) -> None:

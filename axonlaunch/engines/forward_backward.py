@@ -142,7 +142,7 @@ class PipelineForwardBackward:
         losses = []
         for start in range(0, len(batch), round_size):
             part = batch.rows(start, start + round_size)
-            packing = _packing_arguments(part.positions, self._pipeline.device)
+            packing = self._named_inputs(part)
             losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **packing)
         return losses
 
@@ -152,17 +152,18 @@ class PipelineForwardBackward:
         losses = []
         for start in range(0, len(batch), self._size):
             part = batch.rows(start, start + self._size)
-            packing = _packing_arguments(part.positions, self._pipeline.device)
+            packing = self._named_inputs(part)
             outputs = self._pipeline.forward(part.inputs, **packing)
             if outputs is not None:
                 losses.append(loss(outputs, part.targets.to(outputs.device)))
         return losses
 
+    def _named_inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the named inputs of every stage: positions in packed rows, and padding."""
+        _, named = batch.forward_arguments(self.modules[0])
+        device = self._pipeline.device
+        return {name: value.to(device, non_blocking=True) for name, value in named.items()}
+
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the last stage's outputs on every rank."""
         return self._pipeline.predict(inputs)
-
-
-def _packing_arguments(positions: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """Return the forward's keyword arguments for packed rows; empty without packing."""
-    return {} if positions is None else {"positions": positions.to(device, non_blocking=True)}

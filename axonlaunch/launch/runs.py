@@ -168,7 +168,9 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
             message = "a sweep runs on one node; use 1, or start its runs one by one"
             raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
         if runs[0].options.render and not launcher(name).renders:
-            message = "--render prints the script of a SLURM job; use slurm"
+            message = (
+                "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
+            )
             raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
     if len(names) > 1:
         message = "all runs of a sweep need the same launcher; start the others separately"

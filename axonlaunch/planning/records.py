@@ -109,6 +109,7 @@ class Workload:
         sequence_length: Positions per sample; None if samples are not sequences.
         precision: Precision of forward and backward.
         activation_checkpointing: Mode of activation checkpointing; None if it is being searched.
+        model: Name of the model.
     """
 
     global_batch_size: int
@@ -116,6 +117,7 @@ class Workload:
     sequence_length: int | None
     precision: str
     activation_checkpointing: str | None
+    model: str = "model"
 
     def __str__(self) -> str:
         """Return a description for the first line of a table."""
@@ -320,9 +322,14 @@ class Plan:
     Attributes:
         workload: Workload of a step, without the searched settings.
         searched: Number of layouts considered.
-        candidates: Traced layouts, with the fastest fitting layout first.
+        candidates: Estimated layouts, with the fastest fitting layout first.
+        assumed: Figures of the hardware that are not published, and the assumed values.
+        untraced: Number of layouts that may fit and be faster than the first one by formulas, but
+            were not traced.
     """
 
     workload: Workload
     searched: int
     candidates: list[Planned]
+    assumed: dict[str, float] = field(default_factory=dict)
+    untraced: int = 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import axonlaunch
 from axonlaunch.config.problems.other_names import FOREIGN_NAMES
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.validation.other_tools.counterparts import counterpart_of
@@ -44,6 +48,23 @@ def test_settings_in_answers_are_keys_of_the_configuration() -> None:
             messages = [problem.message for problem in validate(tree, RunConfig).problems]
             unknown += [name for message in messages if message.startswith("there is no such key;")]
     assert not unknown
+
+
+def rows() -> list[tuple[str, str]]:
+    """Return the settings on the page for users of other tools, and what it says to write."""
+    page = (Path(axonlaunch.__file__).parent / "docs" / "coming-from.md").read_text()
+    return re.findall(r"^\| `([\w.]+=[^`]+)` \| `([^`]+)` \|$", page, flags=re.MULTILINE)
+
+
+def test_page_for_users_of_other_tools_says_what_errors_say() -> None:
+    assert len(rows()) > 50
+    for setting, expected in rows():
+        key, _, value = setting.partition("=")
+        tree: Any = yaml.safe_load(value)
+        for name in reversed(key.split(".")):
+            tree = {name: tree}
+        [problem] = validate(tree, RunConfig).problems
+        assert expected in problem.message.replace("'", ""), (setting, problem.message)
 
 
 def test_names_of_converted_tools_are_in_one_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from logged_runs import lines, train
 from moe_layouts import LAYOUTS, SETTINGS
 from rank_engine import rank_engine
 from torch import Tensor
@@ -19,12 +21,17 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data_parallel import DISPATCHES
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import read_run
 from axonlaunch.engines.base import ExpertLoad
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.registry import register_dispatch
+from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.models.build import build_model
 from axonlaunch.training.measuring.expert_load import RouterWatch
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 
 def plain_loads(overrides: list[str]) -> dict[str, float]:
@@ -168,3 +175,37 @@ def test_metrics_of_experts_are_named_by_block() -> None:
         "expert_loads": {"1": 1.5, "12": 2.25},
     }
     assert RouterWatch().metrics({}) == {}
+
+
+def test_run_logs_and_shows_the_load_of_each_block(tmp_path: Path) -> None:
+    sizes = ["model=moe_debug", "model.num_hidden_layers=2", "model.num_key_value_heads=2"]
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "train.steps=3"]
+    events = train(tmp_path / "run", *sizes, *layout, ranks=2)
+    logged = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert [[*line["expert_loads"]] for line in logged] == [["0", "1"]] * 3
+    for line in logged:
+        assert line["expert_load"] == max(line["expert_loads"].values())
+        assert 1 <= line["expert_load"] <= 4  # 8 experts, 2 of them for a token
+    run = page_data([read_run(tmp_path / "run")])["runs"][0]
+    assert run["experts"]["blocks"] == ["0", "1"]
+    assert run["experts"]["loads"] == [[*line["expert_loads"].values()] for line in logged]
+    assert run["series"]["expert_load"][1] == [line["expert_load"] for line in logged]
+
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    for event in events:
+        show(event)
+    assert f"expert load {logged[0]['expert_load']:.2f}" in stream.getvalue()
+
+
+def test_verify_notices_a_bias_that_moves_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = run_config([*SETTINGS, *LAYOUTS["fsdp-2"], "model.balance_rate=0.1"])
+    assert on_mock(chosen, ComparisonPlan(steps=3)).passed
+    move = ExpertCounts.move_biases
+
+    def reverse(self: ExpertCounts, **named: Any) -> None:
+        monkeypatch.setattr(self, "_bias_rate", -0.1)
+        move(self, **named)
+
+    monkeypatch.setattr(ExpertCounts, "move_biases", reverse)
+    assert not on_mock(chosen, ComparisonPlan(steps=3)).passed

@@ -53,7 +53,7 @@ def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.M
     monkeypatch.setattr(cgroup_memory, "limit_bytes", lambda: 3 << 30)
     assert hints.hint(report, loaded).endswith(
         "; 700 MiB were available (a cgroup, as of a container or a job, limits all processes to "
-        "3.00 GiB)"
+        "3 GiB)"
     )
 
 

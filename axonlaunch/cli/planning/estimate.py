@@ -141,7 +141,8 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
 
     memory = estimate.estimate
     ranks = "1 rank" if memory.world_size == 1 else f"{memory.world_size:,} ranks"
-    workload = f"{ranks}, {quantity(memory.parameters)} parameters, {estimate.workload}"
+    parameters = f"{estimate.workload.model} with {quantity(memory.parameters)} parameters"
+    workload = f"{ranks}, {parameters}, {estimate.workload}"
     console.print(f"[bold]{estimate.layout}[/bold]: {workload}\n")
     for note in estimate.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)

@@ -32,6 +32,8 @@ _MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG_SEQUENCE = 32_768
 """Sequence length from which context parallelism is considered even if there are enough samples."""
+_SHORTEST_PART = 16_384
+"""Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTATION = ("none", "selective", "full")
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
@@ -90,7 +92,8 @@ def candidates(
     if can_divide:
         usual["tp"] = _power_of_two_divisors(in_node)
     if not spec.undivided_sequences():
-        usual["cp"] = _power_of_two_divisors(in_node)
+        most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
+        usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
@@ -133,7 +136,7 @@ def candidates(
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
-                keys.EXPERTS: expert,
+                keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
@@ -141,6 +144,8 @@ def candidates(
             if all(settings[key] == value for key, value in fixed.items()):
                 candidate_config = with_values(config, {**settings, **settings_for_ranks(devices)})
                 layout = Layout.of(candidate_config, world_size=devices)
+                if math.prod(layout.axes.values()) != devices:
+                    continue  # replicas do not divide the ranks that read different samples
                 if not any(layout_problems(candidate_config, layout)):
                     yield Candidate(candidate_config, layout, settings)
 
@@ -161,13 +166,17 @@ def _degrees(
     """Yield degrees by the name of the axis."""
     heads = sizes.num_attention_heads  # 0 without attention: nothing to divide
     key_value_heads = sizes.num_key_value_heads
+    # Tensor ranks of transformers' models can share key-value heads.
+    can_share = source_of(config).code != "included"
     batch, length = config.train.global_batch_size, config.sequence_length or 1
     options = [_options(fixed, axis.key, usual[axis.name]) for axis in AXES]
     for combination in itertools.product(*options):
         degrees = {axis.name: degree for axis, degree in zip(AXES, combination, strict=True)}
         tensor, context = degrees["tp"], degrees["cp"]
         ranks = math.prod(degrees.values())
-        if devices % ranks or heads % tensor or key_value_heads % tensor:
+        if devices % ranks or heads % tensor:
+            continue
+        if key_value_heads % tensor and not (can_share and tensor % key_value_heads == 0):
             continue
         if context > 1:
             if length % (2 * context * tensor) or config.train.compile:
@@ -219,9 +228,15 @@ def _sharded_settings(
         if sharding != "hybrid_shard":
             yield settings
             continue
-        replicas = fixed.get(keys.REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
-        if ranks % replicas == 0:
-            yield settings | {keys.REPLICATE: replicas}
+        for replicas in _options(fixed, keys.REPLICATE, _replicas(ranks, in_node)):
+            if ranks % replicas == 0:
+                yield settings | {keys.REPLICATE: replicas}
+
+
+def _replicas(ranks: int, in_node: int) -> list[int]:
+    """Return the numbers of replicas for shards of half a node, and of one, two and four nodes."""
+    shards = {in_node // 2, in_node, 2 * in_node, 4 * in_node}
+    return [ranks // size for size in sorted(shards) if 1 < size < ranks]
 
 
 def _with_experts(
@@ -247,7 +262,7 @@ def _with_experts(
     """
     for chosen in settings:
         of_a_copy = ranks // (chosen[keys.REPLICATE] if _is_hybrid(chosen) else 1)
-        for degree in _options(fixed, keys.EXPERTS, degrees):
+        for degree in _options(fixed, keys.EXPERT_RANKS, degrees):
             if degree > 1:
                 if not DATA_PARALLEL.facts(chosen[keys.KIND]).shards_parameters:
                     continue

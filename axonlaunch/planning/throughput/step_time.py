@@ -21,7 +21,7 @@ from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.planning.measured_constants import FUSED
+from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -77,7 +77,7 @@ class StepTime:
             if self._layout.pipeline == 1
             else self._pipeline_parts(work)
         )
-        if copied := self._copy_time(work, times.total):
+        if copied := self._copy_time(work):
             times.add("host memory", copied)
         return times
 
@@ -91,8 +91,7 @@ class StepTime:
         """
         layout = self._layout
         if layout.pipeline == 1:
-            seconds = self._parts_without_pipeline(work).total
-            return seconds + self._copy_time(work, seconds)
+            return self._parts_without_pipeline(work).total + self._copy_time(work)
         times = []
         for index, layers in enumerate(work.layers):
             stage = self._stage(work, index)
@@ -105,14 +104,10 @@ class StepTime:
         bubble = (layout.pipeline - 1) * (1 / 3 if splits_backward else 1.0) * layout.rounds
         passes = layout.micro_batches * layout.stages_per_rank
         per_step = max(update for _, update in times) * layout.stages_per_rank
-        computing = (passes + bubble) * longest_pass + per_step
-        return computing + self._copy_time(work, computing)
+        return (passes + bubble) * longest_pass + per_step + self._copy_time(work)
 
-    def _copy_time(self, work: StepWork, step_s: float) -> float:
+    def _copy_time(self, work: StepWork) -> float:
         """Return the seconds that copies from and to host memory add to a step.
-
-        Copies of gathered and reduced tensors overlap with computation. The update waits for its
-        copies.
 
         Raises:
             ConfigError: The update runs on the host.
@@ -129,12 +124,13 @@ class StepTime:
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
-            return float(2 * shares.states * state_bytes / rate)
-        # The shard is read in forward, and in backward if it was released. The gradient is written.
-        # An update reads both and writes the shard, for trained parameters.
-        reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        overlapped = (reads + shares.gradients) * layout.micro_batches * state_bytes / rate
-        return float(max(0.0, overlapped - step_s) + 3 * shares.gradients * state_bytes / rate)
+            copied = shares.states
+        else:
+            # The shard is read in forward, and in backward if it was released. An update reads it
+            # and the gradient, for trained parameters. Less is written.
+            reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
+            copied = reads * layout.micro_batches + 2 * shares.gradients
+        return float(HOST_COPIES * copied * state_bytes / rate)
 
     def _parts_without_pipeline(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]

@@ -29,7 +29,7 @@ LAYOUTS = {
         "launch.nproc=2",
     ],
     "recomputed pipeline": [
-        *("strategy=fsdp", "strategy.pipeline.degree=3", "launch.nproc=6"),
+        *("strategy=fsdp", "strategy.pipeline.degree=2", "launch.nproc=4"),
         *("strategy.expert.degree=2", "train.activation_checkpointing=full"),
     ],
 }

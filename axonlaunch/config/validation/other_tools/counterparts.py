@@ -73,9 +73,14 @@ def _settings(translation: Translation, key: str) -> dict[str, Setting]:
     return chosen or of_key
 
 
+def _text(value: Any) -> str:
+    """Return a value in the syntax of overrides; 3.0 as 3, as users write it."""
+    return plain(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def _as_overrides(settings: Mapping[str, Setting]) -> str:
     exact = [
-        quote(f"{name}={plain(each.value)}") for name, each in settings.items() if name != _BATCH
+        quote(f"{name}={_text(each.value)}") for name, each in settings.items() if name != _BATCH
     ]
     if _BATCH not in settings:
         return " ".join(exact)
