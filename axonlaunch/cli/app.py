@@ -15,6 +15,7 @@ from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.configuration import config, data, doctor, inspect, ls
 from axonlaunch.cli.configuration import help as help_pages
 from axonlaunch.cli.conversion import convert
+from axonlaunch.cli.jobs import jobs, logs, resume, stop
 from axonlaunch.cli.planning import estimate, plan, schedule, verify
 from axonlaunch.cli.reports import compare, diff, report, runs
 from axonlaunch.cli.shared.options import print_problems
@@ -45,6 +46,10 @@ for name, module in {
     "verify": verify,
     "inspect": inspect,
     "ls": ls,
+    "jobs": jobs,
+    "logs": logs,
+    "stop": stop,
+    "resume": resume,
     "runs": runs,
     "report": report,
     "watch": watch,
