@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from command import Command, wait_for
 from launchers import By, kubernetes, logged
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
+from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -109,6 +111,10 @@ def pods_of(api: Cluster, name: str) -> list[dict[str, Any]]:
     return sorted(running, key=lambda pod: str(pod["metadata"]["annotations"][index]))
 
 
+def is_waiting(pod: dict[str, Any]) -> bool:
+    return bool(waiting_reason(pod))
+
+
 def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     submit: Submission, api: Cluster
 ) -> None:
@@ -177,9 +183,18 @@ def test_interrupt_only_stops_following(submit: Submission, api: Cluster) -> Non
     assert "Job followed: completed" in submit.command("logs", "followed", "-f").stderr
 
 
-def test_configuration_error_in_a_pod_fails_the_job_with_status_2(submit: Submission) -> None:
-    ran = submit("wrong", "model.name=faulty", "data=text", "data.files=['/nowhere.txt']", status=2)
-    assert "/nowhere.txt" in ran.stderr
+def test_refusals_of_the_server_name_the_setting(submit: Submission) -> None:
+    image = "launch.kubernetes.patch=null"
+    kind = submit("refused", image, "launch.kubernetes.kind=jobset", status=2).stderr
+    assert "launch.kubernetes.kind=jobset" in kind
+    assert "has no JobSets; use job" in kind
+    where = submit("refused", image, "launch.kubernetes.namespace=nowhere", status=2).stderr
+    assert "launch.kubernetes.namespace=nowhere: there is no such namespace" in where
+    submit.command.variables["KUBECONFIG"] = str(submit.cluster / "viewer.kubeconfig")
+    who = submit("refused", image, status=2).stderr
+    assert "does not allow to create the Secret refused-token" in who
+    assert 'User "viewer" cannot create resource' in who
+    assert submit.command("jobs", status=2).stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -196,11 +211,8 @@ def test_waiting_pod_says_why(
     follower = submit.start("waits", "train.global_batch_size=18", *overrides)
     try:
         wait_for(lambda: bool(api.find("Pod", "axonlaunch/run=waits")), seconds=90)
-        wait_for(lambda: bool(api.find("Pod", "axonlaunch/run=waits")[0]["status"]), seconds=30)
-        follower.send_signal(0)
-        import time
-
-        time.sleep(4)
+        wait_for(lambda: is_waiting(api.find("Pod", "axonlaunch/run=waits")[0]), seconds=30)
+        time.sleep(3)  # for the follower to see it too
     finally:
         follower.send_signal(signal.SIGINT)
         output, _ = follower.communicate(timeout=60)
@@ -208,7 +220,3 @@ def test_waiting_pod_says_why(
         wait_for(lambda: not api.find("Pod", "axonlaunch/run=waits"), seconds=60)
     assert "Job waits waits: waits-" in output
     assert reason in output
-
-
-def test_exceeded_quota_is_reported(submit: Submission, api: Cluster) -> None:
-    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "small"}})

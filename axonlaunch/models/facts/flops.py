@@ -106,6 +106,11 @@ def looked_up_parameters(model: nn.Module) -> int:
     return sum(table.numel() for table in _looked_up(model).values())
 
 
+def active_experts(model: nn.Module) -> float:
+    """Return the largest fraction of a layer's experts that one token uses; 1 without experts."""
+    return float(max(_expert_shares(model).values(), default=1))
+
+
 def _looked_up(model: nn.Module) -> dict[int, Tensor]:
     """Return the embedding tables that no other module uses, by ``id``."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -163,7 +168,7 @@ def _attention_layers(model: nn.Module) -> Iterator[AttentionFlops]:
             _computes_scores(inner) for inner in module.modules() if inner is not module
         ):
             continue
-        config = _text_config(module) or _text_config(model)
+        config = _layer_config(module, _text_config(module) or _text_config(model))
         heads = _integer(module, _HEADS) or _integer(config, _HEADS)
         if not heads:
             continue
@@ -204,6 +209,14 @@ def _text_config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     text = getattr(config, "get_text_config", None)
     return config if text is None else text()
+
+
+def _layer_config(module: nn.Module, config: Any) -> Any:
+    """Return the configuration of a module's layer, if sizes of the model differ by layer."""
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int) and getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[index]
+    return config
 
 
 def _integer(holder: Any, names: tuple[str, ...]) -> int | None:

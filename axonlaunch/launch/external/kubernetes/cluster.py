@@ -16,7 +16,8 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.launch import KubernetesConfig
 
 _TIMEOUT_S = 30.0
-_LEAST_ERROR = 400
+_LEAST_ERROR, _TOO_MANY, _SERVER_ERROR = 400, 429, 500
+"""HTTP statuses."""
 _MANAGER = "axonlaunch"
 KEYS = {
     "Job": "job",
@@ -224,6 +225,8 @@ class Cluster:
             )
         except HTTPError as error:
             raise UnreachableError(_short(str(getattr(error, "reason", None) or error))) from None
+        if answer.status >= _SERVER_ERROR or answer.status == _TOO_MANY:
+            raise UnreachableError(f"HTTP status {answer.status}")
         if answer.status >= _LEAST_ERROR:
             kinds = sorted(KEYS, key=len, reverse=True)  # the others contain Job
             kind = next((kind for kind in kinds if kind in action), "")

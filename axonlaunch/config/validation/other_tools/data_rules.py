@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axonlaunch.cli.conversion.translation import Translation
 from axonlaunch.config.options.tokenizer import SPECIAL
+from axonlaunch.config.validation.other_tools.translation import Translation
 
 
 def set_sources(translation: Translation, sources: Sequence[Mapping[str, Any]], key: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from axonlaunch.cli.conversion.translation import Rule, Translation
 from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS, automatic_precision
+from axonlaunch.config.validation.other_tools.translation import Rule, Translation
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "false", "no", "none", "None", "off", [], {})
 """Values with which most tools switch a feature off."""
@@ -34,13 +34,15 @@ def with_others() -> Rule:
     return Rule("expressed", lambda translation, key, value: None)
 
 
-def not_needed(_why: str) -> Rule:
+def not_needed(why: str) -> Rule:
     """Return the rule of a key that has no counterpart and doesn't change training.
 
     Args:
-        _why: Reason, for readers of the table.
+        why: Reason.
     """
-    return Rule("not needed", lambda translation, key, value: translation.not_needed.append(key))
+    return Rule(
+        "not needed", lambda translation, key, value: translation.not_needed.append(key), reason=why
+    )
 
 
 def missing(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from axonlaunch.cli.conversion import reasons
-from axonlaunch.cli.conversion.rules import (
+from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.validation.other_tools import reasons
+from axonlaunch.config.validation.other_tools.rules import (
     OFF,
     missing,
     not_needed,
@@ -13,8 +14,7 @@ from axonlaunch.cli.conversion.rules import (
     with_note,
     with_others,
 )
-from axonlaunch.cli.conversion.translation import Rule, Table, Translation
-from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.validation.other_tools.translation import Rule, Table, Translation
 
 TRAINER_DEFAULTS = {
     "lr_scheduler_type": "linear",

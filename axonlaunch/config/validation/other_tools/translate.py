@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from axonlaunch.cli.conversion.formats import axolotl, llamafactory, torchtune, trl
-from axonlaunch.cli.conversion.translation import Format, Rule, Translation
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line, one_of
+from axonlaunch.config.validation.other_tools.formats import axolotl, llamafactory, torchtune, trl
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Translation
 from axonlaunch.system.storage.files import read_text, why_not_read
 
 TOOLS: dict[str, Format] = {
@@ -42,16 +42,30 @@ def convert_file(path: Path, *, tool: str | None = None, devices: int = 1) -> Tr
     chosen = _format(path, document, tool)
     if chosen is torchtune.TORCHTUNE:
         document = torchtune.resolve_references(document)
-    translation = Translation(chosen, document, devices, path.parent)
-    for key, value in _leaves(document, chosen):
-        rule = _rule(key, chosen)
+    return translate(document, chosen, devices=devices, folder=path.parent)
+
+
+def translate(
+    document: Mapping[str, Any], tool: Format, *, devices: int = 1, folder: Path
+) -> Translation:
+    """Translate nested values of another tool.
+
+    Args:
+        document: Nested values, without nulls.
+        tool: Format of the values.
+        devices: Number of devices that the original runs on.
+        folder: Folder in which files are looked up that the values name.
+    """
+    translation = Translation(tool, document, devices, folder)
+    for key, value in _leaves(document, tool):
+        rule = rule_of(key, tool)
         if rule is None:
             translation.report_unknown(key)
             continue
         if rule.kind == "expressed":
             translation.expressed.append(key)
         rule.apply(translation, key, value)
-    chosen.finish(translation)
+    tool.finish(translation)
     return translation
 
 
@@ -131,7 +145,8 @@ def _leaves(document: Mapping[str, Any], chosen: Format, prefix: str = "") -> It
             yield key, value
 
 
-def _rule(key: str, chosen: Format) -> Rule | None:
+def rule_of(key: str, chosen: Format) -> Rule | None:
+    """Return the rule of a dotted key; None if the tool has no such key."""
     if key in chosen.keys:
         return chosen.keys[key]
     patterns = [name for name in chosen.keys if "*" in name and fnmatchcase(key, name)]

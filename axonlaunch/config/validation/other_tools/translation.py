@@ -41,10 +41,17 @@ class Remark:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value of the experiment, and the keys that it came from."""
+    """A value of the experiment.
+
+    Attributes:
+        value: Plain value, or the name of an option.
+        origin: Description of the keys that it came from, for a comment.
+        keys: These keys, as far as the file has them.
+    """
 
     value: Any
     origin: str
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,12 @@ class Rule:
     Attributes:
         kind: Outcome for most values of the key.
         apply: Function that gets the translation, the key and its value.
+        reason: Reason why a key is not needed; empty for other keys.
     """
 
     kind: Literal["expressed", "not needed", "left out"]
     apply: Callable[[Translation, str, Any], None]
+    reason: str = ""
 
 
 Table = Mapping[str, Rule]
@@ -74,6 +83,8 @@ class Format:
         keys: Rules of all known keys.
         defaults: Values that the tool uses where the file has none, and that differ from ours.
         finish: Function that translates keys that depend on each other.
+        companions: Keys with which keys take effect that otherwise have none, as those of an
+            adapter.
     """
 
     name: str
@@ -81,6 +92,7 @@ class Format:
     keys: Table
     defaults: Mapping[str, Any]
     finish: Callable[[Translation], None]
+    companions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -145,7 +157,7 @@ class Translation:
 
     def option(self, group: str, name: str, *keys: str) -> None:
         """Select an option of a group, such as ``model=hf``."""
-        self.options[group] = Setting(name, self._origin(keys))
+        self.options[group] = Setting(name, self._origin(keys), self._keys_in_file(keys))
 
     def set(self, key: str, value: Any, *keys: str, note: str = "") -> None:
         """Set a key of the experiment.
@@ -157,7 +169,8 @@ class Translation:
             note: Addition to the comment.
         """
         origin = self._origin(keys)
-        self.settings[key] = Setting(value, f"{origin}; {note}" if note else origin)
+        origin = f"{origin}; {note}" if note else origin
+        self.settings[key] = Setting(value, origin, self._keys_in_file(keys))
 
     def leave_out(self, key: str, text: str) -> None:
         """Report a key that changes training and was left out."""
@@ -181,12 +194,15 @@ class Translation:
             self.remarks.append(remark)
 
     def _origin(self, keys: tuple[str, ...]) -> str:
-        written = [key for key in keys if self.has(key)]
+        written = [*self._keys_in_file(keys)]
         assumed = [key for key in keys if key in self.tool.defaults and key not in written]
         if assumed or not written:
             names = f" ({', '.join(assumed)})" if assumed else ""
             written.append(f"default of {self.tool.name}{names}")
         return ", ".join(written)
+
+    def _keys_in_file(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key for key in keys if self.has(key))
 
     def _in_file(self, key: str) -> Any:
         value: Any = self.source

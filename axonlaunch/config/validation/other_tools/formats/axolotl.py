@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from axonlaunch.cli.conversion import data_rules, reasons, rules, trainer_keys
-from axonlaunch.cli.conversion.formats.axolotl_data import DATA_KEYS, set_data
-from axonlaunch.cli.conversion.rules import (
+from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools.formats.axolotl_data import DATA_KEYS, set_data
+from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
     to,
     with_note,
     with_others,
 )
-from axonlaunch.cli.conversion.translation import Format, Rule, Table, Translation
-from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
 
 _IMAGES = "models of images and sound are not supported; train on text"
 _OTHER_METHOD = "this method is not supported; train without it"
@@ -389,5 +389,6 @@ AXOLOTL = Format(
         "logging_steps": 10,
     },
     finish=_finish,
+    companions={"adapter": "lora", "val_set_size": 0.1},
 )
 """axolotl."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.cli.conversion import data_rules, reasons, rules, trainer_keys
-from axonlaunch.cli.conversion.rules import (
+from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
     to,
     with_note,
     with_others,
 )
-from axonlaunch.cli.conversion.translation import Format, Table, Translation
-from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.validation.other_tools.translation import Format, Table, Translation
 
 _KEYS: Table = {
     **trainer_keys.TRAINER_KEYS,
@@ -223,5 +223,11 @@ TRL = Format(
         "lora_target_modules": ["q_proj", "v_proj"],
     },
     finish=_finish,
+    companions={
+        MIXED_PRECISION.name: True,
+        "use_peft": True,
+        "dataset_test_split": "test",
+        "eval_strategy": "steps",
+    },
 )
 """trl and the alignment handbook."""

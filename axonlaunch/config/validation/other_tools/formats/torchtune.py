@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from axonlaunch.cli.conversion import data_rules, reasons, rules
-from axonlaunch.cli.conversion.rules import (
+from axonlaunch.config.precision import MIXED_PRECISION, automatic_precision
+from axonlaunch.config.validation.other_tools import data_rules, reasons, rules
+from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
     to,
     with_note,
     with_others,
 )
-from axonlaunch.cli.conversion.translation import Format, Rule, Table, Translation
-from axonlaunch.config.precision import MIXED_PRECISION, automatic_precision
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
 
 _OTHER_RECIPE = "this recipe is not supported; recipes for fine-tuning are"
 _IMAGES = "models of images are not supported; train on text"
@@ -387,5 +387,6 @@ TORCHTUNE = Format(
     keys=_KEYS,
     defaults={"dataset.packed": False, "gradient_accumulation_steps": 1, "batch_size": 1},
     finish=_finish,
+    companions={"model": {"_component_": "lora_llama3"}},
 )
 """torchtune."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.cli.conversion import data_rules, reasons
-from axonlaunch.cli.conversion.rules import missing, not_needed, with_others
-from axonlaunch.cli.conversion.translation import Table, Translation
+from axonlaunch.config.validation.other_tools import data_rules, reasons
+from axonlaunch.config.validation.other_tools.rules import missing, not_needed, with_others
+from axonlaunch.config.validation.other_tools.translation import Table, Translation
 
 DATA_KEYS: Table = {
     "chat_template": with_others(),

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.cli.conversion import data_rules, reasons, rules, trainer_keys
-from axonlaunch.cli.conversion.rules import (
+from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
     to,
     with_note,
     with_others,
 )
-from axonlaunch.cli.conversion.translation import Format, Rule, Table, Translation
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
 from axonlaunch.system.storage.files import read_text
 
 _LARGEST = 1 << 24
@@ -371,5 +371,6 @@ LLAMA_FACTORY = Format(
         "val_size": 0.0,
     },
     finish=_finish,
+    companions={"val_size": 0.1, "eval_strategy": "steps"},
 )
 """LLaMA-Factory."""
