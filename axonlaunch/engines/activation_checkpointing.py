@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -32,6 +33,10 @@ _DRAWING = (
 Mode = Literal["none", "full", "selective"]
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_PROFILER_RANGES = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _ALWAYS_SAVED = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
@@ -95,6 +100,9 @@ def apply_activation_checkpointing(
 
 
 def _selective_contexts() -> Any:
+    # torch expects a recomputation to run at most the operations of the forward. fully_shard marks
+    # more profiler ranges in it, if a part of the block is sharded separately, as experts are.
+    SAC_IGNORED_OPS.update(_PROFILER_RANGES)
     return create_selective_checkpoint_contexts(_SaveEverySecondProduct())
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
+from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,3 +106,21 @@ def test_generators_are_saved_only_where_a_block_may_draw(
     apply_activation_checkpointing([block], mode="full")
     block(torch.ones(1))
     assert preserved == [draws]
+
+
+def test_selective_recomputation_of_divided_experts_keeps_losses() -> None:
+    """Experts are sharded separately, so fully_shard has hooks inside a recomputed block."""
+    overrides = ["model=moe_debug", "data=synthetic_tokens", "data.sequence_length=8"]
+    overrides += ["train.global_batch_size=2", "strategy=fsdp", "launch.nproc=2"]
+
+    def losses(*more: str) -> list[float]:
+        chosen = run_config([*overrides, *more])
+
+        def run(world: World) -> list[float]:
+            engine, loader = rank_engine(chosen, world)
+            return [float(engine.train_step(loader.batch(step)).loss) for step in range(2)]
+
+        return World.mock(2).run(run)[0]
+
+    recomputed = losses("strategy.expert.degree=2", "train.activation_checkpointing=selective")
+    assert recomputed == pytest.approx(losses(), rel=2e-5)
