@@ -4,6 +4,7 @@ from __future__ import annotations
 
 FOREIGN_OPTIONS = {
     "adapter=dora": "adapter=lora adapter.dora=true",
+    "adapter=qlora": "adapter=lora adapter.base=nf4",
     "adapter=rslora": "adapter=lora adapter.rslora=true",
     "strategy=context_parallel": "strategy.context.degree=2",
     "strategy=data_parallel": "ddp",
@@ -20,6 +21,7 @@ FOREIGN_OPTIONS = {
 """Maps other tools' names of an option to the option here."""
 
 FOREIGN_NAMES = {
+    "bnb_4bit_quant_type": "adapter.base",
     "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "devices": "launch.nproc",
@@ -29,6 +31,8 @@ FOREIGN_NAMES = {
     "gradient_accumulation_steps": "train.micro_batch_size",
     "gradient_checkpointing": "train.activation_checkpointing",
     "learning_rate": "optimizer.lr",
+    "load_in_4bit": "adapter.base=nf4",
+    "load_in_8bit": "adapter.base=int8",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "lora_r": "adapter.rank",
@@ -45,6 +49,9 @@ FOREIGN_NAMES = {
     "output_dir": "run_dir",
     "pipeline_parallel_size": "strategy.pipeline.degree",
     "pp": "strategy.pipeline.degree",
+    "quantization_bit": "adapter.base",
+    "quantization_config": "adapter.base",
+    "quantize_base": "adapter.base=nf4",
     "prompt_template": "data.prompt_format",
     "tensor_parallel_size": "strategy.tensor.degree",
     "target_modules": "adapter.targets",
@@ -54,15 +61,3 @@ FOREIGN_NAMES = {
     "use_rslora": "adapter.rslora",
 }
 """Maps other tools' names of a key to the key here."""
-
-_NO_QUANTISED_BASE = (
-    "a quantised base (QLoRA) is not supported: torchao's 4-bit weights change when a layout cuts "
-    "them, and it can't cut them by inputs; use adapter=lora train.precision=bf16 "
-    "train.param_dtype=bf16"
-)
-UNSUPPORTED = {
-    "adapter=qlora": _NO_QUANTISED_BASE,
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantize_base"), _NO_QUANTISED_BASE),
-    **dict.fromkeys(("bnb_4bit_quant_type", "quantization_config"), _NO_QUANTISED_BASE),
-}
-"""Maps options and keys that are not supported to the reason and the alternative."""

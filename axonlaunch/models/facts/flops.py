@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from axonlaunch.models.tensors.packed_blocks import logical_numel
+
 _ATTENTION = ("Attention", "Attn")
 _WITHOUT_SCORES = ("Linear", "Lightning", "Rwkv")
 """Parts of class names of attention with a cost per token that is independent of the length."""
@@ -71,7 +73,7 @@ class ModelFlops:
         """
         tables, shares = _looked_up(model), _expert_shares(model)
         counted = [
-            (parameter, parameter.numel() * shares.get(id(parameter), Fraction(1)))
+            (parameter, logical_numel(parameter) * shares.get(id(parameter), Fraction(1)))
             for parameter in model.parameters()
             if id(parameter) not in tables
         ]
