@@ -161,6 +161,9 @@ if TYPE_CHECKING:
         register_data_parallel as register_data_parallel,
     )
     from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
+    from axonlaunch.engines.expert.dispatch import AllToAll as AllToAll
+    from axonlaunch.engines.expert.dispatch import Dispatch as Dispatch
+    from axonlaunch.engines.expert.registry import register_dispatch as register_dispatch
     from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.optimizer.registry import register_scheduler as register_scheduler
     from axonlaunch.engines.pipeline.pipeline import (
@@ -288,6 +291,8 @@ _NAMES_BY_MODULE = {
     "axonlaunch.training.callbacks": ("Callback", "RunState", "register_callback"),
     "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
     "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
+    "axonlaunch.engines.expert.dispatch": ("AllToAll", "Dispatch"),
+    "axonlaunch.engines.expert.registry": ("register_dispatch",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),

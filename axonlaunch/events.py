@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -89,6 +89,9 @@ class StepLogged:
         power_w: Power of the device in watts.
         utilization: Fraction of time in which a kernel ran on the device.
         temperature_c: Temperature of the device in degrees Celsius.
+        expert_load: Largest number of tokens of an expert in the step, divided by the mean over
+            the experts of its layer; the largest of all layers. None without experts.
+        expert_loads: The same for each layer with experts, by the number of its block.
     """
 
     step: int
@@ -112,6 +115,8 @@ class StepLogged:
     power_w: float | None = None
     utilization: float | None = None
     temperature_c: float | None = None
+    expert_load: float | None = None
+    expert_loads: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from axonlaunch.cli import checkpoint
-from axonlaunch.cli.command_help import Command
-from axonlaunch.cli.configuration import config, data, doctor, inspect, ls
+from axonlaunch.cli.command_help import Command, CommandGroups
+from axonlaunch.cli.configuration import completion, config, data, doctor, init, inspect, ls
 from axonlaunch.cli.configuration import help as help_pages
 from axonlaunch.cli.conversion import convert
 from axonlaunch.cli.planning import estimate, plan, schedule, verify
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import ConfigIssue
 
 app = typer.Typer(
+    cls=CommandGroups,
     name="axonlaunch",
     help="Train PyTorch models on any layout of devices, from one YAML.",
     invoke_without_command=True,
@@ -33,29 +34,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for name, module in {
-    "train": train,
-    "estimate": estimate,
-    "plan": plan,
-    "profile": profile,
-    "sample": sample,
-    "config": config,
-    "convert": convert,
-    "schedule": schedule,
-    "verify": verify,
-    "inspect": inspect,
-    "ls": ls,
-    "runs": runs,
-    "report": report,
-    "watch": watch,
-    "compare": compare,
-    "diff": diff,
-    "doctor": doctor,
-    "help": help_pages,
-}.items():
-    app.command(name, cls=Command, help=module.HELP, epilog=module.EXAMPLES)(module.command)
-app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
-app.add_typer(data.data_app, name="data")
+COMMANDS: dict[str, dict[str, Any]] = {
+    "Start here": {"init": init, "train": train, "help": help_pages, "doctor": doctor},
+    "Configuration and data": {
+        "config": config,
+        "ls": ls,
+        "convert": convert,
+        "inspect": inspect,
+        "data": data.data_app,
+        "completion": completion,
+    },
+    "Before a run": {
+        "estimate": estimate,
+        "plan": plan,
+        "verify": verify,
+        "schedule": schedule,
+    },
+    "Runs": {
+        "runs": runs,
+        "watch": watch,
+        "report": report,
+        "compare": compare,
+        "diff": diff,
+        "profile": profile,
+    },
+    "Results": {"sample": sample, "checkpoint": checkpoint.checkpoint_app},
+}
+"""Commands by the groups in which ``--help`` lists them."""
+for commands in COMMANDS.values():
+    for name, module in commands.items():
+        if isinstance(module, typer.Typer):
+            app.add_typer(module, name=name)
+        else:
+            app.command(name, cls=Command, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 
 
 def _print_version(is_set: bool) -> None:

@@ -314,6 +314,7 @@ def export(
     if out is not None:
         for name in written:
             typer.echo(f"{out / name}")
+        typer.echo(f"to load: {weights.how_to_load(out, config, is_adapter=not merge)}")
     if pushed is not None:
         typer.echo(f"uploaded to {pushed}")
     if config.model.name in ("gpt", "llama"):

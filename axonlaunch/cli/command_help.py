@@ -1,10 +1,29 @@
-"""Formats the ``--help`` text of a command with the names of its arguments only."""
+"""Formats ``--help``: commands in groups, and the arguments of a command by their names only."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+
+class CommandGroups(TyperGroup):
+    """An application whose commands are listed in the groups of ``app.COMMANDS``."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a table of commands for each group."""
+        del ctx
+        from axonlaunch.cli.app import COMMANDS
+
+        width = max(len(name) for name in self.commands)
+        for title, names in COMMANDS.items():
+            with formatter.section(title):
+                limit = formatter.width - 6 - width
+                rows = [
+                    (f"{name:<{width}}", self.commands[name].get_short_help_str(limit))
+                    for name in names
+                ]
+                formatter.write_dl(rows)
 
 
 class Command(TyperCommand):

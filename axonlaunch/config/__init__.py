@@ -31,6 +31,7 @@ from axonlaunch.config.values.plain import (
     with_values,
 )
 from axonlaunch.system.storage.files import read_text
+from axonlaunch.system.storage.own_files import is_marked_own
 
 __all__ = [
     "CONFIG",
@@ -229,8 +230,9 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     Args:
         path: Path of a ``config.yaml`` or of a run folder.
         trusted: Whether to import modules and to insert values of environment variables that the
-            file names. If false, modules are an error and variables stay ``${oc.env:NAME}``,
-            because the author of the file could have their values sent to a server.
+            file names. If false, and if another user wrote the file, modules are an error and
+            variables stay ``${oc.env:NAME}``, because the author of the file could have their
+            values sent to a server.
 
     Raises:
         ConfigError: There is no such file, it does not fit the schema of this version, or it names
@@ -246,6 +248,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    trusted = trusted or (isinstance(file, Path) and is_marked_own(file, text))
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)

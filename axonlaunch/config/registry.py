@@ -12,7 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from axonlaunch.config.problems.did_you_mean import unknown
@@ -80,6 +80,16 @@ class Entry(Generic[F]):
     arguments: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegisteredConfig:
+    """Options of a name that was registered without a dataclass."""
+
+    name: str
+    """registered name"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of what is registered under the name"""
+
+
 class Registry(Generic[_T, F]):
     """A table of lazily imported objects of one kind.
 
@@ -98,7 +108,7 @@ class Registry(Generic[_T, F]):
         entries: dict[str, Entry[F]] | None = None,
         *,
         entry_points: str | None = None,
-        free_config: type | None = None,
+        free_config: type = RegisteredConfig,
     ) -> None:
         self.kind = kind
         self.entry_points = entry_points

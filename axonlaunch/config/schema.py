@@ -5,6 +5,7 @@ Rules between values are in ``rules``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,7 +13,7 @@ from axonlaunch.config.optimization.optimizer import OPTIMIZERS, AdamWConfig, Op
 from axonlaunch.config.optimization.schedules import SCHEDULERS, CosineConfig, SchedulerConfig
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
-from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.options.loggers import LOGGERS
@@ -140,6 +141,8 @@ class ExpertConfig:
     """number of ranks that the experts of a mixture of experts are divided among. They are data,
     context and tensor ranks, so the degree takes no additional ranks; needs data_parallel=fsdp
     """
+    dispatch: str = field(default="all_to_all", metadata={"names": DISPATCHES})
+    """how tokens travel to the ranks of their experts and back"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +305,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
-    """Error margin of memory estimates, and the estimate that runs during training."""
+    """Assumptions of memory estimates, and the estimate that runs during training."""
 
     margin: float = field(default=0.1, metadata={"min": 0})
     """fraction by which an estimate of memory may be too low. A run fits if the estimate plus this
@@ -313,6 +316,20 @@ class EstimateConfig:
     """predict peak memory and step time in a low-priority process during training; the summary of
     the run reports them; null: only on GPUs, because on CPUs it slows down training
     """
+    routing: Literal["balanced", "skewed", "worst"] = "balanced"
+    """assumed load of divided experts. balanced: all ranks get equally many tokens; skewed: the
+    estimated rank gets imbalance times as many, in every layer; worst: it gets all tokens that can
+    be sent to it
+    """
+    imbalance: float = field(default=2.0, metadata={"min": 1})
+    """tokens of the rank with the most under routing=skewed, relative to balanced; plan assumes it
+    for step times, and for memory unless routing=worst
+    """
+
+    @property
+    def expert_load(self) -> float:
+        """Assumed load of a rank's experts relative to a balanced router; ``inf`` if unlimited."""
+        return {"balanced": 1.0, "skewed": self.imbalance, "worst": math.inf}[self.routing]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,6 +485,7 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     "metrics": EVALUATION_METRICS,
     "callbacks": CALLBACKS,
     "strategy.data_parallel": DATA_PARALLEL,
+    "strategy.expert.dispatch": DISPATCHES,
     "train.loss": LOSSES,
 }
 """Maps each key with registered names as values to its registry."""

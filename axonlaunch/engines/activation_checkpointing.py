@@ -6,6 +6,7 @@ The forward of each block is replaced in place; parameter names do not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from axonlaunch.engines.expert.kept_choices import keep_choices
 from axonlaunch.models.torch_internals import Dropout
 
 _KNOWN = ("torch.nn.modules.", "axonlaunch.models.", "axonlaunch.engines.")
@@ -61,13 +63,18 @@ class _SaveEverySecondProduct:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -> None:
+def apply_activation_checkpointing(
+    blocks: Iterable[nn.Module], *, mode: Mode, num_experts: int = 0
+) -> None:
     """Make blocks recompute their activations in backward.
 
     Args:
         blocks: Repeated blocks of a model.
         mode: ``none``; ``full`` saves only each block's inputs; ``selective`` also saves attention,
             collectives and every second matrix product (torchtitan's per-op policy).
+        num_experts: Largest number of experts among which a router chooses. Choices are saved, so
+            that recomputed blocks route tokens like the forward. 0 if there are no routers, or if
+            blocks are compiled, because torch can't compile this.
     """
     if mode == "none":
         return
@@ -78,12 +85,17 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
         "preserve_rng_state": any(map(may_draw, blocks)),
     }
     if mode == "selective":
-        kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts(
-            _SaveEverySecondProduct()
-        )
+        kwargs["context_fn"] = _selective_contexts
+    if num_experts:
+        contexts = kwargs.get("context_fn")
+        kwargs["context_fn"] = partial(keep_choices, contexts, num_experts=num_experts)
     for block in blocks:
         # Replace the forward instead of wrapping the module, so that parameter names do not change.
         block.forward = _recomputing(block.forward, kwargs)
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_SaveEverySecondProduct())
 
 
 def may_draw(block: nn.Module) -> bool:

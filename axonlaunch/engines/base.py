@@ -31,6 +31,21 @@ class StepResult:
     skipped: Tensor | None
 
 
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Load of the fullest expert of a layer in a step.
+
+    Attributes:
+        relative: Its number of tokens, divided by the mean over the layer's experts.
+        share: The fraction of all tokens that chose it.
+        most: Largest possible ``relative``, rounded down.
+    """
+
+    relative: float
+    share: float
+    most: int
+
+
 class Engine(Protocol):
     """Executes a parallelization strategy for one model: training, evaluation, and state."""
 
@@ -62,6 +77,12 @@ class Engine(Protocol):
 
         Args:
             known_norm: Result of ``gradient_norm`` since ``backward``; None computes it if needed.
+        """
+
+    def expert_loads(self) -> dict[str, ExpertLoad]:
+        """Return the load of each layer with experts in the last step, by the name of its experts.
+
+        Every rank of the world must call it, and the host waits for the device.
         """
 
     def memory_stats(self) -> FSDPMemoryStats | None:

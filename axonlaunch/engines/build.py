@@ -7,13 +7,14 @@ replication. Each step takes the result of the previous one and does not depend 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
@@ -23,6 +24,7 @@ from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -38,7 +40,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExper
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
-from axonlaunch.engines.expert.dispatch import AllToAll
+from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
@@ -79,6 +81,7 @@ from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.metrics import build_metrics
+from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
@@ -141,6 +144,10 @@ class _Plan:
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
         return self.layout.facts.shards_parameters and offload.keeps_parameters_on_host
 
+    def most_experts(self, model: nn.Module) -> int:
+        """Return the largest number of experts of a layer on all ranks; 0 without experts."""
+        return self.layout.expert * self.spec.most_experts(model)
+
     def construct(self) -> nn.Module:
         """Create the full model."""
         model = self.source.construct(self.config, seed=self.config.seed)
@@ -181,6 +188,7 @@ def build_engine(
     num_parameters = sum(logical_numel(p) for p in model.parameters())
     flops = ModelFlops.of(model)
     facts, ties = parameter_facts(plan.spec, model), tied_names(model)
+    num_experts = {name: _num_experts(model, name) for name in plan.spec.experts(model)}
     counts: list[int] = []
     if layout.pipeline > 1:
         assert sample is not None, "balancing pipeline stages requires a sample"
@@ -244,9 +252,49 @@ def build_engine(
             input_multiple=length_multiple(config.strategy),
             loss_scale=LossScale(world.device) if needs_scale else None,
             metrics=build_metrics(config),
+            router_loss=_router_loss(plan),
+            expert_counts=_expert_counts(plan, num_experts, passes.modules),
             saves_frozen=config.saves_frozen,
         )
     )
+
+
+def _num_experts(model: nn.Module, name: str) -> int:
+    num_experts = model.get_submodule(name).num_experts
+    assert isinstance(num_experts, int)
+    return num_experts
+
+
+def _router_loss(plan: _Plan) -> RouterLoss | None:
+    if plan.spec.mixes_samples != "batch" or plan.config.train.loss is not None:
+        return None
+    return RouterLoss(partial(_sum_over, plan, plan.layout.division().sum_axes))
+
+
+def _expert_counts(
+    plan: _Plan, num_experts: Mapping[str, int], modules: Sequence[nn.Module]
+) -> ExpertCounts | None:
+    """Observe the experts; not in compiled blocks, whose graphs have no hooks."""
+    if not num_experts or plan.config.train.compile:
+        return None
+    model: Any = plan.config.model
+    balances = getattr(model, "balance", "none") == "bias"
+    with plan.source.storing():
+        return ExpertCounts(
+            num_experts,
+            modules,
+            device=plan.world.device,
+            sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
+            sum_over_stages=partial(_sum_over, plan, ("pp",)),
+            bias_rate=model.balance_rate if balances else None,
+        )
+
+
+def _sum_over(plan: _Plan, axes: Iterable[str], tensor: Tensor) -> None:
+    """Sum a tensor in place over the ranks along axes of ``Layout.axes``."""
+    for axis in plan.layout.mesh_axes(axes):
+        if plan.mesh.size(axis) > 1:
+            dist.all_reduce(tensor, group=plan.mesh.group(axis).torch_group)
 
 
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
@@ -261,10 +309,10 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             model,
             names,
             mesh=plan.experts.device_mesh[EXPERT],
-            make_dispatch=AllToAll,
+            make_dispatch=DISPATCHES.get(plan.config.strategy.expert.dispatch),
             tensor_group=plan.mesh.group("tp") if tensor.degree > 1 else None,
         )
-        tensor_plan = without_modules(tensor_plan, names)
+        tensor_plan = without_modules(tensor_plan, model, names)
     if tensor.degree > 1:
         if tensor.async_collectives:
             overlap_exchanges(plan.mesh.group("tp"))
@@ -365,7 +413,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     if quantized_names(model):
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward)
-    apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
+    num_experts = 0 if train.compile else plan.most_experts(model)
+    apply_activation_checkpointing(
+        blocks, mode=train.activation_checkpointing, num_experts=num_experts
+    )
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from

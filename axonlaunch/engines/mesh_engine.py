@@ -6,6 +6,7 @@ It combines the other modules of this package, which implement the layouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,12 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
-from axonlaunch.engines.base import StepResult
+from axonlaunch.engines.base import ExpertLoad, StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
+from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.step import Update
@@ -34,6 +36,7 @@ from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.specs.metrics import Metric
+from axonlaunch.models.specs.router_loss import RouterLoss, RoutingMode
 from axonlaunch.models.specs.spec import ModelOutputs
 
 
@@ -87,6 +90,8 @@ class EngineParts:
         input_multiple: Number that must divide the length of a sequence.
         loss_scale: Loss scale of fp16; None with other precisions.
         metrics: Metrics of evaluations.
+        router_loss: Balancing loss of routers over the global batch; None without one.
+        expert_counts: Tokens of each expert; None without experts.
         saves_frozen: Whether ``state_dict`` includes frozen parameters.
     """
 
@@ -107,6 +112,8 @@ class EngineParts:
     input_multiple: int = 1
     loss_scale: LossScale | None = None
     metrics: Sequence[Metric] = ()
+    router_loss: RouterLoss | None = None
+    expert_counts: ExpertCounts | None = None
     saves_frozen: bool = True
 
 
@@ -177,9 +184,13 @@ class MeshEngine:
                 # Gradients are averaged over the data ranks, but the losses must be summed.
                 factor = parts.layout.gradient_ranks / tokens.clamp(min=1)
             loss = parts.losses.sum(outputs, micro_batch) * factor
+            if parts.router_loss is not None and (share := parts.router_loss.take()) is not None:
+                loss = loss + share * parts.layout.gradient_ranks
             return loss if scale is None else loss * scale.value
 
-        losses = parts.passes.train(batch, loss=scaled)
+        self._count_choices(batch)
+        with self._routing("share"), self._counting():
+            losses = parts.passes.train(batch, loss=scaled)
         total = torch.zeros((), device=parts.world.device)
         if self._reports_loss:
             total += torch.stack(losses).sum()
@@ -237,7 +248,7 @@ class MeshEngine:
             full = micro_batch if is_complete else next(complete)
             return torch.cat([loss, self._metric_sums(outputs, full)])
 
-        with evaluating(self.modules), parts.losses.evaluating():
+        with evaluating(self.modules), parts.losses.evaluating(), self._routing("off"):
             measured = parts.passes.losses(local, loss=measure)
         if not self._reports_loss:
             num_sums = 2 + sum(metric.num_sums for metric in parts.metrics)
@@ -357,10 +368,44 @@ class MeshEngine:
         overflowed = None
         if scale is not None and norm is not None:
             overflowed = scale.update(push_to(~torch.isfinite(norm), parts.world.device))
+        if parts.expert_counts is not None:
+            parts.expert_counts.move_biases(skipped=overflowed)
         parts.update.apply(rate=lambda peak: rule.rate(self.step - 1, peak=peak), skip=overflowed)
         if parts.replicas is not None:
             parts.replicas.after_update(step=self.step)
         return norm, overflowed
+
+    def expert_loads(self) -> dict[str, ExpertLoad]:
+        """Return the load of each layer with experts in the last step; empty without experts.
+
+        Every rank of the world must call it, and the host waits for the device.
+        """
+        counts = self._parts.expert_counts
+        return {} if counts is None else counts.loads()
+
+    def _count_choices(self, batch: AnyBatch) -> None:
+        """Count the routers' choices before a step with several micro-batches.
+
+        The loss of the first micro-batch depends on the choices of the last one.
+        """
+        loss, layout = self._parts.router_loss, self._parts.layout
+        if loss is None:
+            return
+        loss.begin_step()
+        if layout.micro_batches == 1:
+            return
+        nothing = torch.zeros((), device=self._parts.world.device)
+        with torch.no_grad(), loss.running("count"):
+            self._parts.passes.losses(batch, loss=lambda *_: nothing)
+        self._seed_draws()
+
+    def _routing(self, mode: RoutingMode) -> AbstractContextManager[None]:
+        loss = self._parts.router_loss
+        return nullcontext() if loss is None else loss.running(mode)
+
+    def _counting(self) -> AbstractContextManager[None]:
+        counts = self._parts.expert_counts
+        return nullcontext() if counts is None else counts.counting()
 
     def _synchronise(self) -> None:
         """Finish gradient synchronization: average replicas, collect rows, sum tied weights."""

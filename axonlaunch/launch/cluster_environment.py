@@ -1,4 +1,4 @@
-"""Detects from environment variables whether torchrun, MPI or SLURM started this process.
+"""Detects from environment variables which launcher or cluster started this process.
 
 Incomplete or invalid variables are reported as problems; valid values are written into a composed
 configuration. This module neither imports torch nor starts processes.
@@ -7,12 +7,7 @@ configuration. This module neither imports torch nor starts processes.
 from __future__ import annotations
 
 import dataclasses
-import re
-import socket
-import subprocess
-import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +15,21 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue
 from axonlaunch.config.problems.errors import divisor_of
 from axonlaunch.launch.environment_variables import (
     ADDRESS,
+    COMPLETION_INDEX,
+    NODE_VARIABLES,
     OPEN_MPI,
     PMI,
     RANK_VARIABLES,
     SLURM,
+    NodeVariables,
     RankVariables,
+)
+from axonlaunch.launch.external.variable_reader import (
+    VariableReader,
+    first_host,
+    port_of,
+    slurm_address,
+    tasks_here,
 )
 
 
@@ -40,6 +45,9 @@ class ClusterEnvironment:
         local_world_size: Number of ranks on this node; None if unknown.
         nnodes: Number of nodes; None if unknown.
         node_rank: Number of this node; None if unknown.
+        nproc: Number of ranks that this process has to start; None if the launcher leaves it open.
+        completion_index: Number of this pod of an Indexed Job; None outside of one. It is the
+            number of the node if the run has several.
         master_addr: Address of rank 0; None if unknown.
         master_port: Port on which rank 0 listens; None if unknown.
         run_id: Distinguishes this run from others of the same launcher.
@@ -56,6 +64,8 @@ class ClusterEnvironment:
     local_world_size: int | None = None
     nnodes: int | None = None
     node_rank: int | None = None
+    nproc: int | None = None
+    completion_index: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
     run_id: str = ""
@@ -70,7 +80,7 @@ class ClusterEnvironment:
         If a scheduler started only one task, it counts as no launcher: this process then starts
         the ranks.
         """
-        reader = _Reader(environment)
+        reader = VariableReader(environment)
         try:
             detected = _read(reader)
         except ConfigError as error:
@@ -117,6 +127,10 @@ class ClusterEnvironment:
             problems = [ConfigIssue("launch.name", message, name)]
         elif name == "local":
             problems = []
+        elif self.completion_index is not None and not self.launcher:
+            if tree["launch"].get("nnodes", 1) != 1:  # otherwise each pod is a run
+                rank = {"node_rank": self.completion_index}
+                problems += _write(tree["launch"], rank, self, COMPLETION_INDEX)
         elif self.launcher:
             problems += apply_to_config(tree, self, accelerators=accelerators)
         elif name == "env" and not problems and tree["launch"].get("nnodes", 1) == 1:
@@ -125,14 +139,15 @@ class ClusterEnvironment:
             )
             problems.append(ConfigIssue("launch.name", message, name))
         previous = composed.tree.get("launch", {})
-        origin = f"environment ({self.launcher})".replace(" (the environment)", "")
+        source = self.launcher or COMPLETION_INDEX
+        origin = f"environment ({source})".replace(" (the environment)", "")
         changed = {f"launch.{k}": origin for k, v in tree["launch"].items() if previous.get(k) != v}
         return dataclasses.replace(
             composed, tree=tree, problems=[*composed.problems, *problems], in_environment=changed
         )
 
 
-def _read(reader: _Reader) -> ClusterEnvironment:
+def _read(reader: VariableReader) -> ClusterEnvironment:
     environment = reader.environment
     if any(environment.get(name) for name in RANK_VARIABLES):
         return _variables(reader)
@@ -143,9 +158,85 @@ def _read(reader: _Reader) -> ClusterEnvironment:
         return _scheduler(reader, SLURM)
     if environment.get(PMI.rank):
         return _scheduler(reader, PMI)
+    sets = [names for names in NODE_VARIABLES if _is_set(names, environment)]
+    if sets:
+        return _one_of_nodes(reader, sets)
+    index = reader.number(COMPLETION_INDEX)
+    if index is not None:
+        return ClusterEnvironment(
+            completion_index=index,
+            master_addr=environment.get("MASTER_ADDR"),
+            master_port=reader.number("MASTER_PORT", least=1, below=65536),
+        )
     if any(environment.get(name) for name in ADDRESS):
         return _variables(reader)
     return ClusterEnvironment()
+
+
+def _is_set(names: NodeVariables, environment: Mapping[str, str]) -> bool:
+    return any(
+        environment.get(name)
+        for name in (names.nnodes, names.node_rank, names.address, names.port, names.nproc)
+    )
+
+
+def _one_of_nodes(reader: VariableReader, sets: list[NodeVariables]) -> ClusterEnvironment:
+    """Read the variables of tools that start one process on each node, which starts its ranks.
+
+    The first tool's values count; those of the others, and the index of the pod, must be equal.
+    """
+    found = [_node(reader, names) for names in sets]
+    first, names = found[0], sets[0]
+    for other, other_names in zip(found[1:], sets[1:], strict=True):
+        _refuse_other(reader, (names.nnodes, first.nnodes), (other_names.nnodes, other.nnodes))
+        rank = (names.node_rank, first.node_rank)
+        _refuse_other(reader, rank, (other_names.node_rank, other.node_rank))
+    index = (COMPLETION_INDEX, reader.number(COMPLETION_INDEX))
+    _refuse_other(reader, (names.node_rank, first.node_rank), index)
+    if first.nnodes != 1:
+        return first
+    if first.nproc is None:
+        return ClusterEnvironment()
+    return dataclasses.replace(
+        first, world_size=first.nproc, local_world_size=None, master_addr=None, master_port=None
+    )
+
+
+def _refuse_other(
+    reader: VariableReader, first: tuple[str, int | None], other: tuple[str, int | None]
+) -> None:
+    if first[1] is not None and other[1] is not None and first[1] != other[1]:
+        message = f"but {first[0]}={first[1]}; they describe the same node: unset one of them"
+        reader.problems.append(ConfigIssue(other[0], message, other[1]))
+
+
+def _node(reader: VariableReader, names: NodeVariables) -> ClusterEnvironment:
+    environment = reader.environment
+    required = [name for name in (names.nnodes, names.node_rank, names.address, names.port) if name]
+    reader.require(required, of=[*required, *([names.nproc] if names.nproc else [])])
+    nnodes = reader.number(names.nnodes, least=1)
+    node_rank = reader.number(names.node_rank, below=nnodes)
+    addresses = environment.get(names.address, "").split()
+    if nnodes is not None and 1 < len(addresses) != nnodes:
+        message = f"has {len(addresses)} addresses, but {names.nnodes}={nnodes}"
+        reader.problems.append(ConfigIssue(names.address, message))
+    nproc = None
+    if names.nproc and environment.get(names.nproc) not in ("auto", "gpu"):
+        nproc = reader.number(names.nproc, least=1)
+    port = reader.number(names.port or "MASTER_PORT", least=1, below=65536)
+    run_id = environment.get(names.run_id, "")
+    return ClusterEnvironment(
+        launcher=names.launcher,
+        rank=node_rank or 0,
+        world_size=nnodes or 1,
+        local_world_size=1,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc=nproc,
+        master_addr=addresses[0] if addresses else None,
+        master_port=port or port_of(f"{names.launcher} {run_id}"),
+        run_id=run_id,
+    )
 
 
 def apply_to_config(
@@ -181,17 +272,24 @@ def apply_to_config(
         "nproc": nproc,
         "nnodes": world_size // nproc,
         "node_rank": first // nproc,
-        "master_addr": detected.master_addr,
-        "master_port": detected.master_port,
     }
+    return problems + _write(launch, values, detected, _source(detected))
+
+
+def _write(
+    launch: dict[str, Any], values: dict[str, Any], detected: ClusterEnvironment, source: str
+) -> list[ConfigIssue]:
+    """Write values and the address of node 0 into ``launch``; report settings that differ."""
+    problems: list[ConfigIssue] = []
+    values |= {"master_addr": detected.master_addr, "master_port": detected.master_port}
     for key, value in values.items():
         configured = launch.get(key, "auto")
         if value is None:
             continue
         if configured not in ("auto", value) and not (key == "nnodes" and configured == 1):
             message = (
-                f"{detected.launcher} says {value}; remove this setting, or start without "
-                f"{_source(detected)}"
+                f"{detected.launcher or source} says {value}; remove this setting, or start "
+                f"without {source}"
             )
             problems.append(ConfigIssue(f"launch.{key}", message, configured))
         launch[key] = value
@@ -206,16 +304,23 @@ def _ranks_here(
     launch: dict[str, Any], detected: ClusterEnvironment, accelerators: Callable[[], int]
 ) -> tuple[int | None, list[ConfigIssue]]:
     nproc, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
+    if detected.nproc is not None:
+        return detected.nproc, []
     if detected.local_world_size is not None and detected.local_rank is not None:
         return detected.local_world_size, []
     if isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0:
         return nproc, []
     if detected.local_world_size is not None and not detected.one_per_node:
         return detected.local_world_size, []
-    if isinstance(nnodes, int) and nnodes > 1 and detected.world_size % nnodes == 0:
+    is_launcher_of_node = detected.one_per_node and detected.local_rank is None
+    if is_launcher_of_node or nnodes == 1:
+        if count := accelerators():
+            return count, []
+    elif isinstance(nnodes, int) and detected.world_size % nnodes == 0:
         return detected.world_size // nnodes, []
-    if nnodes == 1 and (count := accelerators()):
-        return count, []
+    if is_launcher_of_node:
+        message = f"is required without accelerators; {detected.launcher} sets no number of ranks"
+        return None, [ConfigIssue("launch.nproc", message, nproc)]
     message = (
         f"the run has WORLD_SIZE={detected.world_size} ranks, and nothing says how many of them "
         "run on this node; write the number, or launch.nnodes"
@@ -223,39 +328,9 @@ def _ranks_here(
     return None, [ConfigIssue("launch.nproc", message, nproc)]
 
 
-class _Reader:
-    """Reads numbers from the environment and collects their problems."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.environment = environment
-        self.problems: list[ConfigIssue] = []
-
-    def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
-        """Return the number in a variable; None if it is not set or invalid."""
-        text = self.environment.get(name, "")
-        if not text:
-            return None
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            self.problems.append(ConfigIssue(name, f"expected a whole number from {least}", text))
-            return None
-        if below is not None and int(text) >= below:
-            self.problems.append(ConfigIssue(name, f"expected a number below {below}", text))
-            return None
-        return int(text)
-
-    def missing(self, *names: str) -> None:
-        """Report a problem for each unset variable of a set that must be complete."""
-        set_names = [name for name in (*RANK_VARIABLES, *ADDRESS) if self.environment.get(name)]
-        for name in names:
-            if not self.environment.get(name):
-                verb = "is" if len(set_names) == 1 else "are"
-                message = f"is not set, but {', '.join(set_names)} {verb}"
-                self.problems.append(ConfigIssue(name, f"{message}; set it, or write launch=local"))
-
-
-def _variables(reader: _Reader) -> ClusterEnvironment:
+def _variables(reader: VariableReader) -> ClusterEnvironment:
     environment = reader.environment
-    reader.missing("RANK", "WORLD_SIZE", *ADDRESS)
+    reader.require(("RANK", "WORLD_SIZE", *ADDRESS), of=(*RANK_VARIABLES, *ADDRESS))
     world_size = reader.number("WORLD_SIZE", least=1)
     rank = reader.number("RANK", below=world_size)
     here = reader.number("LOCAL_WORLD_SIZE", least=1)
@@ -277,7 +352,7 @@ def _variables(reader: _Reader) -> ClusterEnvironment:
     )
 
 
-def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment:
+def _scheduler(reader: VariableReader, names: RankVariables) -> ClusterEnvironment:
     environment = reader.environment
     world_size = reader.number(names.world_size, least=1)
     if world_size is None:
@@ -293,9 +368,9 @@ def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment:
     if names is SLURM:
         run_id = f"{run_id}.{environment.get('SLURM_STEP_ID', '')}"
         nnodes = reader.number(names.nnodes, least=1)
-        here = _tasks_here(environment)
+        here = tasks_here(environment)
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        address = address or (_address(first_host(nodes)) if nnodes != 1 else "127.0.0.1")
+        address = address or (slurm_address(first_host(nodes)) if nnodes != 1 else "127.0.0.1")
     else:
         here = reader.number(names.local_world_size, least=1)
         if here is not None and here == world_size:
@@ -319,45 +394,3 @@ def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment:
         master_port=port or port_of(f"{names.launcher} {run_id}"),
         run_id=run_id,
     )
-
-
-def _tasks_here(environment: Mapping[str, str]) -> int | None:
-    """Return this node's number of tasks from ``SLURM_STEP_TASKS_PER_NODE``, like ``2(x3),1``."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            counts += [int(match[1])] * int(match[2] or 1)
-    node = environment.get("SLURM_NODEID", "")
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: ``gpu[03-07,9],login`` -> ``gpu03``."""
-    match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    assert match is not None
-    return match[1] + (match[2] or "") + (match[3] or "")
-
-
-def _address(node: str) -> str:
-    """Return a node's address: its name if that resolves as a host name, else SLURM's NodeAddr.
-
-    Raises:
-        ConfigError: The name is not a host name and SLURM does not report an address.
-    """
-    with suppress(OSError):
-        socket.getaddrinfo(node, None)
-        return node
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["scontrol", "show", "node", node, "--oneliner"]
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-        if match := re.search(r"\bNodeAddr=(\S+)", answer):
-            return match[1]
-    message = f"srun's first node {node} is not a host name; set the variable to its address"
-    raise ConfigError([ConfigIssue("MASTER_ADDR", message)])
-
-
-def port_of(run_id: str) -> int:
-    """Derive a port from a run's identifier, below the range of ephemeral ports."""
-    return 10000 + zlib.crc32(run_id.encode()) % 20000

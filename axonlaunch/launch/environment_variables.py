@@ -46,6 +46,57 @@ SLURM = RankVariables(
     "SLURM_STEP_NUM_NODES",
     "SLURM_NODEID",
 )
+
+
+@dataclass(frozen=True)
+class NodeVariables:
+    """Names of the variables of a tool that starts one process on each node.
+
+    Attributes:
+        launcher: Name of the tool.
+        nnodes: Number of nodes.
+        node_rank: Number of this node.
+        address: Address of node 0, or addresses of all nodes on separate lines.
+        port: Port on node 0; empty if the tool sets none.
+        nproc: Number of ranks on each node; empty if the tool sets none.
+        run_id: Identifies the run on all of its nodes; empty if there is ``port``.
+    """
+
+    launcher: str
+    nnodes: str
+    node_rank: str
+    address: str
+    port: str = ""
+    nproc: str = ""
+    run_id: str = ""
+
+
+NODE_VARIABLES = (
+    NodeVariables(
+        "Kubeflow Trainer",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+        "PET_NPROC_PER_NODE",
+    ),
+    NodeVariables(
+        "SkyPilot",
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NODE_IPS",
+        run_id="SKYPILOT_TASK_ID",
+    ),
+    NodeVariables(
+        "dstack",
+        "DSTACK_NODES_NUM",
+        "DSTACK_NODE_RANK",
+        "DSTACK_MASTER_NODE_IP",
+        run_id="DSTACK_RUN_ID",
+    ),
+)
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
+"""Number of a pod of a Kubernetes Job with ``completionMode: Indexed``."""
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 

@@ -5,7 +5,7 @@ Functions are referred to by name and imported only when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias, cast
@@ -33,8 +33,9 @@ class LaunchOptions:
         composed: Composed files, overrides and environment of the run; None if no command launches
             the run.
         proof: Proof of the run's layout; None if no proof was requested.
-        again: Text to append to the command so that it resumes the run; None appends the run's
-            name.
+        command: Words of the command that launched the run; empty for a script.
+        resumed_name: Name with which the command resumes the run; None for the run's, empty if the
+            command has the names of its runs.
         identity: Identity of the run across its starts by a launcher or scheduler.
         show: Receives a text that describes the current work, to show while the user waits.
     """
@@ -44,7 +45,8 @@ class LaunchOptions:
     as_json: bool = False
     render: bool = False
     dry_run: bool = False
-    again: str | None = None
+    command: Sequence[str] = ()
+    resumed_name: str | None = None
     composed: Composed | None = None
     proof: Proof | None = None
     identity: LaunchIdentity = UNKNOWN_LAUNCH

@@ -57,6 +57,7 @@ from axonlaunch.system.storage.files import (
     read_text,
     replace_text,
 )
+from axonlaunch.system.storage.own_files import mark_own
 from axonlaunch.system.storage.run_files import (
     CRASH,
     EVENTS,
@@ -123,7 +124,9 @@ def open_run_dir(
             if not is_submitted:
                 about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
                 append_event(folder, "launched", {**about, "by": launched_by or None})
-            replace_text(folder / CONFIG, to_yaml(config))
+            frozen = to_yaml(config)
+            replace_text(folder / CONFIG, frozen)
+            mark_own(folder / CONFIG, frozen)
             (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))

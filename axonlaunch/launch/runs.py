@@ -121,6 +121,7 @@ def load_runs(
     """
     runs: list[Run] = []
     problems: list[ConfigIssue] = []
+    options = dataclasses.replace(options, command=request.words())
     batches = request.overrides_of_runs()
     for overrides in batches:
         with _gathering(problems, overrides, is_sweep=len(batches) > 1):
@@ -167,7 +168,9 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
             message = "a sweep runs on one node; use 1, or start its runs one by one"
             raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
         if runs[0].options.render and not launcher(name).renders:
-            message = "--render prints the script of a SLURM job; use slurm"
+            message = (
+                "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
+            )
             raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
     if len(names) > 1:
         message = "all runs of a sweep need the same launcher; start the others separately"
@@ -232,13 +235,13 @@ def _prove(runs: list[Run]) -> list[Run]:
 
 
 def _with_headers(runs: Sequence[Run]) -> list[Run]:
-    """Give each run of a sweep its header and the text that resumes the whole sweep."""
+    """Give each run of a sweep its header and the name that resumes the whole sweep."""
     variations = sweep.varied_overrides([run.overrides for run in runs])
-    again = sweep.again([run.config for run in runs])
+    name = sweep.name_of_sweep([run.config for run in runs])
     first = next((index for index, run in enumerate(runs) if run.finished is None), 0)
     return [
         dataclasses.replace(
-            _with_options(run, again=again),
+            _with_options(run, resumed_name=name),
             header=sweep.run_header(
                 variation, number=index + 1, of=len(runs), is_done=run.finished is not None
             ),

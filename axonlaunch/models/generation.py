@@ -21,6 +21,7 @@ def generate(
     context_length: int,
     temperature: float = 0.8,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     is_over: Callable[[list[int]], bool] = lambda new_tokens: False,
 ) -> list[int]:
@@ -36,6 +37,8 @@ def generate(
         temperature: Divisor of the logits; 0, or a value close to 0, always selects the most likely
             token.
         top_k: Number of most likely tokens to sample from; None samples from all tokens.
+        top_p: Sample from the fewest most likely tokens that together have this probability
+            (nucleus sampling, https://arxiv.org/abs/1904.09751); None samples from all tokens.
         seed: Seed of the sampling.
         is_over: Called with the new tokens; generation stops when it returns true.
 
@@ -51,6 +54,8 @@ def generate(
         raise ValueError(f"temperature={temperature}: must be 0 or more; 0 is greedy")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1, or None for all tokens")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
     # Sample on the CPU, so that a seed gives the same text on every kind of device.
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
@@ -58,7 +63,10 @@ def generate(
         for _ in range(max_new_tokens):
             context = torch.tensor([tokens[-context_length:]], device=device)
             logits = model(context)[0, -1].float().cpu()
-            tokens.append(_sample_token(logits, generator, temperature=temperature, top_k=top_k))
+            chosen = _sample_token(
+                logits, generator, temperature=temperature, top_k=top_k, top_p=top_p
+            )
+            tokens.append(chosen)
             if is_over(tokens[len(prompt_tokens) :]):
                 break
     return tokens[len(prompt_tokens) :]
@@ -79,7 +87,12 @@ def _evaluating(model: Callable[[Tensor], Tensor]) -> Iterator[torch.device]:
 
 
 def _sample_token(
-    logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None
+    logits: Tensor,
+    generator: torch.Generator,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
 ) -> int:
     if temperature == 0:
         return int(logits.argmax())
@@ -89,4 +102,8 @@ def _sample_token(
         indices = torch.arange(len(logits))
     # In fp64 and with the maximum at 0, because division by a tiny temperature may overflow.
     probabilities = ((logits - logits.max()).double() / temperature).softmax(-1).float()
+    if top_p is not None:
+        probabilities, order = probabilities.sort(descending=True, stable=True)
+        before = probabilities.cumsum(-1) - probabilities
+        indices, probabilities = indices[order], probabilities.where(before < top_p, 0.0)
     return int(indices[torch.multinomial(probabilities, 1, generator=generator)])

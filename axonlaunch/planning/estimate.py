@@ -20,7 +20,15 @@ from axonlaunch.config.consistency.layout import Layout, estimate_device, resolv
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
-from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
+from axonlaunch.planning.records import (
+    Estimate,
+    Forecast,
+    Remedy,
+    RoutingForecast,
+    Searched,
+    StepPrediction,
+)
+from axonlaunch.planning.search.expert_loads import ROUTINGS, routing_forecast, with_routing
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
@@ -108,6 +116,12 @@ def forecast(
         )
     else:
         result = cached_estimate(context, config, exact=exact)
+    routings: list[RoutingForecast] = []
+    if config.strategy.expert.degree > 1 and not analytic:
+        for routing in ROUTINGS:
+            routed = with_routing(config, routing)
+            estimated = cached_estimate(context, routed, exact=exact)
+            routings.append(routing_forecast(routed, estimated))
     hardware = config.hardware
     return Forecast(
         layout=str(Layout.of(config, world_size=result.world_size)),
@@ -124,6 +138,7 @@ def forecast(
             for key in ("context_mib", "communicator_mib")
             if hardware is not None and getattr(hardware, key) is not None
         ),
+        routings=tuple(routings),
     )
 
 
@@ -167,8 +182,31 @@ def suggest_changes(
     return ended
 
 
+def with_routing_changes(
+    context: ForkServerContext, config: RunConfig, forecast: Forecast
+) -> tuple[RoutingForecast, ...]:
+    """Return the forecasts of all loads, with the cheapest change that makes each one fit.
+
+    Args:
+        context: Context of the warm fork server.
+        config: Configuration passed to ``forecast``.
+        forecast: Result of ``forecast``.
+    """
+
+    def completed(routed: RoutingForecast) -> RoutingForecast:
+        if routed.verdict in (None, "fits"):
+            return routed
+        case = dataclasses.replace(forecast, estimate=routed.estimate)
+        search = suggest_changes(context, with_routing(config, routed.routing), case)
+        change = next(search, None)
+        search.close()
+        return dataclasses.replace(routed, change=change)
+
+    return tuple(map(completed, forecast.routings))
+
+
 def with_changes(context: ForkServerContext, config: RunConfig, forecast: Forecast) -> Forecast:
-    """Return a forecast with every change that makes the run fit.
+    """Return a forecast with every change that makes the run fit, and one for each load of experts.
 
     Args:
         context: Context of the warm fork server.
@@ -184,7 +222,13 @@ def with_changes(context: ForkServerContext, config: RunConfig, forecast: Foreca
             ended: Searched = end.value
             break
     notes = [*forecast.notes, *([NOT_SEARCHED + ended.reason] if ended.reason else [])]
-    return dataclasses.replace(forecast, changes=tuple(changes), untried=ended.untried, notes=notes)
+    return dataclasses.replace(
+        forecast,
+        changes=tuple(changes),
+        untried=ended.untried,
+        notes=notes,
+        routings=with_routing_changes(context, config, forecast),
+    )
 
 
 def cached_estimate(

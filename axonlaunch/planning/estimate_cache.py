@@ -17,7 +17,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import estimate_device, num_ranks
-from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system.node import allocator_settings
@@ -91,7 +91,8 @@ def _is_ours(config: RunConfig) -> bool:
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
     return (
-        config.train.loss is None
+        DISPATCHES.is_included(config.strategy.expert.dispatch)
+        and config.train.loss is None
         and not config.plugins
         and all(
             REGISTRIES[group].is_included(getattr(config, group).name)
@@ -112,6 +113,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IGNORED_TRAIN_KEYS},
         "world_size": num_ranks(config),
         "on": target,
+        "expert_load": config.estimate.expert_load if config.strategy.expert.degree > 1 else 1.0,
         "hardware": {name: getattr(hardware, name, None) for name in figures},
         "exact": exact,
         "allocator": dataclasses.asdict(allocator_settings.settings_of_ranks()),

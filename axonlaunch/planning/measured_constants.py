@@ -54,6 +54,28 @@ COLLECTIVE_S = 6.6e-6
 
 Source: NCCL's ``src/graph/tuning.cc``, ring, LL.
 """
+HOST_WAIT_S = 26e-6
+"""Seconds for which a device is idle when the host reads a number from it.
+
+Source: a round trip on Linux with an RTX 3090, jingyaogong/minimind#837 (116e-6 under WSL2).
+"""
+HOST_COPIES = 1.4
+"""Time that offload adds to a step, relative to copying its larger direction.
+
+Nothing of it is hidden: the copies wait for each other, and some use memory that is not pinned.
+
+Source: scripts/gpu speed on one H100, 1.5B parameters: 1.49 with params, 1.35 with
+optimizer_states.
+"""
+DEFAULT_EFFICIENCY = {
+    "matrix_efficiency": 0.79,
+    "attention_efficiency": 0.58,
+    "link_efficiency": 0.8,
+}
+"""Efficiencies of devices for which none is published; plans say that they use them.
+
+Source: medians of the devices in ``configs/hardware`` with published figures.
+"""
 HALF_LENGTH = 512
 """Number of keys at which fused attention reaches half of its rate on long sequences.
 

@@ -6,6 +6,7 @@ hardware without the required figures.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -20,6 +21,7 @@ from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
+from axonlaunch.planning.search.assumed_figures import with_assumed_figures
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
@@ -96,8 +98,8 @@ def plan_config(
             message = "is measured on one node; use published hardware, with a network"
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
-        config = configuration.with_values(config, {"hardware": hardware})
-    config = with_precision(config)
+    hardware, assumed = with_assumed_figures(hardware, devices=devices)
+    config = with_precision(configuration.with_values(config, {"hardware": hardware}))
     values = configuration.flatten(config)
     plan: Plan = forked_call.call(
         context,
@@ -108,7 +110,7 @@ def plan_config(
         wanted,
         task="searching layouts",
     )
-    return plan
+    return dataclasses.replace(plan, assumed=assumed)
 
 
 def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) -> Plan:
@@ -198,9 +200,17 @@ def _overrides_group(default: dict[str, Any]) -> bool:
 
 
 def fixed_keys(composed: Composed) -> list[str]:
-    """Return the layout keys that an override sets directly."""
-    overrides = composed.overridden
-    return [key for key in SEARCHED if key in overrides and _sets(overrides[key], key)]
+    """Return the layout keys that an override or an experiment sets directly."""
+    overrides, files = composed.overridden, composed.in_files()
+    return [
+        key
+        for key in SEARCHED
+        if (_sets(overrides[key], key) if key in overrides else _is_experiment(files.get(key, "")))
+    ]
+
+
+def _is_experiment(file: str) -> bool:
+    return file.startswith("experiment/")
 
 
 def _sets(override: str, key: str) -> bool:

@@ -109,6 +109,7 @@ class Workload:
         sequence_length: Positions per sample; None if samples are not sequences.
         precision: Precision of forward and backward.
         activation_checkpointing: Mode of activation checkpointing; None if it is being searched.
+        model: Name of the model.
     """
 
     global_batch_size: int
@@ -116,6 +117,7 @@ class Workload:
     sequence_length: int | None
     precision: str
     activation_checkpointing: str | None
+    model: str = "model"
 
     def __str__(self) -> str:
         """Return a description for the first line of a table."""
@@ -201,6 +203,25 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class RoutingForecast:
+    """Memory of a run with divided experts, for one assumed load of the rank with the most tokens.
+
+    Attributes:
+        routing: Value of ``estimate.routing``.
+        load: Tokens of that rank relative to a balanced router; None for as many as possible.
+        estimate: Estimated memory with this load.
+        verdict: Whether the run fits a device; None without ``hardware``.
+        change: The cheapest change that makes it fit; None if it fits or none was found.
+    """
+
+    routing: str
+    load: float | None
+    estimate: Estimate
+    verdict: FitVerdict | None
+    change: Remedy | None = None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """An estimate with the information that is reported to the user.
 
@@ -217,6 +238,7 @@ class Forecast:
         measured: Configured keys of ``hardware`` for the memory outside torch's allocator.
         changes: Changes that make the run fit; empty if they were not searched.
         untried: Number of changes that may fit but were not estimated before the time limit.
+        routings: Memory for each load of the experts; empty if experts are not divided.
     """
 
     layout: str
@@ -231,6 +253,7 @@ class Forecast:
     measured: tuple[str, ...] = ()
     changes: tuple[Remedy, ...] = ()
     untried: int = 0
+    routings: tuple[RoutingForecast, ...] = ()
 
     @property
     def verdict(self) -> FitVerdict | None:
@@ -299,9 +322,14 @@ class Plan:
     Attributes:
         workload: Workload of a step, without the searched settings.
         searched: Number of layouts considered.
-        candidates: Traced layouts, with the fastest fitting layout first.
+        candidates: Estimated layouts, with the fastest fitting layout first.
+        assumed: Figures of the hardware that are not published, and the assumed values.
+        untraced: Number of layouts that may fit and be faster than the first one by formulas, but
+            were not traced.
     """
 
     workload: Workload
     searched: int
     candidates: list[Planned]
+    assumed: dict[str, float] = field(default_factory=dict)
+    untraced: int = 0

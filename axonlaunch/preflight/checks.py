@@ -76,6 +76,7 @@ from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems, rate_problems
 from axonlaunch.preflight.parallelism import (
     AXIS_PROBLEMS,
+    balance_problems,
     expert_problems,
     first_four,
     sharding_problems,
@@ -216,6 +217,7 @@ def _examine(
         for axis in PRINTED:
             problems += AXIS_PROBLEMS[axis.name](config, spec, model)
         problems += expert_problems(config, spec, model)
+        problems += balance_problems(config, spec, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:

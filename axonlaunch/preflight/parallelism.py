@@ -18,6 +18,7 @@ from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.engines.context.context import CHUNKS
+from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
 from axonlaunch.engines.pipeline.split import (
     block_names,
     cuttable,
@@ -133,7 +134,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         return
     plan = tensor.plan or spec.plan(model)
     if config.strategy.expert.degree > 1:  # experts are divided by expert_problems
-        plan = without_modules(plan, spec.experts(model))
+        plan = without_modules(plan, model, spec.experts(model))
     if not plan:
         message = (
             f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
@@ -164,7 +165,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     reduced = model if tensor.plan else spec.representative(model)
     plan = tensor.plan or spec.plan(reduced)
     if config.strategy.expert.degree > 1:
-        plan = without_modules(plan, spec.experts(reduced))
+        plan = without_modules(plan, reduced, spec.experts(reduced))
     if difference := division_problem(
         reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)
     ):
@@ -189,6 +190,27 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
     """Return the degrees that divide the experts of every layer; [] without such experts."""
     experts: list[Any] = [model.get_submodule(name) for name in spec.experts(model)]
     return divisors(math.gcd(*(part.num_experts for part in experts))) if experts else []
+
+
+def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield the reasons why the biases of routers can't balance the experts of the model."""
+    described: Any = config.model
+    balance = getattr(described, "balance", "none")
+    if balance == "none":
+        return
+    experts = spec.experts(model)
+    if not experts or any(router_with_bias(model, name) is None for name in experts):
+        message = (
+            f"{type(model).__name__} has no routers with an {CORRECTION_BIAS}; use none, and "
+            "model.router_aux_loss if it has such a loss"
+        )
+        yield ConfigIssue("model.balance", message, balance)
+    elif config.adapter is not None:
+        message = "an exported adapter does not contain the biases of routers; use none"
+        yield ConfigIssue("model.balance", message, balance)
+    elif config.train.compile:
+        message = "compiled blocks can't count the tokens of experts; use model.balance=none"
+        yield ConfigIssue("train.compile", message, True)
 
 
 def _custom_loss_problems(

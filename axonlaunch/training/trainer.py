@@ -45,6 +45,7 @@ from axonlaunch.training.ending.nonfinite import (
 )
 from axonlaunch.training.ending.stop_vote import StopVote
 from axonlaunch.training.measuring.device_use import DeviceUse
+from axonlaunch.training.measuring.expert_load import RouterWatch
 from axonlaunch.training.measuring.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
@@ -234,6 +235,7 @@ class _Loop:
         vote: Agreement of the ranks on whether to stop.
         end_vote: Agreement of the ranks on whether callbacks end training.
         progress: Accumulated values of the run.
+        router_watch: Notices routers that collapse.
     """
 
     parts: LoopParts
@@ -242,6 +244,7 @@ class _Loop:
     vote: StopVote
     end_vote: StopVote
     progress: _Progress
+    router_watch: RouterWatch = field(default_factory=RouterWatch)
 
     @property
     def is_exhausted(self) -> bool:
@@ -407,6 +410,7 @@ class _Loop:
         """Report the values of a step. This waits for the device; steps without a log never do."""
         parts, progress = self.parts, self.progress
         times, slowest = self.stragglers.compare(step=step) or (None, None)
+        loads = parts.engine.expert_loads()
         loss, tokens = float(result.loss), int(result.tokens)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         skipped = None if progress.skipped is None else int(progress.skipped)
@@ -427,11 +431,14 @@ class _Loop:
                 slowest=slowest,
                 skipped=skipped,
                 loss_scale=None if skipped is None else parts.engine.loss_scale,
+                **self.router_watch.metrics(loads),
                 **parts.device_use.read(step_s=seconds),
             )
         )
         if times is not None:
             parts.monitor.report(times)
+        for note in self.router_watch.notes(loads):
+            parts.monitor.report(Noted(note))
 
 
 def _progress(parts: LoopParts) -> _Progress:

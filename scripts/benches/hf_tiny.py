@@ -117,6 +117,7 @@ OWN: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
     "zaya": {"num_experts_per_tok": 1},
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
@@ -156,7 +157,8 @@ def tiny(kind: str) -> dict[str, Any]:
     if "text_config" in cls.sub_configs:
         with library.quiet():
             text = type(cls().text_config)
-        figures["text_config"] = {"model_type": text.model_type, **_figures(text)}
+        own = OWN.get(text.model_type, {})
+        figures["text_config"] = {"model_type": text.model_type, **_figures(text), **own}
     return {"model_type": kind, **figures, **OWN.get(kind, {})}
 
 

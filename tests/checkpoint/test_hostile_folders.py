@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from edited_checkpoints import FILES, edit, resum
 from safetensors.torch import save_file
 
 from axonlaunch import checkpoint, config
@@ -37,13 +38,6 @@ def saved(run_dir: Path, *, step: int = 1) -> Checkpoint:
     return about
 
 
-def edit(file: Path, change: Callable[[Any], object]) -> None:
-    """Change a file of JSON in place."""
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
-
-
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -62,7 +56,6 @@ def is_loaded(folder: Path) -> bool:
     return True
 
 
-FILES = "files"
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file is left out": lambda about: about[FILES].pop(DATA),
     "a sum is null": lambda about: about[FILES][DATA].update(crc32=None),
@@ -100,20 +93,6 @@ class Malicious:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.victim}",)
-
-
-def resum(folder: Path) -> None:
-    """Update a manifest's checksums, as the creator of the folder could."""
-    from axonlaunch.checkpoint.format import manifest
-
-    def change(about: dict[str, Any]) -> None:
-        for name in about[FILES]:
-            if (folder / name).is_file():
-                size = (folder / name).stat().st_size
-                about[FILES][name] = {"bytes": size, "crc32": step_folders._crc32(folder / name)}
-        about["sha256"] = manifest._own_sum(about)
-
-    edit(folder / "manifest.json", change)
 
 
 def test_a_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import termios
+import tty
+from typing import TextIO
 
 import corpus
 import pytest
 from command import Served
 from served import Server
+
+from axonlaunch.cli.training.sample import _restored_terminal
 
 pytest.importorskip("transformers")
 
@@ -45,6 +52,30 @@ def test_a_model_of_chats_answers_a_prompt_or_each_line(command: Served) -> None
     assert answered[0]["content"] == "What is 3 + 1?"
     assert "<|im_" not in answered[1]["content"]
     assert json.loads(command("sample", "runs/chat", "--chat", "--json").stdout) == {"messages": []}
+
+
+def test_system_message_comes_first_in_a_chat(command: Served) -> None:
+    overrides = ["--system", "Count.", "--prompt", "What is 3 + 1?", "--tokens", "2", "--json"]
+    answered = json.loads(command("sample", "runs/chat", "--chat", *overrides).stdout)["messages"]
+    assert answered[0] == {"role": "system", "content": "Count."}
+    error = command("sample", "runs/chat", *overrides, status=2).stderr
+    assert error == "error: --system: is a message of a conversation; add --chat\n"
+
+
+def interrupted_in_raw_mode(stream: TextIO) -> None:
+    with _restored_terminal():
+        tty.setraw(stream)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_chat_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, terminal = pty.openpty()
+    with os.fdopen(main, "rb"), os.fdopen(terminal, "r") as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        before = termios.tcgetattr(stream)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_in_raw_mode(stream)
+        assert termios.tcgetattr(stream) == before
 
 
 def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served) -> None:

@@ -12,9 +12,9 @@ import yaml
 
 from axonlaunch import config
 from axonlaunch.cli.conversion.experiment_file import experiment_yaml
-from axonlaunch.cli.conversion.translate import TOOLS, convert_file
-from axonlaunch.cli.conversion.translation import Translation
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.validation.other_tools.translate import TOOLS, convert_file
+from axonlaunch.config.validation.other_tools.translation import Translation
 
 AXOLOTL = """
 base_model: org/base

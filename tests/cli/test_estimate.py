@@ -22,6 +22,7 @@ from axonlaunch.planning.records import (
     HostMemory,
     RankEstimate,
     Remedy,
+    RoutingForecast,
     Workload,
     verdict,
 )
@@ -258,6 +259,25 @@ def test_json_lists_remedies() -> None:
             "host_memory": None,
         }
     ]
+
+
+def test_loads_of_experts_are_listed_with_their_verdicts() -> None:
+    estimated = forecast(memory=60 * GIB)
+    larger = replace(estimated.estimate, process_bytes=70 * GIB)
+    routed = replace(
+        estimated,
+        routings=(
+            RoutingForecast("balanced", 1.0, estimated.estimate, "fits"),
+            RoutingForecast("worst", None, larger, "too_large", REMEDY),
+        ),
+    )
+    text = shown(routed, width=120)
+    assert re.search(r"balanced +1 x balanced .* fits", text)
+    assert re.search(r"worst +all that can .* 70 GiB +too large: 15.5 GiB more than fits", text)
+    balanced, worst = estimate_to_json(routed)["routings"]
+    assert (balanced["load"], balanced["verdict"], balanced["change"]) == (1.0, "fits", None)
+    assert (worst["load"], worst["process_bytes"]) == (None, 70 * GIB)
+    assert worst["change"]["overrides"] == ["train.micro_batch_size=1"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import to_tree, to_yaml
+from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.own_files import is_marked_own, mark_own
 
 EVIL = """
 from pathlib import Path
@@ -237,3 +240,41 @@ def test_a_value_of_a_configuration_can_not_write_to_the_terminal(foreign: Serve
     freeze(foreign, seed="\x1b]0;title\x07")
     ran = foreign("checkpoint", "check", "foreign", status=2)
     assert "seed=\\x1b]0;title\\x07: expected" in ran.stderr
+
+
+def test_your_run_needs_no_trust(foreign: Served) -> None:
+    overrides = ["model=custom", "model.target=evil:build", "data.sequence_length=16"]
+    foreign("train", *overrides, "name=mine", "train.steps=1", "launch.backend=mock")
+    exported = foreign("checkpoint", "export", "runs/mine", "out").stdout
+    assert "out/model.safetensors\n" in exported
+    file = foreign.folder / "runs/mine/config.yaml"
+    file.write_text(file.read_text() + "\n")
+    refused = foreign("checkpoint", "export", "runs/mine", "again", status=2).stderr
+    assert "model.target=evil:build: would import and call it" in refused
+
+
+def test_a_mark_holds_for_one_content_folder_and_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text("plugins: [mine]\n")
+    assert not is_marked_own(file, file.read_text())
+    mark_own(file, file.read_text())
+    assert is_marked_own(file, file.read_text())
+    assert not is_marked_own(file, "plugins: [evil]\n")
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    assert not is_marked_own(tmp_path / "copied" / "config.yaml", file.read_text())
+    monkeypatch.chdir(tmp_path / "copied")  # has other modules
+    assert not is_marked_own(file, file.read_text())
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as other_user:
+        other_user.setattr("os.geteuid", lambda: 12345)
+        assert not is_marked_own(file, file.read_text())
+    [key] = cache_folder().glob("*.key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.chmod(0o640)
+    assert not is_marked_own(file, file.read_text())
+    key.unlink()
+    assert not is_marked_own(file, file.read_text())

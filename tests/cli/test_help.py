@@ -15,6 +15,7 @@ from command import Served
 from served import Server
 
 from axonlaunch.cli.app import app
+from axonlaunch.cli.configuration.help import search_pages
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
@@ -104,9 +105,35 @@ def test_a_page_is_found_however_its_name_is_written(topic: str, axonlaunch: Ser
 
 
 def test_an_unknown_page_is_an_error_that_names_similar_ones(axonlaunch: Served) -> None:
-    errors = axonlaunch("help", "strategie", status=2).stderr
-    assert errors.startswith("error: there is no page 'strategie'; did you mean strategies? known:")
+    errors = axonlaunch("help", "strattegies", status=2).stderr
+    assert errors.startswith(
+        "error: there is no page 'strattegies'; did you mean strategies? known:"
+    )
     assert errors.count("\n") == 1
+
+
+def test_words_that_are_no_page_are_searched_in_all_pages(axonlaunch: Served) -> None:
+    shown = axonlaunch("help", "learning", "rate").stdout
+    assert "configuration: Optimizers, schedules and groups of parameters\n" in shown
+    found = json.loads(axonlaunch("help", "Ring Attention", "--json").stdout)["sections"]
+    assert "ring attention" in found[0]["line"].lower()
+    assert [each["count"] for each in found] == sorted(
+        (each["count"] for each in found), reverse=True
+    )
+
+
+def test_lines_of_code_are_no_headings_in_a_search() -> None:
+    page = "# Page\n\n## One\n\n```python\n# word.py\nx\n```\nword\n\n## Two\n\nother\n"
+    [section] = search_pages("WORD", {"page": page})
+    assert (section.heading, section.line, section.count) == ("One", "# word.py", 2)
+    assert search_pages("word nowhere", {"page": page}) == []
+
+
+def test_commands_are_listed_in_groups_that_have_every_command(axonlaunch: Served) -> None:
+    shown = axonlaunch("--help").stdout
+    assert shown.index("Start here:\n  init ") < shown.index("\nRuns:\n  runs ")
+    listed = re.findall(r"^  ([a-z]+)  ", shown, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def test_a_command_that_is_no_page_is_sent_to_its_help(axonlaunch: Served) -> None:

@@ -62,7 +62,7 @@ def test_brackets_in_quotes_are_not_nested() -> None:
         ({"hidden_size": [1]}, "hidden_size=[1]: expected"),
         ({"num_attention_heads": 0}, ""),
         ({"hidden_size": 1e400}, "hidden_size=inf: expected"),
-        ({"name": "custom", "target": "evil:build"}, "is of model=custom; only gpt, llama and hf"),
+        ({"name": "custom", "target": "evil:build"}, "is of model=custom; only gpt, llama, moe"),
     ],
 )
 def test_invalid_settings_of_an_exported_model_are_refused(

@@ -13,7 +13,7 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.cli.planning.plan import print_plan
+from axonlaunch.cli.planning.plan import plan_to_json, print_plan
 from axonlaunch.config import ConfigError
 from axonlaunch.planning.plan import experiment
 from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
@@ -131,9 +131,11 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_all_figures_that_hardware_lacks_are_reported_at_once(
     tmp_path: Path, server: Server
 ) -> None:
-    overrides = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
+    overrides = [*MODEL[:-1], "--devices", "16", "hardware=rtx4090"]
+    overrides += ["hardware.multiprocessors=null", "hardware.bf16_tflops=null"]
+    overrides += ["train.precision=bf16"]
     reported = Served(tmp_path, server)("plan", *overrides, status=2).stderr.splitlines()
-    lacking = ["devices_per_node", "matrix_efficiency", "attention_efficiency", "link_efficiency"]
+    lacking = ["devices_per_node", "bf16_tflops", "multiprocessors"]
     assert [line.partition("=")[0] for line in reported] == [
         f"error: hardware.{n}" for n in lacking
     ]
@@ -148,10 +150,12 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     print_plan(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
     assert text.startswith(
-        "batch 128, 8,192 positions, bf16, recomputation per layout\n1,234 layouts searched in 12 s"
+        "model: batch 128, 8,192 positions, bf16, recomputation per layout\n"
+        "1,234 layouts searched in 12 s"
     )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text
+    assert "note" not in text
     pasted = [line for line in text.splitlines() if "launch.nproc" in line]
     assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
 
@@ -201,3 +205,13 @@ def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
     large = dataclasses.replace(planned(step_s=0.5), host_memory=host)
     assert not large.fits
     assert why_slower(planned(step_s=1.0), large) == "does not fit: too little host memory"
+
+
+def test_plan_says_what_it_assumes_and_leaves_out() -> None:
+    known, stream = Workload(128, None, 8192, "bf16", None), io.StringIO()
+    plan = Plan(known, 10, [planned(step_s=1.0)], {"hardware.link_efficiency": 0.8}, untraced=2)
+    print_plan(plan, Console(file=stream, width=80), seconds=1.0)
+    assert "so assumed: hardware.link_efficiency=0.8\n" in stream.getvalue()
+    assert "2 more layouts may be faster than the first one" in stream.getvalue()
+    reported = plan_to_json(plan, 1.0)
+    assert (reported["assumed"], reported["untraced"]) == ({"hardware.link_efficiency": 0.8}, 2)

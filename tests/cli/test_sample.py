@@ -50,7 +50,7 @@ def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served)
         ("runs/images", "runs/images: the run was trained on data=synthetic_images; only "),
         (
             "exported/images",
-            "exported/images/config.json: is of model=mlp; only gpt, llama and hf ",
+            "exported/images/config.json: is of model=mlp; only gpt, llama, moe ",
         ),
         ("exported", "exported: no run folder (it has no config.yaml)"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import statistics
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,15 @@ def test_the_common_ones_lack_no_figure(name: str) -> None:
     other = ("device", "allgather_bw_gb_s", "host_memory_gib", "price_per_hour")
     other += ("context_mib", "communicator_mib")  # unpublished for most devices
     assert None not in [value for name, value in vars(hardware).items() if name not in other]
+
+
+@pytest.mark.parametrize("name", measured_constants.DEFAULT_EFFICIENCY)
+def test_default_efficiency_is_median_of_published_figures(name: str) -> None:
+    published = []
+    for path in FILES:
+        hardware = configs.load([f"hardware={path.stem}"]).hardware
+        if (figure := getattr(hardware, name)) is not None and path.stem != "cpu":
+            published.append(figure)
+    # Devices with the same chip have the same figure.
+    median = statistics.median(set(published))
+    assert measured_constants.DEFAULT_EFFICIENCY[name] == pytest.approx(median, abs=0.01)

@@ -113,6 +113,7 @@ def test_plugin_package_works_with_every_command(command: Environment) -> None:
         ("loggers", "broken"),
         ("launchers", "noted"),
         ("data_parallel", "local_sgd"),
+        ("dispatches", "counted"),
     ):
         assert listed[group][name] == "from axonlaunch-example"
 

@@ -16,7 +16,7 @@ from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.launch.failures import hints
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.preflight.devices import memory_of_a_rank
-from axonlaunch.system.node import host, limits
+from axonlaunch.system.node import cgroup_memory, host, limits
 from axonlaunch.training.measuring.peak_memory import available_to_rank
 
 MIB = 2**20
@@ -50,7 +50,11 @@ def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.M
         "-v unlimited removes the limit)"
     )
     monkeypatch.setattr(limits, "address_space", lambda: None)
-    assert "ulimit" not in hints.hint(report, loaded)
+    monkeypatch.setattr(cgroup_memory, "limit_bytes", lambda: 3 << 30)
+    assert hints.hint(report, loaded).endswith(
+        "; 700 MiB were available (a cgroup, as of a container or a job, limits all processes to "
+        "3 GiB)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from axonlaunch.config import compose
 from axonlaunch.launch.cluster_environment import (
     ClusterEnvironment,
     apply_to_config,
-    first_host,
 )
+from axonlaunch.launch.external.variable_reader import first_host
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 OPEN_MPI = {
@@ -32,6 +32,28 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "localhost,gpu[07-08]",
 }
+TRAINER = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2026-11-28_job_0",
+}
+DSTACK = {
+    "DSTACK_NODES_NUM": "2",
+    "DSTACK_NODE_RANK": "1",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.1",
+    "DSTACK_GPUS_PER_NODE": "8",
+    "DSTACK_RUN_ID": "b7c4",
+}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1"}
 
 
 def found(variables: dict[str, str]) -> ClusterEnvironment:
@@ -231,3 +253,137 @@ def test_launcher_variable_is_recorded_as_origin() -> None:
     origins = found(OPEN_MPI).applied_to(composed, accelerators=lambda: 0).origins()
     assert origins["launch.master_addr"] == origins["launch.nproc"] == "environment (mpirun)"
     assert origins["launch.name"] == "launch/auto.yaml"
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [(TRAINER, "job-node-0-0.job"), (SKYPILOT, "10.0.0.1"), (DSTACK, "10.0.0.1")],
+)
+def test_process_of_each_node_starts_its_ranks(variables: dict[str, str], address: str) -> None:
+    launch, problems = settled(variables, accelerators=4)
+    assert not problems
+    assert (launch["nnodes"], launch["node_rank"], launch["nproc"]) == (2, 1, 4)
+    assert launch["master_addr"] == address
+    assert found(variables).local_rank is None
+
+
+def test_skypilot_and_dstack_nodes_derive_the_same_port_from_their_run() -> None:
+    port = found(SKYPILOT).master_port
+    assert found({**SKYPILOT, "SKYPILOT_NODE_RANK": "0"}).master_port == port
+    assert found({**SKYPILOT, "SKYPILOT_TASK_ID": "sky-other"}).master_port != port
+    assert found({**DSTACK, "MASTER_PORT": "4000"}).master_port == 4000
+
+
+@pytest.mark.parametrize("number", ["auto", "gpu"])
+def test_trainer_without_number_of_ranks_starts_one_for_each_gpu(number: str) -> None:
+    launch, problems = settled({**TRAINER, "PET_NPROC_PER_NODE": number}, accelerators=8)
+    assert (launch["nproc"], problems) == (8, [])
+    _, problems = settled({**TRAINER, "PET_NPROC_PER_NODE": number}, nproc="auto")
+    assert problems == [
+        "launch.nproc=auto: is required without accelerators; Kubeflow Trainer sets no number of "
+        "ranks"
+    ]
+
+
+def test_configured_number_of_ranks_that_trainer_contradicts_is_refused() -> None:
+    _, problems = settled(TRAINER, nproc=8)
+    assert problems == [
+        "launch.nproc=8: Kubeflow Trainer says 4; remove this setting, or start without "
+        "Kubeflow Trainer"
+    ]
+
+
+def test_configured_number_of_nodes_leaves_all_gpus_of_each_node_to_its_ranks() -> None:
+    launch, problems = settled(SKYPILOT, accelerators=8, nnodes=2)
+    assert (launch["nnodes"], launch["nproc"], problems) == (2, 8, [])
+
+
+def test_single_node_of_trainer_starts_its_ranks_as_on_a_laptop() -> None:
+    one = {**TRAINER, "PET_NNODES": "1", "PET_NODE_RANK": "0"}
+    launch, problems = settled(one)
+    assert (launch["nnodes"], launch["nproc"], problems) == (1, 4, [])
+    assert "master_addr" not in launch
+    assert found({**one, "PET_NPROC_PER_NODE": "auto"}) == ClusterEnvironment()
+
+
+def applied(variables: dict[str, str], *overrides: str) -> tuple[dict[str, Any], list[str]]:
+    composed = found(variables).applied_to(compose(list(overrides)), accelerators=lambda: 0)
+    return composed.tree["launch"], [str(problem) for problem in composed.problems]
+
+
+def test_index_of_a_job_is_the_rank_of_a_node() -> None:
+    nodes = ["launch.nnodes=2", "launch.nproc=2", "launch.master_addr=job-0.job"]
+    launch, problems = applied(INDEXED_JOB, *nodes)
+    assert (launch["node_rank"], launch["master_addr"], problems) == (1, "job-0.job", [])
+    launch, problems = applied({**INDEXED_JOB, "MASTER_ADDR": "job-0.job"}, *nodes[:2])
+    assert (launch["master_addr"], problems) == ("job-0.job", [])
+    _, problems = applied(INDEXED_JOB, *nodes, "launch.node_rank=0")
+    assert problems == [
+        "launch.node_rank=0: JOB_COMPLETION_INDEX says 1; remove this setting, or start without "
+        "JOB_COMPLETION_INDEX"
+    ]
+
+
+def test_pods_of_an_indexed_job_with_one_node_each_are_separate_runs() -> None:
+    launch, problems = applied(INDEXED_JOB, "launch.nproc=2")
+    assert ("node_rank" in launch, problems) == (False, [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "reported"),
+    [
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0.job"},
+            [
+                "PET_MASTER_PORT: is not set, but PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR are; "
+                "set it, or write launch=local"
+            ],
+        ),
+        (
+            {"SKYPILOT_NODE_RANK": "1"},
+            [
+                "SKYPILOT_NUM_NODES: is not set, but SKYPILOT_NODE_RANK is; set it, or write "
+                "launch=local",
+                "SKYPILOT_NODE_IPS: is not set, but SKYPILOT_NODE_RANK is; set it, or write "
+                "launch=local",
+            ],
+        ),
+        (
+            {**TRAINER, "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "all"},
+            [
+                "PET_NODE_RANK=2: expected a number below 2",
+                "PET_NPROC_PER_NODE=all: expected a whole number from 1",
+            ],
+        ),
+        (
+            {**TRAINER, "PET_NNODES": "2:4"},
+            ["PET_NNODES=2:4: expected a whole number from 1"],
+        ),
+        (
+            {**SKYPILOT, "SKYPILOT_NUM_NODES": "3"},
+            ["SKYPILOT_NODE_IPS: has 2 addresses, but SKYPILOT_NUM_NODES=3"],
+        ),
+        (
+            {**TRAINER, "JOB_COMPLETION_INDEX": "0"},
+            [
+                "JOB_COMPLETION_INDEX=0: but PET_NODE_RANK=1; they describe the same node: unset "
+                "one of them"
+            ],
+        ),
+        (
+            {**DSTACK, **SKYPILOT, "SKYPILOT_NODE_RANK": "0"},
+            [
+                "DSTACK_NODE_RANK=1: but SKYPILOT_NODE_RANK=0; they describe the same node: unset "
+                "one of them"
+            ],
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "first"},
+            ["JOB_COMPLETION_INDEX=first: expected a whole number from 0"],
+        ),
+    ],
+)
+def test_incomplete_or_contradictory_node_variables_are_refused(
+    variables: dict[str, str], reported: list[str]
+) -> None:
+    assert problems(variables) == reported

@@ -62,6 +62,19 @@ def test_console_step_names_unit_and_memory(
     assert stream.getvalue().splitlines()[-1] == line
 
 
+@pytest.mark.parametrize(("steps", "shown"), [(4, True), (400, False)])
+def test_terminal_keeps_a_line_of_each_step_of_a_short_run(steps: int, shown: bool) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    show = RunConsole(stream=stream)
+    about = {"run_dir": "runs/run", "layout": "single", "device": "cpu", "parameters": 1}
+    more = {"samples": 1, "counted": "tokens", "resumed_from": None, "corrupt": (), "notes": ()}
+    show(Started(**about, **more, step=0, steps=steps))  # type: ignore[arg-type]
+    show(StepLogged(**STEP))
+    show.stop()
+    assert ("step 3  loss 1.5000  1.24k tok/s" in stream.getvalue()) is shown
+
+
 def test_final_console_lines_equal_readme() -> None:
     chosen = config.with_values(config.load([]), {"run_dir": "runs/gpt-fsdp"})
     reported = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -66,7 +68,9 @@ def test_ctrl_c_saves_and_run_resumes_bitwise(served: Command, faulty: list[str]
     assert "stopping after this step" in output
     assert served.summary("parts")["status"] == "interrupted"
     assert served.summary("parts")["steps"] < 8
-    served("train", *run, "name=parts")
+    pasted = re.search(r"^to resume +(axonlaunch train .*)", output, re.MULTILINE)
+    assert pasted, output
+    served(*shlex.split(pasted[1])[1:])
     assert served.losses("parts") == served.losses("whole")
 
 

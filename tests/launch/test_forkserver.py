@@ -121,7 +121,7 @@ def _server_of(command: Command, parent: int) -> int:
     for pid in command.processes():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if int(fields[1]) == parent and b"multiprocessing.forkserver" in arguments:
+        if int(fields[1]) == parent and arguments.startswith(b"axonlaunch: fork server"):
             return pid
     raise AssertionError("no fork server")
 
@@ -136,6 +136,9 @@ def test_run_ends_normally_with_stopped_fork_server(
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
     server = _server_of(axonlaunch, process.pid)
     ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    titles = {Path(f"/proc/{rank}/cmdline").read_text().strip("\0") for rank in ranks}
+    assert titles == {f"axonlaunch: rank {rank} of 2, run" for rank in range(2)}
+    assert b"PATH=" in Path(f"/proc/{ranks[0]}/environ").read_bytes()
     os.kill(server, signal.SIGSTOP)
     if fault == "Ctrl-C":
         process.send_signal(signal.SIGINT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config as configuration
-from axonlaunch.launch.external import slurm
+from axonlaunch.launch.external import followed_job, slurm
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 UNREACHABLE = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
@@ -24,7 +24,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that is the only one on the PATH."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(slurm, "_POLL_S", 0.0)
+    monkeypatch.setattr(followed_job, "_POLL_S", 0.0)
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
 

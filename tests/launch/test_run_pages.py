@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from io import StringIO
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from run_folders import run_folder
 from served import Server
 
 from axonlaunch.cli.shared.run_screen import screen_of
+from axonlaunch.cli.training.watch import await_run
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
 from axonlaunch.system.text.formatting import size
@@ -182,6 +184,18 @@ def test_folder_without_run_is_refused_in_one_line(command: str, served: Command
     assert errors[0] == "error: empty: contains neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
+
+
+def test_watch_waits_for_a_run_that_starts_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = threading.Timer(0.3, run_folder, (tmp_path / "runs/later",))
+    start.start()
+    assert await_run(Path("later")) == Path("runs/later")
+    start.join()
+    assert capsys.readouterr().err == "waiting for the run later to start (Ctrl-C to stop)\n"
+    assert await_run(Path("later")) == Path("runs/later")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,12 @@ def test_each_configuration_has_one_launcher(overrides: list[str], name: str) ->
     [
         ([[], SLURM], False, "launch.name=slurm: all runs of a sweep need the same launcher; "),
         ([NODES, NODES], False, "launch.nnodes=2: a sweep runs on one node; use 1, or start "),
-        ([[]], True, "launch.name=auto: --render prints the script of a SLURM job; use slurm"),
+        (
+            [[]],
+            True,
+            "launch.name=auto: --render prints what would be submitted; use slurm, kubernetes, "
+            "skypilot or dstack",
+        ),
     ],
 )
 def test_unsupported_launcher_options_are_refused_first(

@@ -43,6 +43,30 @@ def test_a_tiny_temperature_takes_the_likeliest_token(model, temperature):
     assert tiny == greedy
 
 
+@pytest.mark.parametrize("top_k", [None, 4])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+def test_top_p_samples_from_the_tokens_that_transformers_keeps(top_k, top_p):
+    transformers = pytest.importorskip("transformers")
+    logits = torch.tensor([0.1, 2.0, 1.0, 2.5, -1.0, 0.5, 2.0])
+    warped = logits[None] / 0.7
+    if top_k is not None:
+        warped = transformers.TopKLogitsWarper(top_k)(None, warped)
+    kept = transformers.TopPLogitsWarper(top_p)(None, warped)[0].isfinite().nonzero().flatten()
+
+    def model(tokens):
+        return logits.expand(1, tokens.shape[1], -1)
+
+    options = {"temperature": 0.7, "top_k": top_k, "top_p": top_p}
+    sampled = generate(model, [0], max_new_tokens=400, context_length=1, **options)
+    assert set(sampled) == set(kept.tolist())
+
+
+@pytest.mark.parametrize("top_p", [0, 1.1, float("nan")])
+def test_top_p_outside_of_probabilities_is_refused(model, top_p):
+    with pytest.raises(ValueError, match=r"top_p=.*: must be above 0 and at most 1"):
+        generate(model, [1], max_new_tokens=1, context_length=4, top_p=top_p)
+
+
 def test_generation_truncates_to_context():
     seen = []
 

@@ -27,6 +27,7 @@ def test_documented_models_and_datasets_exist():
     assert set(options("model")) == {
         *("mlp", "gpt", "vit", "hf", "custom"),
         *("llama_debug", "llama3_8b", "llama3_70b", "llama3_405b"),
+        *("moe_debug", "moe_30b_a3b", "deepseek_v3_16b"),
     }
     assert set(options("data")) == {*DATASETS.configs(), "auto"}
 
@@ -49,6 +50,8 @@ def test_each_preset_yaml_has_description_and_composes(option):
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
+        ("moe_30b_a3b", 30_532_122_624),
+        ("deepseek_v3_16b", 15_706_484_224),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):

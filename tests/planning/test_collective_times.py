@@ -57,6 +57,20 @@ def test_adapters_never_beat_the_links_that_feed_them() -> None:
     assert moving == pytest.approx(15 / 16 / 100)
 
 
+def test_exchange_between_nodes_uses_one_adapter_per_rank() -> None:
+    inside = seconds("all_to_all", {"dp_shard": 8}, "dp_shard")
+    across = seconds("all_to_all", {"dp_shard": 16}, "dp_shard")
+    assert inside == pytest.approx(7 / 8 / 100)
+    assert across == pytest.approx(8 / 16 / 10)  # half of the ranks are in the other node
+
+
+def test_axis_of_experts_is_inside_a_node() -> None:
+    links = Links(HARDWARE, {"dp_shard": 32}, {"efsdp": 4, "ep": 8})
+    key = CollectiveOp("forward", "all_to_all", ("ep",))
+    moving = links.seconds(key, Amount(1, GB)) - links.seconds(key, Amount(1, 0))
+    assert moving == pytest.approx(7 / 8 / 100)
+
+
 def test_small_all_reduce_uses_tree() -> None:
     links = Links(HARDWARE, {"dp_replicate": 512})
     small = links.seconds(CollectiveOp("forward", "all_reduce", ("dp_replicate",)), Amount(1, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config import ConfigError
+from axonlaunch.engines.expert import routing
 from axonlaunch.models import register_model
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas
@@ -214,6 +216,23 @@ def test_existing_process_group_is_not_reused_as_fake_world() -> None:
 
     with World.init(backend="gloo"), pytest.raises(ValueError, match="has a world already"):
         fake_world.join_fake_world(rank=0, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("load", "received"),
+    [(1.0, 4 * 8), (2.0, 4 * 16), (9.0, 4 * 32), (float("inf"), 4 * 32)],
+)
+def test_assumed_routes_bring_load_to_rank(load: float, received: int) -> None:
+    # 16 tokens with 2 of 8 experts on each of 4 ranks; this rank has 2 experts
+    def counts() -> tuple[int, list[int], int]:
+        fake_world.join_fake_world(rank=1, world_size=4, expert_load=load)
+        group: Any = SimpleNamespace(size=4, rank=1)
+        sent, arriving = routing.read_counts(
+            torch.empty(9), torch.empty(8), experts=torch.empty(16, 2), group=group
+        )
+        return sum(sent), [sum(arriving), sent[2] + sent[3]], sent[8]
+
+    assert forked_map.map_forked([counts]) == [(32, [received, received // 4], 0)]
 
 
 def test_update_with_overflow_check_is_traced() -> None:

@@ -13,6 +13,7 @@ from axonlaunch.planning.throughput.operations import (
     Kernel,
     OperationTrace,
     Product,
+    _spanned_axes,
     add,
 )
 
@@ -55,6 +56,36 @@ def test_a_batch_of_products_counts_each(trace: OperationTrace) -> None:
         torch.bmm(torch.empty(7, 2, 3), torch.empty(7, 3, 5))
     (key,) = trace.work
     assert trace.work[key].flops == 7 * 2 * 2 * 3 * 5
+
+
+def test_products_of_experts_count_each_expert_with_its_mean_of_tokens(
+    trace: OperationTrace,
+) -> None:
+    rows = torch.empty(80, 16, requires_grad=True)
+    experts = torch.empty(8, 16, 32, requires_grad=True)
+    with trace:
+        F.grouped_mm(rows, experts, offs=torch.empty(8, dtype=torch.int32)).sum().backward()
+    found = {
+        (key.phase, key.tokens, key.batch, key.m, key.n, key.k): amount.flops
+        for key, amount in trace.work.items()
+        if isinstance(key, Product)
+    }
+    assert found == {
+        ("forward", "m", 8, 10, 32, 16): 2 * 80 * 16 * 32,
+        ("backward", "m", 8, 10, 16, 32): 2 * 80 * 16 * 32,
+        ("backward", "k", 8, 16, 32, 10): 2 * 80 * 16 * 32,
+    }
+
+
+def test_groups_of_ranks_get_axes_of_first_mesh_that_has_them() -> None:
+    run = {"pp": 1, "dp_shard": 4, "tp": 2}
+    experts = {"pp": 1, "efsdp": 2, "ep": 4}
+    assert _spanned_axes(run, [0, 1]) == ("tp",)
+    assert _spanned_axes(run, [1, 3, 5, 7]) == ("dp_shard",)
+    assert _spanned_axes(run, [0, 1, 2, 3]) is None
+    assert _spanned_axes(experts, [0, 1, 2, 3]) == ("ep",)
+    assert _spanned_axes(experts, [1, 5]) == ("efsdp",)
+    assert _spanned_axes(run, [*range(8)]) == ("dp_shard", "tp")
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])

@@ -28,7 +28,10 @@ MODEL = [
 
 def size(run: RunConfig, layout: Layout) -> float:
     shards = layout.axes["dp_shard"] if layout.facts.shards_parameters else 1
-    return 8 * GIB / (shards * layout.tensor * layout.pipeline)
+    smaller = (run.sequence_length or 0) / 16 * run.train.parameter_bytes / 4
+    if run.adapter is not None:
+        smaller /= 8
+    return 8 * GIB * smaller / (shards * layout.tensor * layout.pipeline)
 
 
 class Speed:
@@ -61,7 +64,11 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
                 peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
             )
 
-        formulas = SimpleNamespace(process_bytes=size, single_device=SimpleNamespace(layers=(4,)))
+        formulas = SimpleNamespace(
+            process_bytes=size,
+            single_device=SimpleNamespace(layers=(4,)),
+            experts=lambda *_: None,
+        )
         monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
         monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
         monkeypatch.setattr(search, "StepTime", Speed)
@@ -89,7 +96,9 @@ def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
     [issue] = raised.value.problems
     assert "no layout of 8 devices fits: " in issue.message
     assert "takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
-    assert issue.message.endswith("; use 16 devices: a layout is expected to fit then")
+    assert issue.message.endswith(
+        "; a layout is expected to fit with data.sequence_length=8, adapter=lora or 16 devices"
+    )
 
 
 def test_search_names_setting_that_prevents_fit(found: Any) -> None:
@@ -98,8 +107,21 @@ def test_search_names_setting_that_prevents_fit(found: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         found("hardware.memory_gib=1.5", off=1.0, **{key: "ddp", "strategy.tensor.degree": 1})
     [issue] = raised.value.problems
+    assert "; a layout is expected to fit with removing strategy.data_parallel=ddp" in issue.message
+
+
+def test_search_names_smallest_change_of_each_kind_if_no_layout_fits(found: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        found("hardware.memory_gib=0.3", "train.precision=bf16", off=1.0)
+    [issue] = raised.value.problems
     assert issue.message.endswith(
-        "; remove strategy.data_parallel=ddp: a layout is expected to fit then"
+        "; a layout is expected to fit with data.sequence_length=4, adapter=lora or 32 devices"
+    )
+    with pytest.raises(ConfigError) as raised:
+        found("hardware.memory_gib=0.6", "train.precision=bf16", off=1.0)
+    [issue] = raised.value.problems
+    assert issue.message.endswith(
+        "with data.sequence_length=8, train.param_dtype=bf16, adapter=lora or 16 devices"
     )
 
 

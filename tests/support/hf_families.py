@@ -96,6 +96,39 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Blocks that differ, values narrower than keys, attention sinks, windows and full attention."""
 
+_ROUTED = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+    **_GATED,
+}
+ROUTED: dict[str, dict[str, Any]] = {
+    "olmoe": {**_ROUTED, "model_type": "olmoe", "num_experts": 4, "router_aux_loss_coef": 0.0},
+    "qwen2_moe": {
+        **_ROUTED,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "router_aux_loss_coef": 0.0,
+    },
+    "glm4_moe": {
+        **_ROUTED,
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {**SPECIAL["deepseek_v3"], "n_group": 2},
+    "gpt_oss": {**SPECIAL["gpt_oss"], "router_aux_loss_coef": 0.0},
+}
+"""More kinds of routers: shared experts, groups of experts, a bias of the choice."""
+
 
 def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
     """Return overrides of a model that is described only by ``model.config``."""
@@ -110,7 +143,7 @@ def theirs(kind: str, **changes: Any) -> Any:
     """Return a model of a family with random weights, as transformers builds it."""
     import transformers
 
-    content = {**({**FAMILIES, **SPECIAL}[kind]), **changes}
+    content = {**({**FAMILIES, **SPECIAL, **ROUTED}[kind]), **changes}
     config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from configured import run_config
+from forced_router import forced_routes
 
 from axonlaunch import data
 from axonlaunch.comm import World
@@ -50,6 +51,8 @@ Stats = tuple[FSDPMemoryStats | None, dict[int, int]]
 
 def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
     """Train each case's overrides on ranks of this node, one case after another.
+
+    Routers of experts that are divided among ranks have the load of ``estimate.routing``.
 
     Returns:
         By case, then by rank: bytes at the peak of a steady step by category, ``total``, and the
@@ -110,7 +113,11 @@ def _on_rank(configs: Sequence[RunConfig], rank: int, ranks: int, folder: str) -
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
-        return [_together(_held(config, world)) for config in configs]
+        results = []
+        for config in configs:
+            with forced_routes(config.estimate.expert_load):
+                results.append(_together(_held(config, world)))
+        return results
 
 
 def _measured_on_rank(

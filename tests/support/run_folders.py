@@ -19,6 +19,7 @@ def run_folder(
     name: str | None = None,
     status: str | None = "done",
     ranks: int = 0,
+    experts: int = 0,
     loss: Any = None,
     extra_config: str = "",
     counted: str = "tokens",
@@ -31,6 +32,7 @@ def run_folder(
         name: Name of the run; None uses the folder's.
         status: Final status; None writes none.
         ranks: Number of ranks with measured times.
+        experts: Number of blocks with experts.
         loss: Function from step to loss; None uses a falling loss.
         extra_config: Additional lines of YAML.
         counted: Unit of the data: tokens, images or samples.
@@ -40,6 +42,7 @@ def run_folder(
     text = CONFIG.format(name=json.dumps(name or folder.name), steps=steps)
     (folder / "config.yaml").write_text(text + extra_config)
     loss = loss or (lambda step: 4 * math.exp(-step / steps) + 0.25)
+    loads = {str(block): 1 + 1.5 * (block + 1) / experts for block in range(experts)}
     lines = [
         {
             "step": step,
@@ -50,6 +53,7 @@ def run_folder(
             f"{counted}_per_s": 1000.0,
             "step_s": 0.1,
             "peak_memory_bytes": 2**20,
+            **({"expert_load": 2.5, "expert_loads": loads} if experts else {}),
         }
         for step in range(1, steps + 1)
     ]

@@ -62,7 +62,7 @@ def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.Mon
 
     from axonlaunch.models.hf.spec import SPEC
 
-    monkeypatch.setattr(reference, "spec_for", lambda config: replace(SPEC, mixes_samples=False))
+    monkeypatch.setattr(reference, "spec_for", lambda config: replace(SPEC, mixes_samples="none"))
     verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
     assert not verdict.passed
 

@@ -22,7 +22,7 @@ from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
-from axonlaunch.config.options.model import GPTConfig, LlamaConfig
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MoEConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
@@ -276,6 +276,17 @@ def _naturally(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in segments]
 
 
+def how_to_load(folder: Path, config: RunConfig, *, is_adapter: bool) -> str:
+    """Return the Python expression or the setting that loads exported weights."""
+    if source_of(config).library is None:
+        sample = ", or axonlaunch sample" if config.model.name in ("gpt", "llama") else ""
+        return f"model.weights={folder}{sample and f'{sample} {folder}'}"
+    model = "transformers.AutoModelForCausalLM.from_pretrained"
+    if config.adapter is None or not is_adapter:
+        return f"{model}({str(folder)!r})"
+    return f"peft.PeftModel.from_pretrained({model}({config.model_path!r}), {str(folder)!r})"
+
+
 def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     """Create a run at step 0 from exported weights of a model of text.
 
@@ -354,14 +365,21 @@ def describe_folder(
 
 
 def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | LlamaConfig:
-    """Return the model of the ``config.json`` of an exported ``gpt`` or ``llama``.
+    """Return the model of the ``config.json`` of an exported ``gpt``, ``llama`` or ``moe``.
 
     Raises:
         ConfigError: It is another model, or a setting is invalid.
     """
-    schema = {"gpt": GPTConfig, "llama": LlamaConfig}.get(str(content["name"]))
+    ours: dict[str, type[GPTConfig | LlamaConfig]] = {
+        "gpt": GPTConfig,
+        "llama": LlamaConfig,
+        "moe": MoEConfig,
+    }
+    schema = ours.get(str(content["name"]))
     if schema is None:
-        message = f"{file}: is of model={content['name']}; only gpt, llama and hf can be read here"
+        message = (
+            f"{file}: is of model={content['name']}; only gpt, llama, moe and hf can be read here"
+        )
         raise ConfigError([ConfigIssue("", f"{message}; train with model.weights={file.parent}")])
     names = {field.name for field in fields(schema)} - {"weights"}
     settings = {key: value for key, value in content.items() if key in names}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +25,7 @@ EXAMPLES = """Examples:
   axonlaunch config strategy=hsdp
   axonlaunch config strategy=hsdp --explain
   axonlaunch config model=llama_debug --describe
+  axonlaunch config --schema > axonlaunch-schema.json
 """
 
 
@@ -35,6 +39,10 @@ def command(
     describe: Annotated[
         bool, typer.Option("--describe", help="Describe each key and its allowed values.")
     ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON schema of configuration files, for editors."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run on this node would use."""
@@ -42,8 +50,11 @@ def command(
     from axonlaunch.config.code.resolve_auto import resolve_auto
     from axonlaunch.config.composition.origins import origins_of
 
-    if explain and describe:
-        raise typer.BadParameter("use either --explain or --describe")
+    if explain + describe + schema > 1:
+        raise typer.BadParameter("use only one of --explain, --describe and --schema")
+    if schema:
+        print_json(schema_of_files(config_dir or []))
+        return
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -57,6 +68,28 @@ def command(
         print_json(configuration.to_tree(config))
     else:
         sys.stdout.write(configuration.to_yaml(config))
+
+
+def schema_of_files(config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the JSON schema of configuration files, with the options in the user's folders."""
+    from axonlaunch import config as configuration
+    from axonlaunch.config.validation.json_schema import json_schema
+
+    composer = configuration.composer_of(config_dirs)
+    groups = composer.groups()
+    return json_schema({group: [*composer.options(group)] for group in groups})
+
+
+def write_schema(folder: Path) -> None:
+    """Write the JSON schema to a folder with configuration files.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    from axonlaunch.config.validation.json_schema import FILE_NAME
+    from axonlaunch.system.storage.files import replace_text
+
+    replace_text(folder / FILE_NAME, json.dumps(schema_of_files(), indent=1) + "\n")
 
 
 def _accelerators() -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from axonlaunch.data.datasets.document_parts import TextSummary
     from axonlaunch.data.texts.mix import AnyText
 
-HELP = "Tokenise documents and chats before a run, and show the resulting rows."
+HELP = "Show the rows of texts. Tokenises documents and chats before a run, too."
 EXAMPLES = """Examples:
 
 \b

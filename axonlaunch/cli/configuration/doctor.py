@@ -11,7 +11,7 @@ import typer
 from axonlaunch.cli.shared.options import Json, print_json
 from axonlaunch.system.text.terminal import console_on
 
-HELP = "Show this node's hardware and test each communication backend."
+HELP = "Show this node's hardware and test its communication."
 EXAMPLES = """Examples:
 
 \b

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,33 +16,48 @@ from axonlaunch.system.text.terminal import console_on
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-HELP = "List the pages of the documentation, or show one."
+HELP = "List the pages of the documentation, show one, or search them."
 EXAMPLES = """Examples:
 
 \b
   axonlaunch help
   axonlaunch help strategies
+  axonlaunch help "gradient accumulation"
   axonlaunch help architecture --json
 """
+_MOST_FOUND = 10
+"""Number of sections that a search shows."""
+_IN_HEADING = _AS_PHRASE = 5
+"""Number of times in a text that a word in a heading, or all words in a row, count for."""
+_LONGEST = 160
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def command(
     context: typer.Context,
     topic: Annotated[
-        str | None,
-        typer.Argument(metavar="TOPIC", help="Name of a page; default: list all pages."),
+        list[str] | None,
+        typer.Argument(
+            metavar="TOPIC...",
+            help="Name of a page, or words to search for; default: list all pages.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the pages of the documentation, or show one."""
+    """List the pages of the documentation, show one, or search them."""
     pages = {path.stem: path for path in sorted(DOCS.glob("*.md"))}
-    if topic is None:
+    if not topic:
         _list_pages({name: summary(path.read_text()) for name, path in pages.items()}, as_json)
         return
-    name = topic.lower().removesuffix(".md").replace("_", "-")
+    words = " ".join(topic)
+    name = words.lower().replace(" ", "-").removesuffix(".md").replace("_", "-")
     if name not in pages:
-        raise _unknown_page(topic, list(pages), is_command=_is_command(context, topic))
+        is_command = _is_command(context, words)
+        texts = {} if is_command else {page: path.read_text() for page, path in pages.items()}
+        if found := search_pages(words, texts):
+            _show_found(words, found, as_json)
+            return
+        raise _unknown_page(words, list(pages), is_command=is_command)
     text = pages[name].read_text()
     if as_json:
         print_json({"topic": name, "text": text})
@@ -86,6 +103,83 @@ def summary(text: str) -> str:
     _, _, body = text.partition("\n\n")
     paragraph = " ".join(body.partition("\n\n")[0].split())
     return re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0].rstrip(".:")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page that has all words of a search.
+
+    Attributes:
+        page: Name of the page.
+        heading: Heading of the section.
+        line: The first of the lines with most of the words.
+        count: Number of times that the words are in the section; in the heading and in a row they
+            count more.
+    """
+
+    page: str
+    heading: str
+    line: str
+    count: int
+
+
+def search_pages(words: str, pages: Mapping[str, str]) -> list[Section]:
+    """Return the sections that contain all words, those with most of them first.
+
+    Args:
+        words: Words, in any case and with any space between them.
+        pages: Text of each page by its name.
+    """
+    wanted = [word for word in words.lower().split() if word]
+    found = []
+    for page, text in pages.items():
+        for heading, lines in _sections(text):
+            lowered = "\n".join([heading, *lines]).lower()
+            if not wanted or not all(word in lowered for word in wanted):
+                continue
+            phrase = " ".join(wanted)
+            best = max(lines, key=lambda each: _matches(each.lower(), [phrase, *wanted]))
+            line = best.strip()
+            count = sum(lowered.count(word) for word in wanted)
+            if len(wanted) > 1:
+                count += _AS_PHRASE * lowered.count(phrase)
+            count += _IN_HEADING * sum(heading.lower().count(word) for word in wanted)
+            found.append(Section(page, heading, line, count))
+    return sorted(found, key=lambda each: -each.count)[:_MOST_FOUND]
+
+
+def _matches(line: str, texts: Sequence[str]) -> int:
+    return sum(text in line for text in texts)
+
+
+def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the heading and the lines of each section; lines of code are no headings."""
+    heading, lines, is_code = "", [""], False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        if line.startswith("#") and not is_code:
+            yield heading, lines
+            heading, lines = line.lstrip("# "), [""]
+        else:
+            lines.append(line)
+    yield heading, lines
+
+
+def _show_found(words: str, sections: Sequence[Section], as_json: bool) -> None:
+    if as_json:
+        print_json({"sections": [asdict(section) for section in sections]})
+        return
+    from rich.text import Text
+
+    console = console_on()
+    for section in sections:
+        console.print(Text(f"{section.page}: {section.heading}", style="bold"))
+        line = Text(
+            section.line if len(section.line) < _LONGEST else f"{section.line[:_LONGEST]}..."
+        )
+        line.highlight_words(words.split(), "yellow", case_sensitive=False)
+        console.print(line)
+    console.print("\naxonlaunch help TOPIC shows a page")
 
 
 def _list_pages(summaries: dict[str, str], as_json: bool) -> None:

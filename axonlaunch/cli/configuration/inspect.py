@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.preflight.inspection import Inspection
 
-HELP = "Show a model's blocks, tied weights, tensor plan and valid layouts."
+HELP = "Show a model's blocks and valid layouts. Tied weights and the tensor plan, too."
 EXAMPLES = """Examples:
 
 \b

@@ -12,7 +12,7 @@ from axonlaunch.system.text.terminal import console_on
 
 Value = TypeVar("Value")
 
-HELP = "List the options of configuration groups, or proved Hugging Face layouts."
+HELP = "List the options of a group. ls hf lists proved Hugging Face layouts."
 EXAMPLES = """Examples:
 
 \b
@@ -39,6 +39,7 @@ LISTS = {
     "loggers": "loggers",
     "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
+    "dispatches": "strategy.expert.dispatch",
     "hardware": "hardware",
     "experiments": "experiment",
 }

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axonlaunch.cli.configuration.config import write_schema
 from axonlaunch.cli.shared.options import Json, escape_unprintable, print_json
 from axonlaunch.cli.shared.output_files import writing
 
 if TYPE_CHECKING:
-    from axonlaunch.cli.conversion.translation import Translation
+    from axonlaunch.config.validation.other_tools.translation import Translation
 
-HELP = "Translate a configuration of axolotl, LLaMA-Factory, torchtune or trl."
+HELP = "Translate another tool's file. axolotl, LLaMA-Factory, torchtune and trl are known."
 EXAMPLES = """Examples:
 
 \b
@@ -59,7 +60,7 @@ def command(
 ) -> int:
     """Translate a configuration; the status is 1 if something that changes training is missing."""
     from axonlaunch.cli.conversion.experiment_file import experiment_yaml
-    from axonlaunch.cli.conversion.translate import convert_file
+    from axonlaunch.config.validation.other_tools.translate import convert_file
     from axonlaunch.system.storage.files import replace_text
 
     _check_options(devices, output)
@@ -68,7 +69,8 @@ def command(
     if output is not None:
         with writing("--output", output):
             output.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(output, text)
+            replace_text(output, with_schema(text))
+            write_schema(output.parent.parent)
     if as_json:
         print_json(to_json(translation, text))
     else:
@@ -80,6 +82,14 @@ def command(
             folder = output.parent.parent
             sys.stdout.write(f"axonlaunch train --config-dir {folder} experiment={output.stem}\n")
     return int(translation.changes_training)
+
+
+def with_schema(text: str) -> str:
+    """Return an experiment with the line by which editors find the schema, above its folder."""
+    from axonlaunch.config.validation.json_schema import FILE_NAME, editor_line
+
+    package, newline, rest = text.partition("\n")  # Hydra reads the first line
+    return f"{package}{newline}{editor_line(f'../{FILE_NAME}')}\n{rest}"
 
 
 def to_json(translation: Translation, text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from axonlaunch.cli.conversion.translation import Setting, Translation
+from axonlaunch.config.validation.other_tools.translation import Setting, Translation
 
 _ORDER = ("model", "adapter", "data", "tokenizer", "optimizer", "scheduler", "train", "checkpoint")
 

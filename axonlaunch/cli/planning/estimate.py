@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.config import RunConfig
-    from axonlaunch.planning.records import Forecast, Remedy, Searched
+    from axonlaunch.planning.records import Forecast, Remedy, RoutingForecast, Searched
 
 _LABEL = 14
 """Width of the column of labels in front of conclusions."""
@@ -99,6 +99,7 @@ def command(
         console = console_on()
         print_estimate(estimate, console)
         show_remedies(context, config, estimate, console)
+        show_routing_changes(context, config, estimate, console)
     if plot is not None:
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
@@ -115,7 +116,19 @@ def estimate_to_json(estimate: Forecast) -> dict[str, Any]:
         "host_memory": None if estimate.host_memory is None else asdict(estimate.host_memory),
         "changes": [asdict(remedy) for remedy in estimate.changes],
         "untried": estimate.untried,
+        "routings": [_routing_to_json(routed) for routed in estimate.routings],
         "notes": estimate.notes,
+    }
+
+
+def _routing_to_json(routed: RoutingForecast) -> dict[str, Any]:
+    return {
+        "routing": routed.routing,
+        "load": routed.load,
+        "peak_bytes": routed.estimate.peak_bytes,
+        "process_bytes": routed.estimate.process_bytes,
+        "verdict": routed.verdict,
+        "change": None if routed.change is None else asdict(routed.change),
     }
 
 
@@ -128,7 +141,8 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
 
     memory = estimate.estimate
     ranks = "1 rank" if memory.world_size == 1 else f"{memory.world_size:,} ranks"
-    workload = f"{ranks}, {quantity(memory.parameters)} parameters, {estimate.workload}"
+    parameters = f"{estimate.workload.model} with {quantity(memory.parameters)} parameters"
+    workload = f"{ranks}, {parameters}, {estimate.workload}"
     console.print(f"[bold]{estimate.layout}[/bold]: {workload}\n")
     for note in estimate.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
@@ -143,6 +157,27 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
         lines = textwrap.wrap(text, width - _LABEL)
         for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
             console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
+    if estimate.routings:
+        console.print("\nexperts: the rank with the most tokens, in every layer")
+        console.print(memory_table.build_routing_table(estimate))
+
+
+def show_routing_changes(
+    context: ForkServerContext, config: RunConfig, estimate: Forecast, console: Console
+) -> None:
+    """Print the cheapest change that makes a run fit, for each load that does not fit."""
+    from axonlaunch.planning.estimate import with_routing_changes
+
+    if estimate.fits is not True:
+        return  # changes that make the run itself fit come first
+    with spinner("searching for changes that make it fit"):
+        routings = with_routing_changes(context, config, estimate)
+    for routed in routings:
+        if routed.change is not None:
+            console.print(f"\n{routed.routing} routing fits with", end="")
+            show_remedy(routed.change, console)
+        elif routed.verdict != "fits":
+            console.print(f"\nNone of the tried changes makes {routed.routing} routing fit.")
 
 
 def show_remedies(

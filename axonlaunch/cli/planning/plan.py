@@ -104,6 +104,8 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
     return {
         "workload": asdict(plan.workload),
         "searched": plan.searched,
+        "untraced": plan.untraced,
+        "assumed": plan.assumed,
         "seconds": round(seconds, 1),
         "candidates": candidates,
     }
@@ -115,10 +117,12 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
 
     from axonlaunch.planning.reports import plan_table
 
-    console.print(f"[bold]{plan.workload}[/bold]")
+    console.print(f"[bold]{plan.workload.model}[/bold]: {plan.workload}")
     console.print(
         f"{plan.searched:,} layouts searched in {seconds:.0f} s; the fastest that fit come first\n"
     )
+    for note in plan_table.notes(plan):
+        console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
     console.print(plan_table.build_plan_table(plan))
     for number, planned in enumerate(plan.candidates, 1):
         console.print()

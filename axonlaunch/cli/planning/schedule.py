@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline
 
-HELP = "Draw a pipeline schedule: when each rank computes and when it idles."
+HELP = "Draw a pipeline schedule. It shows when each rank computes and when it idles."
 EXAMPLES = """Examples:
 
 \b

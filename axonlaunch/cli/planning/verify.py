@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.verification.result import ParityResult
 
-HELP = "Check that a layout computes the same numbers as a single process."
+HELP = "Check that a layout computes what a single process does."
 EXAMPLES = """Examples:
 
 \b

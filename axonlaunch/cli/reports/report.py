@@ -15,7 +15,7 @@ from axonlaunch.launch.output.spinner import spinner
 if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.run_record import RunRecord
 
-HELP = "Write an HTML report of one run, or of several runs in one page."
+HELP = "Write an HTML page of runs. Several runs are compared."
 EXAMPLES = """Examples:
 
 \b

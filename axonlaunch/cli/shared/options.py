@@ -20,7 +20,8 @@ STARTED = time.time()
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE...", help="Settings of the configuration: group=option or key=value."
+        metavar="KEY=VALUE...",
+        help="Settings of the configuration: group=option or key=value, and a FILE.yaml of them.",
     ),
 ]
 ConfigDir = Annotated[
@@ -35,7 +36,10 @@ ConfigDir = Annotated[
 ConfigName = Annotated[
     str,
     typer.Option(
-        "--config-name", metavar="NAME", help="Primary configuration file, without .yaml."
+        "--config-name",
+        "--config",
+        metavar="FILE",
+        help="Primary configuration: a FILE.yaml, or a name in --config-dir without .yaml.",
     ),
 ]
 Trust = Annotated[

@@ -72,7 +72,8 @@ def command(
         ),
     ] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Print the Slurm batch script; do not submit it.")
+        bool,
+        typer.Option("--render", help="Print the job for SLURM or a cluster; do not submit it."),
     ] = False,
     as_json: Json = False,
 ) -> None:

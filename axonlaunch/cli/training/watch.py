@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,10 @@ EXAMPLES = """Examples:
   axonlaunch watch                       # the newest run in ./runs
   axonlaunch watch runs/gpt-fsdp --open
   axonlaunch watch --tui
+  axonlaunch watch big                   # waits until runs/big has started
 """
+_WAIT_S = 0.2
+"""Seconds between two looks for a run that has not started."""
 
 
 def command(
@@ -30,7 +35,8 @@ def command(
         Path | None,
         typer.Argument(
             metavar="RUN",
-            help="Folder of the run; default: the newest run in ./runs.",
+            help="Folder or name of the run, which may start later; default: the newest run in "
+            "./runs.",
             show_default=False,
         ),
     ] = None,
@@ -47,7 +53,7 @@ def command(
     from axonlaunch.cli.shared.run_folders import read_runs
     from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
-    path = run or _newest(Path("runs"))
+    path = _newest(Path("runs")) if run is None else await_run(run)
     [record] = read_runs([str(path)])
     data = LivePageData([record.path])
     if tui:
@@ -80,9 +86,23 @@ def _newest(folder: Path) -> Path:
     return max(readable, key=lambda path: modified_at(path / CONFIG))
 
 
-def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
-    import time
+def await_run(path: Path) -> Path:
+    """Return the folder of a run with this path or name; wait until a missing folder has a run."""
+    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
+    folders = [path] if path.is_absolute() else [path, Path("runs", path)]
+    if any(folder.exists() for folder in folders):
+        return next(folder for folder in folders if folder.exists())
+    typer.echo(f"waiting for the run {path} to start (Ctrl-C to stop)", err=True)
+    while True:
+        for folder in folders:
+            with suppress(NotARunError):
+                read_run(folder)
+                return folder
+        time.sleep(_WAIT_S)
+
+
+def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
     from rich.live import Live
 
     from axonlaunch.cli.shared.run_screen import screen_of

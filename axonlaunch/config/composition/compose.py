@@ -21,6 +21,7 @@ from axonlaunch.config.composition.override_text import (
     why_unread,
     without_spaces,
 )
+from axonlaunch.config.composition.user_file import read_user_file, split_file
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
@@ -112,6 +113,10 @@ class Composer:
         self._registries = dict(registries or {})
         self._files = HydraFiles(self.folders, open_groups=self._open_groups)
 
+    def groups(self) -> list[str]:
+        """Return the groups of the included primary config, sorted."""
+        return sorted(self._files.groups_in("config"))
+
     def options(self, group: str) -> dict[str, str]:
         """Return ``{option: summary line}`` of a group, sorted by name.
 
@@ -137,7 +142,7 @@ class Composer:
         Raises:
             ConfigError: The YAML files can't be composed.
         """
-        self._check_primary(config_name)
+        overrides, config_name = self._with_user_file(overrides, config_name)
         override_lists, problems = self.sort_overrides(overrides, config_name)
         groups = override_lists.groups
         with as_config_errors():
@@ -163,7 +168,7 @@ class Composer:
         Raises:
             ConfigError: The YAML files can't be composed.
         """
-        self._check_primary(config_name)
+        overrides, config_name = self._with_user_file(overrides, config_name)
         override_lists, problems = self.sort_overrides(
             overrides, config_name, with_unregistered=True
         )
@@ -214,11 +219,13 @@ class Composer:
         """
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-        parsed, problems = self._parse(overrides)
+        rest, file = split_file(overrides, "")
+        parsed, problems = self._parse(rest)
         if problems := problems or sweep_issues(parsed):
             raise ConfigError(problems)
         batches = BasicSweeper.split_arguments(parsed, None)
-        return [list(overrides) for batch in batches for overrides in batch]
+        common = [] if file is None else [str(file)]
+        return [[*common, *overrides] for batch in batches for overrides in batch]
 
     def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
         """Parse each override separately, so that all invalid ones are reported."""
@@ -249,6 +256,20 @@ class Composer:
             return f"{text}=VALUE"
         groups = [group for group in self._files.groups() if text in self._files.options(group)]
         return " or ".join(f"{group}={text}" for group in groups) or "key=value"
+
+    def _with_user_file(self, overrides: Sequence[str], config_name: str) -> tuple[list[str], str]:
+        """Return the overrides without a file, and the name of the primary config.
+
+        Raises:
+            ConfigError: The file can't be read, or there is no such primary config.
+        """
+        rest, path = split_file(overrides, config_name)
+        if path is not None:
+            file = read_user_file(path, self._files.groups_in("config"))
+            self._files.add_primary(file)
+            return rest, file.name
+        self._check_primary(config_name)
+        return rest, config_name
 
     def _check_primary(self, config_name: str) -> None:
         if not self._files.has_file(config_name):
@@ -367,6 +388,8 @@ class Composer:
 
     def _describe(self, config_path: str) -> str:
         """Return the relative name of an included file, or the full path of a user's file."""
+        if (path := self._files.path_of_primary(config_path)) is not None:
+            return str(path)
         name = f"{config_path}.yaml"
         for base in self.folders:
             candidate = base / name

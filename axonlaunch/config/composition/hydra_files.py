@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.composition.user_file import UserFile
+
 
 class HydraFiles:
     """YAML files of several folders; earlier folders have priority. The files must not change.
@@ -51,10 +53,19 @@ class HydraFiles:
         self._lists: dict[tuple[str, ...], Any] = {}
         self._trees: dict[tuple[str, ...], Any] = {}
         self._parsed: dict[str, Any] = {}
+        self._user_files: dict[str, UserFile] = {}
+
+    def add_primary(self, file: UserFile) -> None:
+        """Make a file of the user known as a primary config with its name."""
+        self._user_files[file.name] = file
+
+    def path_of_primary(self, name: str) -> Path | None:
+        """Return the path of a primary config that is a file of the user; None for others."""
+        return self._user_files[name].path if name in self._user_files else None
 
     def has_file(self, name: str) -> bool:
         """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""
-        return bool(self._loader.repository.config_exists(name))
+        return name in self._user_files or bool(self._loader.repository.config_exists(name))
 
     def has_group(self, name: str) -> bool:
         """Return whether there is a folder of options with this name."""
@@ -97,7 +108,9 @@ class HydraFiles:
         return self._without(optional) if optional else self
 
     def _without(self, absent: Collection[str]) -> HydraFiles:
-        return HydraFiles(self._folders, open_groups=self._open_groups, absent=absent)
+        files = HydraFiles(self._folders, open_groups=self._open_groups, absent=absent)
+        files._user_files = self._user_files
+        return files
 
     def _is_complete(self, config_name: str, groups: Sequence[Any]) -> bool:
         """Return whether no required file is missing; Hydra skips optional ones."""
@@ -188,9 +201,13 @@ class HydraFiles:
             from omegaconf import OmegaConf
 
             open_groups, absent = self._open_groups, self._absent
+            user_files = self._user_files
 
             class CopyingRepository(CachingConfigRepository):  # type: ignore[misc]
                 """Repository that returns copies, because Hydra merges into the trees it reads."""
+
+                def config_exists(self, config_path: str) -> bool:
+                    return config_path in user_files or bool(super().config_exists(config_path))
 
                 def load_config(self, config_path: str) -> Any:
                     if (result := super().load_config(config_path)) is not None:
@@ -204,9 +221,26 @@ class HydraFiles:
                     )
 
             repository = CopyingRepository(self._loader.repository)
+            if (file := self._user_files.get(config_name)) is not None:
+                repository.cache[f"config_path={config_name}"] = self._read(file)
             self._loader._process_config_searchpath(config_name, [], repository)
             self._repositories[config_name] = repository
         return self._repositories[config_name]
+
+    def _read(self, file: UserFile) -> Any:
+        """Return a file of the user as Hydra reads a file of a folder."""
+        from hydra.plugins.config_source import ConfigResult
+        from omegaconf import OmegaConf
+
+        tree, repository = OmegaConf.create(file.tree), self._loader.repository
+        defaults = repository._extract_defaults_list(str(file.path), tree)
+        return ConfigResult(
+            provider="user",
+            path=str(file.path),
+            config=tree,
+            header=_OWN_PACKAGE,
+            defaults_list=repository._create_defaults_list(str(file.path), defaults),
+        )
 
 
 _OWN_PACKAGE = {"package": None}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.problems.errors import target_problems
-from axonlaunch.config.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, RegisteredConfig, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +86,7 @@ class WSDConfig(ConstantConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeScheduleConfig:
-    """Configuration of a schedule that was registered without a dataclass."""
-
-    name: str
-    """name under which the schedule is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the function"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomScheduleConfig(FreeScheduleConfig):
+class CustomScheduleConfig(RegisteredConfig):
     """User-defined schedule, named by its import path."""
 
     name: str = "custom"
@@ -117,7 +107,7 @@ SchedulerConfig = (
     | LinearConfig
     | WSDConfig
     | CustomScheduleConfig
-    | FreeScheduleConfig
+    | RegisteredConfig
 )
 
 ScheduleMaker = Callable[[Any], Callable[[int, int], float]]
@@ -132,6 +122,5 @@ SCHEDULERS: Registry[ScheduleMaker, None] = Registry(
         "custom": Entry(None, "your function, scheduler.target", CustomScheduleConfig),
     },
     entry_points="axonlaunch.schedulers",
-    free_config=FreeScheduleConfig,
 )
 """Schedules by name; ``engines.optimizer.schedules`` computes those without a target."""

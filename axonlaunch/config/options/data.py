@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
 from axonlaunch.config.problems.errors import target_problems
-from axonlaunch.config.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, RegisteredConfig, Registry
 
 IGNORE_INDEX: Final = -100
 """Target that the loss ignores; torch's default for ``ignore_index``."""
@@ -152,13 +152,9 @@ class CustomDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeDataConfig:
+class FreeDataConfig(RegisteredConfig):
     """Configuration of a dataset that was registered without a dataclass."""
 
-    name: str
-    """name under which the dataset is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the dataset"""
     workers: int = field(default=0, metadata={"min": 0})
     """processes per rank that read samples ahead; 0: the rank reads them when a step needs them"""
 

@@ -1,13 +1,13 @@
-"""Variants of data parallelism and their properties.
+"""Variants of data parallelism with their properties, and exchanges of rows between experts.
 
-``axonlaunch.engines`` implements the variants. Other packages decide by the properties of a
+``axonlaunch.engines`` implements them. Other packages decide by the properties of a
 variant, not by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from axonlaunch.config.registry import Entry, Registry
@@ -59,16 +59,6 @@ class DataParallelFacts:
         return self.averages != "parameters"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreeDataParallelConfig:
-    """Options of a variant that was registered without a dataclass."""
-
-    name: str = ""
-    """name of the variant"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the variant"""
-
-
 DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
     "data_parallel",
     {
@@ -88,6 +78,17 @@ DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
         ),
     },
     entry_points="axonlaunch.data_parallel",
-    free_config=FreeDataParallelConfig,
 )
 """Variants by name; ``engines.build`` builds those without a target from their properties."""
+
+DISPATCHES: Registry[Callable[..., Any], None] = Registry(
+    "dispatch",
+    {
+        "all_to_all": Entry(
+            "axonlaunch.engines.expert.dispatch:AllToAll",
+            "one all-to-all of rows to the experts, and one back",
+        )
+    },
+    entry_points="axonlaunch.dispatches",
+)
+"""Exchanges of rows between the ranks that share experts, by name."""

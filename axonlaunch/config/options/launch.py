@@ -35,16 +35,98 @@ class SlurmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KubernetesConfig:
+    """Objects of launch=kubernetes; launch.nnodes and launch.nproc set pods and ranks per pod."""
+
+    kind: Literal["job", "jobset", "trainjob"] = "job"
+    """kind of the object. job: an Indexed Job of any cluster, whose pods are replaced one by one;
+    jobset: needs JobSet, all pods are replaced together; trainjob: needs Kubeflow Trainer, whose
+    runtime decides about restarts
+    """
+    image: str | None = None
+    """image of the containers, with axonlaunch installed; required"""
+    context: str | None = None
+    """context of the kubeconfig; null: the current one"""
+    namespace: str | None = None
+    """namespace of the objects; null: that of the context"""
+    queue: str | None = None
+    """LocalQueue of Kueue that admits the job; null: none"""
+    priority_class: str | None = None
+    """PriorityClass of the pods; null: the default of the cluster"""
+    service_account: str | None = None
+    """ServiceAccount of the pods; null: the default of the namespace"""
+    node_selector: dict[str, str] = field(default_factory=dict)
+    """labels that nodes must have: {"pool":"h100"}"""
+    tolerations: list[str] = field(default_factory=list)
+    """tolerated taints, as kubectl taint writes them: ["nvidia.com/gpu:NoSchedule"], or
+    ["pool=train:NoExecute"]
+    """
+    volumes: list[str] = field(default_factory=list)
+    """PersistentVolumeClaims and where they are mounted: ["runs:/runs","corpus:/data:ro"]. With
+    run_dir=auto the run folder is on the first one that is writable
+    """
+    secrets: list[str] = field(default_factory=list)
+    """Secrets whose entries become environment variables: ["hub-token","bucket-keys"]"""
+    gpu: str = "nvidia.com/gpu"
+    """resource of which a pod gets one per rank; not with launch.device=cpu or launch.backend=gloo
+    """
+    memory: str = "auto"
+    """memory of a pod, such as 200Gi; auto: from the memory estimate"""
+    cpus: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """cores that a pod requests; auto: launch.threads per rank if that is a number, else 1, and 1
+    for each data worker
+    """
+    grace_s: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """seconds that a pod has to save a checkpoint before it is killed; auto: from the size of the
+    checkpoint
+    """
+    runtime: str = "torch-distributed"
+    """ClusterTrainingRuntime of kind=trainjob"""
+    patch: str | None = None
+    """YAML file that is merged into the object: mappings by key, lists of named entries by name,
+    other lists are replaced, null removes a key
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyPilotConfig:
+    """Task of launch=skypilot, which is printed by --render."""
+
+    gpu: str | None = None
+    """accelerator, such as H100, of which a node has launch.nproc; null: none"""
+    image: str | None = None
+    """container image, with axonlaunch installed; null: axonlaunch is installed on SkyPilot's image
+    """
+    infra: str | None = None
+    """where to run, such as aws/us-east-1 or k8s; null: the cheapest"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DstackConfig:
+    """Task of launch=dstack, which is printed by --render."""
+
+    gpu: str | None = None
+    """accelerator, such as H100, of which a node has launch.nproc; null: none"""
+    image: str | None = None
+    """container image, with axonlaunch installed; null: axonlaunch is installed on dstack's image
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Start and rendezvous of ranks."""
 
     name: str = field(
         default="auto",
-        metadata={"allowed": "auto | local | env | slurm, or the name of a registered launcher"},
+        metadata={
+            "allowed": "auto | local | env | slurm | kubernetes | skypilot | dstack, or the name "
+            "of a registered launcher"
+        },
     )
     """launcher. auto: detected from the environment (a rank of torchrun, mpirun or srun, or one of
     several nodes by WORLD_SIZE), else local; local: ranks on this node, the environment is ignored;
-    env: from the environment, an error if it describes no world; slurm: submit a job
+    env: from the environment, an error if it describes no world; slurm, kubernetes: submit a job;
+    skypilot, dstack: only --render, which prints their YAML
     """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of ranks per node; auto: one per accelerator; without accelerators 2, or the number
@@ -82,6 +164,9 @@ class LaunchConfig:
     """largest number of restarts of a failed run, from its last checkpoint on the remaining nodes
     """
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    skypilot: SkyPilotConfig = field(default_factory=SkyPilotConfig)
+    dstack: DstackConfig = field(default_factory=DstackConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of CPU threads per rank; auto: the environment variable OMP_NUM_THREADS of the first
     node, else its cores / its ranks, on all nodes; it affects the rounding of sums, so that losses
@@ -136,6 +221,36 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             Launcher(
                 check="axonlaunch.launch.external.slurm:check",
                 launch="axonlaunch.launch.external.slurm:launch",
+                renders=True,
+            ),
+        ),
+        "kubernetes": Entry(
+            None,
+            "a Job, JobSet or TrainJob of Kubernetes",
+            LaunchConfig,
+            Launcher(
+                check="axonlaunch.launch.external.kubernetes.launcher:check",
+                launch="axonlaunch.launch.external.kubernetes.launcher:launch",
+                renders=True,
+            ),
+        ),
+        "skypilot": Entry(
+            None,
+            "a task of SkyPilot (--render)",
+            LaunchConfig,
+            Launcher(
+                check="axonlaunch.launch.external.cloud_tasks:check",
+                launch="axonlaunch.launch.external.cloud_tasks:launch",
+                renders=True,
+            ),
+        ),
+        "dstack": Entry(
+            None,
+            "a task of dstack (--render)",
+            LaunchConfig,
+            Launcher(
+                check="axonlaunch.launch.external.cloud_tasks:check",
+                launch="axonlaunch.launch.external.cloud_tasks:launch",
                 renders=True,
             ),
         ),

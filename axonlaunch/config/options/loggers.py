@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.problems.errors import target_problems
-from axonlaunch.config.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, RegisteredConfig, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +64,17 @@ class MLflowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomLoggerConfig:
+class CustomLoggerConfig(RegisteredConfig):
     """User-defined logger, named by its import path."""
 
     name: str = "custom"
     """name of the logger"""
     target: str
     """import path of the logger, package.module:Class; it is called with the arguments"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the target"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid value."""
         return target_problems(self.target, "Class")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FreeLoggerConfig:
-    """Configuration of a logger that was registered without a dataclass."""
-
-    name: str
-    """name under which the logger is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the logger"""
 
 
 _HERE = "axonlaunch.training.loggers"
@@ -124,5 +112,4 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
         ),
     },
     entry_points="axonlaunch.loggers",
-    free_config=FreeLoggerConfig,
 )

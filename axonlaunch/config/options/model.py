@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.problems.errors import divisor_of, target_problems
-from axonlaunch.config.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, RegisteredConfig, Registry
 
 MOST_LAYERS = 10_000
 """Largest number of layers; every layer is built, on ``meta`` at least, before any estimate."""
@@ -117,6 +117,57 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig(LlamaConfig):
+    """Mixture of experts in Llama's blocks: each token is computed by a few of many experts."""
+
+    name: str = "moe"
+    """name of the model"""
+    head_dim: int | None = field(default=None, metadata={"min": 2})
+    """size of an attention head; null: hidden_size / num_attention_heads"""
+    qk_norm: bool = False
+    """normalize the queries and keys of each head, as Qwen3 does"""
+    num_experts: int = field(default=8, metadata={"min": 1, "max": MOST_LAYERS})
+    """number of routed experts per block"""
+    num_experts_per_tok: int = field(default=2, metadata={"min": 1})
+    """number of routed experts that compute each token"""
+    moe_intermediate_size: int = field(default=128, metadata={"min": 8})
+    """width of an expert; a multiple of 8"""
+    n_shared_experts: int = field(default=1, metadata={"min": 0})
+    """number of experts that compute every token; 0: none"""
+    first_k_dense_replace: int = field(default=0, metadata={"min": 0})
+    """number of blocks at the start with a feed-forward of intermediate_size instead of experts"""
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    """scores of experts. sigmoid: as in DeepSeek-V3; softmax: as in Mixtral and Qwen3"""
+    norm_topk_prob: bool = True
+    """divide the weights of a token's experts by their sum"""
+    routed_scaling_factor: float = field(default=1.0, metadata={"above": 0})
+    """factor of the weights of a token's experts"""
+    balance: Literal["none", "bias"] = "none"
+    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
+    of tokens, as in DeepSeek-V3
+    """
+    balance_rate: float = field(default=1e-3, metadata={"above": 0})
+    """step of these biases"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for each invalid combination of values."""
+        if self.head_dim is None:
+            if problems := super().problems():
+                return problems
+        elif self.head_dim % 2:
+            return [("head_dim", "rotary positions need an even number")]
+        problems = []
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if (value := getattr(self, name)) % 8:
+                message = f"products of experts need a multiple of 8; use {value + -value % 8}"
+                problems.append((name, message))
+        if self.num_experts_per_tok > self.num_experts:
+            message = f"there are only num_experts={self.num_experts}; use at most as many"
+            problems.append(("num_experts_per_tok", message))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """Vision transformer: patches, learned positions, mean pooling."""
 
@@ -205,6 +256,12 @@ class HuggingFaceConfig(TransformersModel):
     """initial weights. pretrained: those of model.path; random: from the seed"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
+    balance: Literal["none", "bias"] = "none"
+    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
+    of tokens, as in DeepSeek-V3; for models whose routers have an e_score_correction_bias
+    """
+    balance_rate: float = field(default=1e-3, metadata={"above": 0})
+    """step of these biases"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for each invalid combination of values."""
@@ -225,13 +282,9 @@ class HuggingFaceConfig(TransformersModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeModelConfig:
+class FreeModelConfig(RegisteredConfig):
     """Configuration of a model that was registered without a dataclass."""
 
-    name: str
-    """name under which the model is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the builder"""
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
@@ -243,7 +296,7 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
     return [("num_attention_heads", message)]
 
 
-OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, ViTConfig)
+OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, MoEConfig, ViTConfig)
 """Included models; the shapes of their inputs and outputs follow from their configurations."""
 
 MODELS: Registry[Any, None] = Registry(
@@ -263,6 +316,11 @@ MODELS: Registry[Any, None] = Registry(
             "axonlaunch.models.architectures.llama:SPEC",
             "decoder with RoPE and GQA, like Llama 3",
             LlamaConfig,
+        ),
+        "moe": Entry(
+            "axonlaunch.models.architectures.moe:SPEC",
+            "mixture of experts in Llama's blocks",
+            MoEConfig,
         ),
         "vit": Entry(
             "axonlaunch.models.architectures.vit:SPEC", "vision transformer, for images", ViTConfig

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config.problems.errors import target_problems
-from axonlaunch.config.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, RegisteredConfig, Registry
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,7 @@ class AccuracyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeMetricConfig:
-    """Configuration of a metric that was registered without a dataclass."""
-
-    name: str
-    """name under which the metric is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the function"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomMetricConfig(FreeMetricConfig):
+class CustomMetricConfig(RegisteredConfig):
     """User-defined metric, named by its import path; its name is that of the function."""
 
     name: str = "custom"
@@ -64,17 +54,7 @@ class CustomMetricConfig(FreeMetricConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeCallbackConfig:
-    """Configuration of a callback that was registered without a dataclass."""
-
-    name: str
-    """name under which the callback is registered"""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the class"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomCallbackConfig(FreeCallbackConfig):
+class CustomCallbackConfig(RegisteredConfig):
     """User-defined callback, named by its import path."""
 
     name: str = "custom"
@@ -104,7 +84,6 @@ EVALUATION_METRICS: Registry[Any, MetricFacts] = Registry(
         ),
     },
     entry_points="axonlaunch.metrics",
-    free_config=FreeMetricConfig,
 )
 """Metrics by name; each target creates a ``Metric`` (``models.specs``) from its configuration."""
 
@@ -118,7 +97,6 @@ CALLBACKS: Registry[Any, None] = Registry(
         )
     },
     entry_points="axonlaunch.callbacks",
-    free_config=FreeCallbackConfig,
 )
 """Callbacks by name; each target creates a ``Callback`` from its configuration."""
 

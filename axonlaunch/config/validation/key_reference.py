@@ -55,7 +55,7 @@ def reference(config: RunConfig) -> list[Key]:
 
 def _keys(config: Any, prefix: str) -> Iterator[Key]:
     schema: type = type(config)
-    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    hints, texts = typing.get_type_hints(schema), meanings(schema)
     for spec in dataclasses.fields(schema):
         name, value = f"{prefix}{spec.name}", getattr(config, spec.name)
         if dataclasses.is_dataclass(value):
@@ -65,14 +65,15 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
                 yield from _keys(item, f"{name}[{number}].")
         else:
             allowed = _allowed_values(hints[spec.name], spec.metadata)
-            yield Key(name, value, allowed, meanings.get(spec.name, ""))
+            yield Key(name, value, allowed, texts.get(spec.name, ""))
 
 
 def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
     if "allowed" in limits:
         return str(limits["allowed"])
     if "names" in limits:
-        return " | ".join([*limits["names"].names(), "null"])
+        is_optional = type(None) in get_args(hint)
+        return " | ".join([*limits["names"].names(), *(["null"] if is_optional else [])])
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " | ".join(_allowed_values(option, limits) for option in inside)
@@ -93,9 +94,9 @@ def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _meanings(schema: type) -> dict[str, str]:
+def meanings(schema: type) -> dict[str, str]:
     """Return the text below each field of a dataclass, by the name of the field."""
-    meanings: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         try:
             [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -115,5 +116,5 @@ def _meanings(schema: type) -> dict[str, str]:
                 and isinstance(text.value, ast.Constant)
                 and isinstance(text.value.value, str)
             ):
-                meanings[field.target.id] = " ".join(text.value.value.replace("``", "").split())
-    return meanings
+                texts[field.target.id] = " ".join(text.value.value.replace("``", "").split())
+    return texts

@@ -17,6 +17,7 @@ from axonlaunch.config.problems.other_names import FOREIGN_NAMES
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
 from axonlaunch.config.validation.group_options import typed_groups
+from axonlaunch.config.values.plain import flatten
 
 _ELSEWHERE = 0.75
 """Least similarity of an unknown name to a key of another group that is suggested for it.
@@ -65,11 +66,9 @@ class _Walk:
             self._add(prefix, f"is a group of keys; set one of them, as in {example}=...", tree)
             tree = {}
         fields = {f.name: f for f in dataclasses.fields(schema)}
-        self.problems += [
-            _unknown_key(prefix, str(key), value, fields, self._root)
-            for key, value in tree.items()
-            if key not in fields
-        ]
+        for key, value in tree.items():
+            if key not in fields:
+                self.problems += _unknown_key(prefix, str(key), value, fields, self._root)
         config = _construct(schema, self._values(tree, schema, prefix), fields)
         reported = {problem.key for problem in self.problems}
         for name, message in value_problems(config):
@@ -130,7 +129,7 @@ class _Walk:
         converted = convert(value, hint)
         if (names := facts.get("names")) is not None and converted is not None:
             converted = str(converted)  # a registered name, frozen with its value
-            _check_name(converted, names)
+            _check_name(converted, names, or_null=type(None) in get_args(hint))
         check_range(converted, facts, or_null=type(None) in get_args(hint))
         return converted
 
@@ -227,7 +226,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
     return schema(**values, **dict.fromkeys(missing))
 
 
-def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
+def _check_name(value: Any, registry: Registry[Any, Any] | None, *, or_null: bool = True) -> None:
     """Check that a registry lists a name and can import it.
 
     Raises:
@@ -243,7 +242,8 @@ def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
             )
         close = nearest(value, registry.names())
         meant = f"did you mean {close}? " if close else ""
-        raise Rejected(f"{meant}use {one_of(registry.names())}; or null")
+        null = "; or null" if or_null else ""
+        raise Rejected(f"{meant}use {one_of(registry.names())}{null}")
     try:
         registry.entry(value)
     except EntryPointError as error:
@@ -270,6 +270,19 @@ def _nested_dataclass(hint: Any, value: Any) -> type | None:
 
 def _unknown_key(
     prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
+) -> list[ConfigIssue]:
+    """Return the problems of an unknown key: one for each key below it that other tools have."""
+    key = _below(prefix, name)
+    if isinstance(value, dict):
+        leaves = flatten(value, key).items()
+        foreign = [ConfigIssue(k, meant, v) for k, v in leaves if (meant := _other_name(k, k, v))]
+        if foreign:
+            return foreign
+    return [_unknown_name(prefix, name, value, fields, root)]
+
+
+def _unknown_name(
+    prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
 ) -> ConfigIssue:
     """Return the problem of an unknown key, with a suggestion from this group or another one."""
     key = _below(prefix, name)
@@ -283,16 +296,37 @@ def _unknown_key(
         )
     last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     here = {field: _below(prefix, field) for field in fields}
-    # Names that other tools use come from a table; others are guessed, in this group first.
-    meant = (
-        FOREIGN_NAMES.get(name)
-        or here.get(nearest(name, here) or "")
-        or last.get(nearest(name, last, cutoff=_ELSEWHERE) or "")
+    # A key of another tool in full, then a slip in this group, then a name of another tool.
+    message = _other_name(key, key, value)
+    if not message and prefix and (meant := nearest(name, here, cutoff=_ELSEWHERE)):
+        return ConfigIssue(key, f"there is no such key; did you mean {here[meant]}?", shown)
+    if message := message or _other_name(key, name, value):
+        return ConfigIssue(key, message, shown)
+    meant = here.get(nearest(name, here) or "") or last.get(
+        nearest(name, last, cutoff=_ELSEWHERE) or ""
     )
     if meant:
         return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
     listed = f"keys of {prefix}" if prefix else "top-level keys"
     return ConfigIssue(key, f"there is no such key; {listed}: {', '.join(sorted(fields))}", shown)
+
+
+def _other_name(key: str, name: str, value: Any) -> str | None:
+    """Return the message for a key of another tool; None if no tool has it.
+
+    Args:
+        key: Dotted key that the user wrote.
+        name: Key that is looked up: the dotted key or its last part.
+        value: Value that the user wrote.
+    """
+    if meant := FOREIGN_NAMES.get(name):
+        return f"there is no such key; did you mean {meant}?"
+    from axonlaunch.config.validation.other_tools.counterparts import (
+        counterpart_of,
+    )  # tables take a while
+
+    meant = counterpart_of(name, value, in_patterns=name == key and "." not in name)
+    return f"there is no such key; {meant}" if meant else None
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:

@@ -43,6 +43,7 @@ CURVES = {
     "grad_norm": "gradient norm",
     **{f"{unit}_per_s": f"{unit}/s" for unit in get_args(Counted)},
     "mfu": "MFU",
+    "expert_load": "expert load (largest / mean)",
     "step_s": "step time (s)",
     "peak_memory_bytes": "memory (bytes)",
 }
@@ -126,6 +127,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         "memory": _memory(run),
         "steps": steps_of(run),
         "ranks": _ranks(run),
+        "experts": _experts(run),
         "life": [
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
             for span in spans(run)
@@ -219,6 +221,24 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
                 for data, compute in zip(line["data"], line["compute"], strict=True)
             ]
             for line in lines
+        ],
+    }
+
+
+def _experts(run: RunRecord) -> dict[str, Any] | None:
+    """Return the load of the fullest expert of each block, by step; None without experts."""
+    loads = [(line["step"], line.get("expert_loads")) for line in run.steps]
+    lines = [(step, row) for step, row in loads if isinstance(row, dict) and row]
+    if not lines:
+        return None
+    every = math.ceil(len(lines) / _COLUMNS)
+    lines = list(reversed(lines[::-every]))
+    blocks = list(lines[-1][1])
+    return {
+        "steps": [step for step, _ in lines],
+        "blocks": blocks,
+        "loads": [
+            [_rounded(_finite(row.get(block))) or 1.0 for block in blocks] for _, row in lines
         ],
     }
 

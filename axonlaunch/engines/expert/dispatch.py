@@ -61,9 +61,7 @@ class AllToAll:
     def send(self, hidden: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, object]:
         """See ``Dispatch.send``."""
         top_k = experts.shape[-1]
-        routes = routing.exchange_routes(
-            experts.flatten(), num_experts=self._num_experts, group=self._group
-        )
+        routes = routing.exchange_routes(experts, num_experts=self._num_experts, group=self._group)
         rows = hidden[routes.order // top_k]
         rows = exchange_rows(rows, self._group, sent=routes.sent, received=routes.received)
         local_experts = routes.local_experts

@@ -36,10 +36,10 @@ class Routes:
 def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -> Routes:
     """Find out which rows this rank sends and receives; every rank of the group must call this.
 
-    The host waits once, because the sizes of the next exchange must be known to it.
+    Each pair of a token and one of its experts is a row.
 
     Args:
-        experts: Expert of each row, [N] int64, below ``num_experts``.
+        experts: Different experts of each token, [T, K] int64, below ``num_experts``.
         num_experts: Number of experts of all ranks of the group; rank ``r`` holds those from
             ``r * num_experts / size``.
         group: The ranks that share the experts.
@@ -47,27 +47,45 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
     Raises:
         InvalidRouteError: An expert is negative or too large.
     """
-    per_rank = num_experts // group.size
+    per_rank, rows = num_experts // group.size, experts.flatten()
     # A last bin counts the invalid ones, because an index out of bounds would abort a GPU.
-    is_valid = (experts >= 0) & (experts < num_experts)
-    bins = torch.where(is_valid, experts, num_experts)
+    is_valid = (rows >= 0) & (rows < num_experts)
+    bins = torch.where(is_valid, rows, num_experts)
     counts = bins.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))
     each = [per_rank] * group.size
     theirs = exchange_rows(counts[:num_experts], group, sent=each, received=each)
-    numbers = torch.cat([counts, theirs]).tolist()
-    if numbers[num_experts]:
+    sent, received = read_counts(counts, theirs, experts=experts, group=group)
+    if sent[num_experts]:
         row = int((~is_valid).nonzero()[0])
         raise InvalidRouteError(
-            f"expert {int(experts[row])} of row {row} does not exist; there are {num_experts}, "
+            f"expert {int(rows[row])} of row {row} does not exist; there are {num_experts}, "
             "counted from 0"
         )
     local = torch.arange(per_rank, device=experts.device).repeat(group.size)
     return Routes(
-        order=experts.argsort(stable=True),
-        sent=_sums(numbers[:num_experts], per_rank),
-        received=_sums(numbers[num_experts + 1 :], per_rank),
-        local_experts=local.repeat_interleave(theirs, output_size=sum(numbers[num_experts + 1 :])),
+        order=rows.argsort(stable=True),
+        sent=_sums(sent[:num_experts], per_rank),
+        received=_sums(received, per_rank),
+        local_experts=local.repeat_interleave(theirs, output_size=sum(received)),
     )
+
+
+def read_counts(
+    sent: Tensor, received: Tensor, *, experts: Tensor, group: ProcessGroup
+) -> tuple[list[int], list[int]]:
+    """Return two lists of numbers of rows to the host, which waits for them once.
+
+    An estimate replaces this function, because its tensors have no values.
+
+    Args:
+        sent: Rows of this rank for each expert of the group, and invalid rows, [E + 1].
+        received: Rows from each rank for each expert of this rank, [E].
+        experts: Experts of this rank's tokens, [T, K].
+        group: The ranks that share the experts.
+    """
+    del experts, group
+    numbers: list[int] = torch.cat([sent, received]).tolist()
+    return numbers[: len(sent)], numbers[len(sent) :]
 
 
 def _sums(numbers: list[int], length: int) -> list[int]:

@@ -119,16 +119,27 @@ def divide(
     axis.distribute(module)
 
 
-def without_modules(plan: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return a plan without the patterns that match some modules or their parameters."""
-    names = list(names)
+def without_modules(
+    plan: Mapping[str, str], model: nn.Module, names: Iterable[str]
+) -> dict[str, str]:
+    """Return a plan without the patterns that match some modules or their direct parameters.
+
+    Args:
+        plan: Maps patterns to styles.
+        model: Model with the modules.
+        names: Full names of the modules; names that a stage lacks are skipped.
+    """
+    modules = dict(model.named_modules())
+    matched = {
+        full_name
+        for name in names
+        if name in modules
+        for full_name in (name, *(f"{name}.{key}" for key in modules[name]._parameters))
+    }
     return {
         pattern: style
         for pattern, style in plan.items()
-        if not any(
-            fnmatchcase(name, pattern) or fnmatchcase(name, pattern.rpartition(".")[0])
-            for name in names
-        )
+        if not any(fnmatchcase(name, pattern) for name in matched)
     }
 
 

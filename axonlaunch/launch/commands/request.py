@@ -36,6 +36,19 @@ class Request:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def words(self) -> list[str]:
+        """Return the words of a command line with these arguments."""
+        options = [word for path in self.config_dirs for word in ("--config-dir", str(path))]
+        if self.config_name != "config":
+            options += ["--config-name", self.config_name]
+        return [
+            "axonlaunch",
+            "train",
+            *(["-m"] if self.multirun else []),
+            *options,
+            *self.overrides,
+        ]
+
     def refuse_sweep_under(self, environment: ClusterEnvironment) -> None:
         """Refuse a sweep in a process that a launcher started.
 

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.external.followed_job import JobState, follow_job
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.launch.multinode import token
 from axonlaunch.system.storage.files import replace_text
@@ -34,11 +34,10 @@ _UNREACHABLE = "UNREACHABLE"
 """State of a job while SLURM can't be queried."""
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    *("PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
-_POLL_S = 1.0
 
 
 def render(config: RunConfig, *, python: str = sys.executable) -> str:
@@ -166,18 +165,8 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
         raise ConfigError([ConfigIssue("launch", f"sbatch failed: {reason}")])
     job = submitted.stdout.strip().partition(";")[0]
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
-    content: dict[str, Any] = {"job_id": int(job), "run_dir": config.run_dir}
-    log = folder / f"slurm-{job}.out"
-    try:
-        last = _follow(job, log, announce)
-    except KeyboardInterrupt:
-        announce(f"job {job} is still running; log: {log}")
-        return 130, {**content, "state": _state(job).name}
-    if last.name == UNKNOWN:
-        announce(f"job {job} has ended with an unknown state: {last.detail}; see {log}")
-    else:
-        announce(f"job {job}: {last.name.lower()}{last.detail}")
-    return (0 if last == _JobState("COMPLETED") else 1), {**content, "state": last.name}
+    status, state = follow_job(SlurmJob(job, folder / f"slurm-{job}.out"), announce)
+    return status, {"job_id": int(job), "run_dir": config.run_dir, "state": state}
 
 
 def _write(config: RunConfig, folder: Path) -> Path:
@@ -205,62 +194,67 @@ def _job_issues(config: RunConfig) -> list[ConfigIssue]:
     return issues
 
 
-@dataclass(frozen=True)
-class _JobState:
-    """State of a job.
+@dataclass
+class SlurmJob:
+    """A submitted job.
 
     Attributes:
-        name: SLURM's name of the state, or ``UNKNOWN`` or ``UNREACHABLE``.
-        detail: Reason why the state is not known, or a note on the exit code of a completed job.
+        number: Number of the job.
+        log: Its output, which is followed.
     """
 
-    name: str
-    detail: str = ""
+    number: str
+    log: Path
+    _read: int = 0
 
+    @property
+    def left(self) -> str:
+        """Line for the user after Ctrl-C, which does not end the job."""
+        return f"job {self.number} is still running; log: {self.log}"
 
-def _follow(job: str, log: Path, announce: Callable[[str], None]) -> _JobState:
-    """Print a job's log until it ends, and return its last state."""
-    read, state = 0, ""
-    while True:
-        now = _state(job)
-        if now.name != state and now.name == "PENDING":
-            announce(f"job {job} is pending")
-        elif now.name != state and now.name == _UNREACHABLE:
-            announce(f"job {job}: SLURM can't be queried ({now.detail}); still following its log")
-        state = now.name
-        if log.exists():
-            with log.open("rb") as stream:
-                stream.seek(read)
-                content = stream.read()
-            read += len(content)
-            sys.stderr.write(content.decode(errors="replace"))
-            sys.stderr.flush()
-        if state in _ENDED:
-            return now
-        time.sleep(_POLL_S)
+    def state(self) -> JobState:
+        """Return the state, from the accounting if the controller has forgotten the job."""
+        job = self.number
+        answer, error = _ask("scontrol", "show", "job", job, "--oneliner")
+        if match := re.search(r"\bJobState=(\w+)", answer):
+            code = re.search(r"\bExitCode=(\d+:\d+)", answer)
+            return self._state_of(match[1], code[1] if code else "")
+        if "invalid job id" not in error.lower():
+            reason = error or "scontrol reports nothing about it"
+            note = f"job {job}: SLURM can't be queried ({reason}); still following its log"
+            return JobState(_UNREACHABLE, note)
+        options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode"]
+        answer, error = _ask("sacct", *options, "-j", job)
+        recorded_state, _, recorded_code = answer.partition("\n")[0].partition("|")
+        name = recorded_state.partition(" ")[0]  # for example "CANCELLED by 1000"
+        if name in _ENDED:
+            return self._state_of(name, recorded_code)
+        reason = error or (f"sacct reports {name}" if name else "sacct does not know it")
+        note = (
+            f"job {job} has ended with an unknown state: the controller does not know the job any "
+            f"more, and {reason}; see {self.log}"
+        )
+        return JobState(UNKNOWN, note, 1)
 
+    def read_log(self) -> str:
+        """Return what was added to the log since the last call."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as stream:
+            stream.seek(self._read)
+            content = stream.read()
+        self._read += len(content)
+        return content.decode(errors="replace")
 
-def _state(job: str) -> _JobState:
-    """Return a job's state, from the accounting if the controller has forgotten the job."""
-    answer, error = _ask("scontrol", "show", "job", job, "--oneliner")
-    if match := re.search(r"\bJobState=(\w+)", answer):
-        code = re.search(r"\bExitCode=(\d+:\d+)", answer)
-        return _with_exit_code(match[1], code[1] if code else "")
-    if "invalid job id" not in error.lower():
-        return _JobState(_UNREACHABLE, error or "scontrol reports nothing about it")
-    options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode"]
-    answer, error = _ask("sacct", *options, "-j", job)
-    recorded_state, _, recorded_code = answer.partition("\n")[0].partition("|")
-    name = recorded_state.partition(" ")[0]  # for example "CANCELLED by 1000"
-    if name in _ENDED:
-        return _with_exit_code(name, recorded_code)
-    reason = error or (f"sacct reports {name}" if name else "sacct does not know it")
-    return _JobState(UNKNOWN, f"the controller does not know the job any more, and {reason}")
-
-
-def _with_exit_code(name: str, code: str) -> _JobState:
-    failed = name == "COMPLETED" and code not in ("", "0:0")
-    return _JobState(name, f" with exit code {code}" if failed else "")
+    def _state_of(self, name: str, code: str) -> JobState:
+        if name == "PENDING":
+            return JobState(name, f"job {self.number} is pending")
+        if name not in _ENDED:
+            return JobState(name)
+        if name == "COMPLETED" and code not in ("", "0:0"):
+            return JobState(name, f"job {self.number}: completed with exit code {code}", 1)
+        status = 0 if name == "COMPLETED" else 1
+        return JobState(name, f"job {self.number}: {name.lower()}", status)
 
 
 def _ask(*command: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from axonlaunch.planning.estimate import (
     resolve_for_node,
     suggest_changes,
 )
-from axonlaunch.system.node import limits
+from axonlaunch.system.node import cgroup_memory, limits
 from axonlaunch.system.storage.cache import cache_folder
 from axonlaunch.system.storage.disk import free_bytes, shortage
 from axonlaunch.system.text.formatting import size
@@ -119,6 +119,9 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
             f" (ulimit -v limits the address space of a process to {size(limit)}, including its "
             "libraries and threads; ulimit -v unlimited removes the limit)"
         )
+    allowed = cgroup_memory.limit_bytes()
+    if allowed is not None and config.launch.device != "cuda":
+        note += f" (a cgroup, as of a container or a job, limits all processes to {size(allowed)})"
     if context is None:
         return f"axonlaunch estimate shows what each rank needs{note}"
     hardware = config.hardware or HardwareConfig(name="device")

@@ -27,7 +27,14 @@ from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.local.supervisor import Rank, RemoteNodes, Supervisor
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
+from axonlaunch.launch.output.summary import (
+    LogTail,
+    RunRecorder,
+    finish_run,
+    log_of,
+    report_crash,
+    resuming_command,
+)
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.system.node.cores import cores_of_ranks
@@ -132,7 +139,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                     )
         finally:
             console.stop()
-        return finish_run(config, outcome, record, console, context=context, again=options.again)
+        again = resuming_command(config, options.command, name=options.resumed_name)
+        return finish_run(config, outcome, record, console, context=context, again=again)
 
 
 def run_ranks(

@@ -11,6 +11,7 @@ import sys
 from types import TracebackType
 
 from axonlaunch.system.node import allocator_settings
+from axonlaunch.system.processes.process_title import name_process
 
 MODULES = (
     "numpy.ma",
@@ -56,6 +57,7 @@ def _is_out_of_files(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 _SERVER = os.getpid()
+name_process("fork server")
 sys.excepthook = _print_error
 # The variable was set only for this process; processes that a rank starts must not inherit it.
 os.environ.pop("PYTHONSAFEPATH", None)

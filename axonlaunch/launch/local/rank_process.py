@@ -42,6 +42,7 @@ from axonlaunch.launch.local.messages import Done, RankSpec
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.system.processes import forkserver
+from axonlaunch.system.processes.process_title import name_process
 from axonlaunch.system.storage import files
 from axonlaunch.system.text import streams
 from axonlaunch.training import worker
@@ -87,6 +88,10 @@ def main(pickled: bytes, spec: RankSpec, connection: Connection) -> None:
     try:
         redirect(spec.log)
         config: RunConfig = pickle.loads(pickled)
+        ranks = f"rank {spec.rank} of {spec.world_size}"
+        if config.launch.backend == "mock":
+            ranks = f"{num_ranks(config)} ranks"
+        name_process(f"{ranks}, {config.name}")
         configuration.import_code(config)
         if spec.restarted and checkpoint.find_checkpoint(storage.root(config)) is not None:
             config = configuration.with_values(config, {"checkpoint.resume": "auto"})

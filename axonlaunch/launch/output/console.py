@@ -45,6 +45,8 @@ from axonlaunch.system.text.terminal import console_on
 SLOW = 0.2
 """Fraction of a step that other ranks must wait for a slow rank before it is reported."""
 _PERSISTENT = 4
+_FEW_STEPS = 10
+"""Largest number of steps of a run that leaves a line of each step on a terminal too."""
 """Consecutive logged steps in which the same rank must be slow before it is reported. Short work of
 the operating system can slow any rank down for a moment."""
 _SHOWN = 16
@@ -73,6 +75,7 @@ class RunConsole:
         self._slow_for = 0
         self._reported: int | None = None
         self._task: TaskID | None = None
+        self._has_few_steps = False
 
     @property
     def refusal(self) -> str | None:
@@ -162,6 +165,7 @@ class RunConsole:
             "", total=event.steps, completed=event.step, numbers=""
         )
         self._progress.start()
+        self._has_few_steps = event.steps - event.step <= _FEW_STEPS
 
     def _note(self, text: str) -> None:
         self.line(f"[yellow]note[/yellow] {escape(text)}")
@@ -178,8 +182,10 @@ class RunConsole:
         if self._progress is not None and self._task is not None:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)
-        elif not self._console.is_terminal:
+        if not self._console.is_terminal or self._has_few_steps:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
+            if event.expert_load is not None:
+                parts.append(f"expert load {event.expert_load:.2f}")
             if event.skipped:
                 parts.append(f"updates skipped: {event.skipped} (loss scale {event.loss_scale:g})")
             self.log("  ".join([*parts, *_of_gpu(event)]))

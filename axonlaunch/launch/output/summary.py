@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -30,6 +32,7 @@ from axonlaunch.launch.output.console import (
     show_crash,
     show_hint,
 )
+from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
@@ -145,7 +148,7 @@ def finish_run(
         console: Console on which the figures are printed.
         context: Context of the fork server, which estimates memory if a rank ran out of it, and
             uploads weights; None gives no estimate, and uploads in this process.
-        again: Text to append to the command to resume the run; None appends the run's name.
+        again: Command that resumes the run; None describes it.
     """
     finished = outcome.finished
     last = finished or record.last  # a run that failed is reported by its last logged step
@@ -186,8 +189,7 @@ def finish_run(
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
-            change = f" with name={config.name}" if again is None else again
-            rows.append(("to resume", _how_to_resume(config, change)))
+            rows += _rows_of_resuming(config, again)
         console.summary(rows)
     if console.refusal is not None:
         _log(config, f"the console did not take all that was printed: {console.refusal}\n")
@@ -291,7 +293,8 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     about = {"rank": first.rank, "step": first.step, "kind": first.kind, "reason": first.reason}
     log_event(config, "failed", about)
     # The hint comes after the failure summary, because it may need an estimate that takes seconds.
-    hint = hints.hint(crash.first, config, context)
+    with spinner("looking for a hint; for memory that takes an estimate of some seconds"):
+        hint = hints.hint(crash.first, config, context)
     if hint:
         show_hint(console, hint)
         if is_written:
@@ -332,15 +335,34 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     return rows
 
 
-def _how_to_resume(config: RunConfig, change: str) -> str:
+def resuming_command(config: RunConfig, words: Sequence[str], *, name: str | None) -> str | None:
+    """Return the command that resumes a run, ready to paste into a shell; None if it is unknown.
+
+    Args:
+        config: Configuration of the run.
+        words: Words of the command that launched the run; empty for a script.
+        name: Name that the command needs; None for the run's name, empty for no name.
+    """
+    if not words:
+        return None
+    name = str(config.name) if name is None else name
+    settings = [f"name={name}"] if name else []
+    if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
+        settings.append("checkpoint.resume=auto")
+    replaced = {setting.partition("=")[0] for setting in settings} | {"checkpoint.overwrite"}
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
+    return shlex.join([*kept, *settings])
+
+
+def _rows_of_resuming(config: RunConfig, command: str | None) -> list[tuple[str, str]]:
+    """Return the command that resumes a run, and the step at which it begins."""
+    again = command or f"the same command with name={config.name}"
     if is_url(config.checkpoint.path or ""):
-        return f"the same command{change}"
+        return [("to resume", again)]
     try:
         last = run_dir.last_saved(config)
     except OSError as error:
-        return f"the same command{change}; its checkpoints can't be read now: {error}"
+        return [("to resume", again), ("resumes from", f"unknown: {error}")]
     if last is None:
-        return "no checkpoint was saved; the same command starts from step 0"
-    if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
-        change += f"{' and' if change else ' with'} checkpoint.resume=auto"
-    return f"the same command{change}, from step {last.step}"
+        return [("to start over", again), ("checkpoints", "none was saved")]
+    return [("to resume", again), ("resumes from", f"step {last.step}")]

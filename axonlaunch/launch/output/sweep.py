@@ -31,12 +31,12 @@ def as_written(overrides: Sequence[str]) -> str:
     return _ESCAPED.sub(r"\1", " ".join(overrides))
 
 
-def again(configs: Sequence[RunConfig]) -> str:
-    """Return the text to append to a sweep's command so that it resumes."""
+def name_of_sweep(configs: Sequence[RunConfig]) -> str:
+    """Return the name with which a sweep's command resumes; empty if it has its runs' names."""
     parents = {config.name.rpartition("/")[0] for config in configs}
     numbers = [config.name.rpartition("/")[2] for config in configs]
     is_numbered = numbers == [str(number) for number in range(len(configs))]
-    return f" with name={parents.pop()}" if is_numbered and len(parents) == 1 else ""
+    return parents.pop() if is_numbered and len(parents) == 1 else ""
 
 
 def run_header(variation: str, *, number: int, of: int, is_done: bool) -> str:

@@ -36,7 +36,22 @@ class GatedFeedForward(nn.Module):
 class LlamaBlock(nn.Module):
     """Attention and feed-forward, each with a preceding RMSNorm and a residual connection."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        feed_forward: nn.Module | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+    ) -> None:
+        """Create a block.
+
+        Args:
+            config: Sizes.
+            feed_forward: Module from [B, T, hidden] to [B, T, hidden]; None: SwiGLU.
+            head_dim: Size of an attention head; None: ``hidden_size / num_attention_heads``.
+            qk_norm: Whether attention normalizes queries and keys.
+        """
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
@@ -44,9 +59,11 @@ class LlamaBlock(nn.Module):
             size,
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            qk_norm_eps=eps if qk_norm else None,
         )
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = GatedFeedForward(size, config.intermediate_size)
+        self.mlp = feed_forward or GatedFeedForward(size, config.intermediate_size)
 
     def forward(self, x: Tensor, rotary: RotaryTable, packing: Packing | None = None) -> Tensor:
         """Map [B, T, hidden] to [B, T, hidden]."""
@@ -73,16 +90,22 @@ class Llama(nn.Module):
         self.config = config
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        blocks = [self.build_block(number) for number in range(config.num_hidden_layers)]
         self.rotary = RotaryTable(
-            size // config.num_attention_heads,
+            blocks[0].self_attn.head_dim,
             max_positions=config.max_position_embeddings,
             theta=config.rope_theta,
         )
-        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def build_block(self, number: int) -> LlamaBlock:
+        """Return the block with a number from 0."""
+        del number
+        return LlamaBlock(self.config)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map tokens [B, T] (on later stages: hidden states) to logits [B, T, vocab].

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from axonlaunch.models.tensors.packed_blocks import logical_numel
+from axonlaunch.models.tensors.packed_blocks import logical_numel, logical_shape
 
 _ATTENTION = ("Attention", "Attn")
 _WITHOUT_SCORES = ("Linear", "Lightning", "Rwkv")
@@ -108,6 +108,11 @@ def looked_up_parameters(model: nn.Module) -> int:
     return sum(table.numel() for table in _looked_up(model).values())
 
 
+def active_experts(model: nn.Module) -> float:
+    """Return the largest fraction of a layer's experts that one token uses; 1 without experts."""
+    return float(max(_expert_shares(model).values(), default=1))
+
+
 def _looked_up(model: nn.Module) -> dict[int, Tensor]:
     """Return the embedding tables that no other module uses, by ``id``."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -143,7 +148,7 @@ def _num_experts(path: str, module: nn.Module) -> int:
         return len(module) if name == "experts" else 0
     if name != "experts" and "Expert" not in type(module).__name__:
         return 0
-    packed = [p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3]
+    packed = [p.shape[0] for p in module.parameters(recurse=False) if len(logical_shape(p)) == 3]
     return packed[0] if packed else 0
 
 
@@ -165,7 +170,7 @@ def _attention_layers(model: nn.Module) -> Iterator[AttentionFlops]:
             _computes_scores(inner) for inner in module.modules() if inner is not module
         ):
             continue
-        config = _text_config(module) or _text_config(model)
+        config = _layer_config(module, _text_config(module) or _text_config(model))
         heads = _integer(module, _HEADS) or _integer(config, _HEADS)
         if not heads:
             continue
@@ -206,6 +211,14 @@ def _text_config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     text = getattr(config, "get_text_config", None)
     return config if text is None else text()
+
+
+def _layer_config(module: nn.Module, config: Any) -> Any:
+    """Return the configuration of a module's layer, if sizes of the model differ by layer."""
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int) and getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config[index]
+    return config
 
 
 def _integer(holder: Any, names: tuple[str, ...]) -> int | None:

@@ -15,7 +15,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.flops import looked_up_parameters
+from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
 from axonlaunch.models.specs.spec import ModelSpec
 
 _FP32 = 4
@@ -57,12 +57,16 @@ class TrainingShares:
         states: Bytes of optimizer states; 2 for AdamW.
         small: Bytes of parameters smaller than ``LARGE``.
         looked_up: Bytes of parameters that no matrix product uses (embeddings).
+        experts: Bytes of parameters of experts that can be divided among ranks.
+        active_experts: Fraction of a layer's experts that one token uses.
     """
 
     gradients: float = 1.0
     states: float = 2.0
     small: float = 1.0
     looked_up: float = 0.0
+    experts: float = 0.0
+    active_experts: float = 1.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -95,21 +99,27 @@ class _SharesKey:
 
 
 @functools.cache
-def _shares(key: _SharesKey) -> tuple[float, float, float, float]:
+def _shares(key: _SharesKey) -> tuple[float, ...]:
     config = key.config
     element = config.train.parameter_bytes
     model = on_meta(config, seed=config.seed)
-    facts = parameter_facts(spec_for(config), model)
+    spec = spec_for(config)
+    facts = parameter_facts(spec, model)
     total_bytes = max(1, stored_bytes(model, element=element))
     trained = element if config.adapter is None else _FP32
     gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
+    experts = sum(
+        p.numel() for n in spec.experts(model) for p in model.get_submodule(n).parameters()
+    )
     small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
     return (
         gradients / total_bytes,
         states / total_bytes,
         small / total_bytes,
         looked_up / total_bytes,
+        element * experts / total_bytes,
+        active_experts(model),
     )
 
 

@@ -17,6 +17,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
+from axonlaunch.models.specs.router_loss import current_router_loss
 from axonlaunch.models.specs.spec import ModelOutputs
 from axonlaunch.models.tensors.initialization import Initializer
 
@@ -30,7 +31,10 @@ class CausalLM(nn.Module):
         _part_positions: Maps the number of tokens in a part of a sequence to their positions; None
             for full sequences.
         _whole_positions: Gathers the positions in documents from a part of the rows to full rows.
+        shares_router_loss: Whether ``RouterLoss`` computes its auxiliary loss.
     """
+
+    shares_router_loss = False
 
     _part_positions: Callable[[int], Tensor] | None = None
     _whole_positions: Callable[[Tensor], Tensor] | None = None
@@ -59,7 +63,11 @@ class CausalLM(nn.Module):
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is None:
             return logits
-        return ModelOutputs(logits, auxiliary * _coefficient(self))
+        loss = auxiliary * _coefficient(self)
+        if (shared := current_router_loss()) is None or not self.shares_router_loss:
+            return ModelOutputs(logits, loss)
+        shared.add(loss)
+        return logits
 
 
 class RoutedCausalLM(CausalLM):
@@ -120,7 +128,9 @@ def build_recorded(config: TransformersModel) -> tuple[nn.Module, dict[str, Init
     cls, base = type(model), CausalLM
     if getattr(typed, "output_router_logits", False) and library.mask_router_loss(cls.__module__):
         base = RoutedCausalLM
-    model.__class__ = type(cls.__name__, (base, cls), {"__module__": cls.__module__})
+    namespace = {"__module__": cls.__module__}
+    shares = base is RoutedCausalLM and library.shares_router_loss(cls.__module__)
+    model.__class__ = type(cls.__name__, (base, cls), {**namespace, "shares_router_loss": shares})
     return model, initializers
 
 

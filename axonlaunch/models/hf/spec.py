@@ -12,12 +12,12 @@ from torch import nn
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.hf.analysis.divided_attention import divide_attention
-from axonlaunch.models.hf.analysis.expert_modules import expert_modules
+from axonlaunch.models.hf.analysis.expert_modules import expert_modules, use_plain_experts
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.spec import MixedSamples, ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer
 
 
@@ -51,13 +51,20 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         unpackable=lambda: model_structure.unpackable,
         tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
         experts=expert_modules,
+        use_plain_experts=use_plain_experts,
         initializers=lambda module: initializers,
         max_positions=getattr(typed, "max_position_embeddings", None),
         index_names=model_structure.index_names,
         untraceable=untraceable(config),
         head=model_structure.head,
-        mixes_samples=bool(getattr(typed, "output_router_logits", False)),
+        mixes_samples=_mixed_samples(model_structure.model),
     )
+
+
+def _mixed_samples(model: Any) -> MixedSamples:
+    if not getattr(model.config, "output_router_logits", False):
+        return "none"
+    return "batch" if model.shares_router_loss else "micro_batch"
 
 
 SPEC = ModelSpec(

@@ -172,19 +172,38 @@ class Attention(nn.Module):
         *,
         num_heads: int,
         num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm_eps: float | None = None,
         bias: bool = False,
         causal: bool = True,
     ) -> None:
+        """Create the layer.
+
+        Args:
+            hidden_size: Size of the hidden states.
+            num_heads: Number of query heads.
+            num_key_value_heads: Number of key-value heads; None: one per query head.
+            head_dim: Size of a head; None: ``hidden_size / num_heads``.
+            qk_norm_eps: Epsilon of the RMSNorms of queries and keys, which normalize each head
+                before rotation (as in Qwen3); None: no norms.
+            bias: Whether the projections have biases.
+            causal: Whether tokens attend only to earlier ones.
+        """
         super().__init__()
         self.num_heads: Final = num_heads
         self.num_key_value_heads: Final = num_key_value_heads or num_heads
-        self.head_dim: Final = hidden_size // num_heads
+        self.head_dim: Final = head_dim or hidden_size // num_heads
         self.causal: Final = causal
+        query_size = num_heads * self.head_dim
         key_value_size = self.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=bias)
         self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
+        if qk_norm_eps is not None:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+        self._normalizes = qk_norm_eps is not None
 
     def forward(
         self, x: Tensor, rotary: RotaryTable | None = None, packing: Packing | None = None
@@ -194,6 +213,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self._normalizes:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             # Only here, because with sequence parallelism the blocks see a part of the positions.
             positions = rotary(q.shape[1], None if packing is None else packing.positions)

@@ -18,7 +18,6 @@ from axonlaunch.config.options.training_hooks import (
     EVALUATION_METRICS,
     AccuracyConfig,
     CustomMetricConfig,
-    FreeMetricConfig,
     MetricFacts,
     is_higher_better,
     metric_name,
@@ -135,7 +134,7 @@ def register_metric(
             name,
             with_options,
             summary=described,
-            config=config or FreeMetricConfig,
+            config=config,
             facts=facts,
             arguments=arguments,
         )

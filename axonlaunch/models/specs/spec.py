@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from axonlaunch.models.modules.attention import SequenceParts
     from axonlaunch.models.tensors.initialization import Initializer
 
-__all__ = ["IGNORE_INDEX", "BlockFlow", "Dim", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
+__all__ = [
+    "IGNORE_INDEX",
+    "BlockFlow",
+    "Dim",
+    "Inputs",
+    "MixedSamples",
+    "ModelOutputs",
+    "ModelSpec",
+    "TensorPlan",
+]
 
 Inputs = Literal["tokens", "images", "any"]
+MixedSamples = Literal["none", "micro_batch", "batch"]
 TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]"
 
 
@@ -88,8 +98,8 @@ class ModelSpec:
             ``ends`` are None, the model can't be cut.
         adapt: Maps this spec and a typed configuration to the spec for that configuration; None if
             the spec does not depend on the configuration.
-        mixes_samples: Whether a sample's loss depends on other samples in its micro-batch for a
-            reason other than batch normalization.
+        mixes_samples: Other samples that a sample's loss depends on, for a reason other than batch
+            normalization: those of its micro-batch, or of the global batch through ``RouterLoss``.
         max_positions: Longest sequence; None uses the value in the configuration, if any.
         runs_without_values: Whether a forward that fails on tensors without values also fails on
             tensors with values, unless it needs a value. False for models of unknown origin.
@@ -110,6 +120,8 @@ class ModelSpec:
         experts: Returns the full names of a model's modules of experts: modules with an attribute
             ``num_experts``, parameters [experts, ...], and a forward that maps hidden states
             [T, H], experts [T, K] and their weights [T, K] to [T, H].
+        use_plain_experts: Makes a model compute its experts one after another, if it has a faster
+            way. Results stay the same, except for rounding.
         divides_documents: Whether documents also stay separate in parts of a row, either through
             ``divide`` or through the model's attribute ``find_documents``, which engines replace.
     """
@@ -129,9 +141,10 @@ class ModelSpec:
     head: str | None = None
     unpackable: Callable[[], str] = lambda: "its forward takes no positions"
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
+    use_plain_experts: Callable[[nn.Module], None] = lambda _: None
     divides_documents: bool = False
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
-    mixes_samples: bool = False
+    mixes_samples: MixedSamples = "none"
     max_positions: int | None = None
     runs_without_values: bool = False
     index_names: tuple[str, ...] = ()
@@ -162,6 +175,11 @@ class ModelSpec:
             for name, block in container.named_children()
             if not getattr(block, "is_stand_in", False)
         }
+
+    def most_experts(self, module: nn.Module) -> int:
+        """Return the largest ``num_experts`` of a module's experts; 0 without experts."""
+        experts: list[Any] = [module.get_submodule(name) for name in self.experts(module)]
+        return max((part.num_experts for part in experts), default=0)
 
     def undivided_sequences(self) -> str:
         """Return why ranks can't each compute a part of a sequence; empty if they can."""

@@ -283,7 +283,7 @@ def transformer_initializers(module: nn.Module) -> dict[str, Initializer]:
             initializers[name] = Constant(0.0)
         elif owner.endswith("norm"):
             initializers[name] = Constant(1.0)
-        elif owner in ("o_proj", "down_proj"):
+        elif "down_proj" in (owner, kind) or owner == "o_proj":
             initializers[name] = Normal(std / math.sqrt(2 * config.num_hidden_layers))
         elif owner == "lm_head" and tied:
             initializers[name] = Normal(std, key="embed_tokens.weight")

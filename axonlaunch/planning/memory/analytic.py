@@ -26,14 +26,17 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
+from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
+from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
+from axonlaunch.preflight.parallelism import expert_degrees
 from axonlaunch.system.processes import forked_map
 
 _FP32_BYTES = 4
@@ -44,6 +47,8 @@ _TENSOR_DIVIDED = 24 / 34
 
 Without sequence parallelism, the rest is replicated.
 """
+_LIGHT_LOAD = 0.5
+"""Load of experts that a second trace has, to find what grows with it; any model allows it."""
 _RESERVED_RATIO = 1.05
 """Reserved memory relative to the computed tensors; low, so that no fitting layout is lost."""
 
@@ -55,10 +60,15 @@ class ActivationBytes:
     Attributes:
         layer: Activations of one layer.
         ends: Activations outside the layers.
+        dispatched: The part of a layer with divided experts that grows with the tokens of the
+            experts, for a balanced router.
+        undispatched: The rest of a layer with divided experts.
     """
 
     layer: float
     ends: float
+    dispatched: float = 0.0
+    undispatched: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,13 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         return cls(work, by_mode, TrainingShares.of(config))
+
+    def experts(self, config: RunConfig, layout: Layout) -> ExpertShare:
+        """Return the tokens and parameters of a rank's experts, for step times."""
+        return ExpertShare(
+            load=_expert_load(config.estimate.imbalance, layout, self.shares),
+            parameters=_expert_parameters(self.single_device, self.shares),
+        )
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return the approximate device memory of the rank with the highest peak.
@@ -150,9 +167,16 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     sizes = source_of(config).scaled_sizes()
     depths = (sizes.period, 2 * sizes.period) if sizes.num_blocks else (0, 0)
     runs = []
+    dispatches = sizes.num_blocks > 0 and _can_divide_experts(config)
+    divided = with_values(config, {"strategy.expert.degree": 2})
+    light = with_values(divided, {"estimate.routing": "skewed", "estimate.imbalance": _LIGHT_LOAD})
     for mode in _MODES:
-        with_mode = with_values(config, {"train.activation_checkpointing": mode})
-        for layers in depths:
+        # At two depths; with divided experts as well, and with fewer tokens for them.
+        variants = [(config, layers) for layers in depths]
+        if dispatches:
+            variants += [*((divided, layers) for layers in depths), (light, depths[0])]
+        for variant, layers in variants:
+            with_mode = with_values(variant, {"train.activation_checkpointing": mode})
             short = reduced_config(with_mode, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
     traced = iter(
@@ -164,8 +188,18 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     for mode in _MODES:
         shallow, deeper = (next(traced) / SAMPLES for _ in depths)
         layer = (deeper - shallow) / sizes.period
-        activations_by_mode[mode] = ActivationBytes(layer, 2 * shallow - deeper)
+        dispatched = undispatched = 0.0
+        if dispatches:
+            balanced, deeper_balanced, lighter = (next(traced) / SAMPLES for _ in range(3))
+            dispatched = (balanced - lighter) / (1 - _LIGHT_LOAD) / sizes.period
+            undispatched = (deeper_balanced - balanced) / sizes.period - dispatched
+        ends = 2 * shallow - deeper
+        activations_by_mode[mode] = ActivationBytes(layer, ends, dispatched, undispatched)
     return activations_by_mode
+
+
+def _can_divide_experts(config: RunConfig) -> bool:
+    return 2 in expert_degrees(spec_for(config), on_meta(config, seed=config.seed))
 
 
 def peak_bytes(
@@ -208,6 +242,16 @@ def peak_bytes(
         )
     samples = layout.micro_batch_size / layout.divisor("sequences")
     kept_per_layer = divided_ratio * saved.layer
+    recomputed = 0.0 if mode == "none" else divided_ratio * activations["none"].layer
+    expert_share = 0.0
+    if layout.expert > 1 and layers:
+        expert_share = _expert_parameters(work, shares)
+        load = _expert_load(config.estimate.expert_load, layout, shares) / layout.tensor
+        kept_per_layer, recomputed = (
+            divided_ratio * part.undispatched + load * part.dispatched
+            for part in (saved, activations["none"])
+        )
+        recomputed = 0.0 if mode == "none" else recomputed
     if mode == "selective" and layout.tensor > 1:
         # Gathered and reduced tensors are kept; a layer's forward has two of each.
         hidden = work.hidden_size * work.sample_length * _FP32_BYTES * compute_ratio
@@ -217,9 +261,14 @@ def peak_bytes(
         saved.ends if layers else stage_fraction * in_flight * saved.ends
     ) / layout.tensor
     layer_activations = layers * in_flight * kept_per_layer
-    recomputed = 0.0 if mode == "none" else divided_ratio * activations["none"].layer
     moments = analytic_states.moments(
-        config, layout, total=total, layer=layer_bytes, ends=ends, shares=shares
+        config,
+        layout,
+        total=total,
+        layer=layer_bytes,
+        ends=ends,
+        shares=shares,
+        expert_share=expert_share,
     )
     transient = {
         "loss": layer_activations + end_activations,
@@ -236,6 +285,22 @@ def peak_bytes(
     return max(bytes_at[name] - communication_at[name] for name in bytes_at) + max(
         communication_at.values()
     )
+
+
+def _expert_parameters(work: StepWork, shares: TrainingShares) -> float:
+    """Return the share of experts in the parameters of a layer."""
+    layers = sum(work.layers) * work.first.step_layer.parameter_bytes
+    total = layers + work.first.step_ends.parameter_bytes
+    return min(1.0, shares.experts * total / layers) if layers else 0.0
+
+
+def _expert_load(assumed: float, layout: Layout, shares: TrainingShares) -> float:
+    """Return the load of a rank's experts, limited by the tokens that it can get.
+
+    A token sends at most one row to each expert: with ``ep`` ranks and a fraction ``a`` of the
+    experts per token, a rank gets at most ``min(ep, 1 / a)`` times the balanced number of rows.
+    """
+    return min(assumed, layout.expert, 1 / shares.active_experts)
 
 
 def _in_flight(layout: Layout) -> float:

@@ -31,6 +31,7 @@ def moments(
     layer: float,
     ends: float,
     shares: TrainingShares,
+    expert_share: float = 0.0,
 ) -> Moments:
     """Return the memory of a rank without activations at the possible peaks of a step.
 
@@ -44,11 +45,18 @@ def moments(
         layer: Parameters of one layer, in bytes.
         ends: Parameters outside the layers, in bytes.
         shares: Sizes of gradients and optimizer states relative to the parameters.
+        expert_share: Share of experts in the parameters of a layer.
     """
     total, layer, ends = (size / layout.tensor for size in (total, layer, ends))
     looked_up = min(ends, shares.looked_up * total)
     if layout.facts.shards_parameters:
-        return _sharded_moments(config, layout, total, layer, (looked_up, ends - looked_up), shares)
+        kept = 1.0
+        if layout.expert > 1:  # a rank gathers its experts, which tensor ranks do not divide
+            kept += expert_share * (layout.tensor / layout.expert - 1)
+        gathered = (kept * layer, ends + kept * (total - ends))
+        return _sharded_moments(
+            config, layout, total, gathered, (looked_up, ends - looked_up), shares
+        )
     if layout.facts.divides_update and layout.gradient_ranks > 1:
         return _divided_update_moments(config, layout, total, (looked_up, ends - looked_up), shares)
     return _replicated_moments(config, layout, total, (looked_up, ends - looked_up), shares)
@@ -141,12 +149,15 @@ def _sharded_moments(
     config: RunConfig,
     layout: Layout,
     total: float,
-    layer: float,
+    full: tuple[float, float],
     ends: tuple[float, float],
     shares: TrainingShares,
 ) -> Moments:
-    """Return the moments of FSDP; takes the arguments of ``_replicated_moments``, and ``layer``."""
-    looked_up, multiplied = ends
+    """Return the moments of FSDP; takes the arguments of ``_replicated_moments``.
+
+    ``full`` has the bytes of a layer and of all parameters of the rank when they are gathered.
+    """
+    (layer, all_gathered), (looked_up, multiplied) = full, ends
     compute_ratio, accumulated = _compute_ratio(config), (1.0 if _accumulates(layout) else 0.0)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
     parameter_shard = 0.0 if offload in ("params", "full") else shard
@@ -162,11 +173,11 @@ def _sharded_moments(
         "first block": max(working_layers, end_bytes),
     }
     if layout.pipeline > 1:
-        gathered = dict.fromkeys(gathered, total * unit_ratio)
+        gathered = dict.fromkeys(gathered, all_gathered * unit_ratio)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         gathered |= {
-            "loss": total * compute_ratio,
-            "last block": total * compute_ratio + layer * unit_ratio,
+            "loss": all_gathered * compute_ratio,
+            "last block": all_gathered * compute_ratio + layer * unit_ratio,
         }
     gradients = {
         "loss": accumulated,

@@ -204,7 +204,11 @@ def _record_steps(
     A pipeline runs only one, because its step is long.
     """
     trace = RecordingTrace(on_host=on_host, workspaces=cuda_attention.workspaces(reduced.config))
-    world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    world = fake_world.join_fake_world(
+        rank=rank,
+        world_size=reduced.world_size,
+        expert_load=reduced.config.estimate.expert_load,
+    )
     with refusing_untraceable(reduced.config):
         return _run_steps(reduced, FakeRank(reduced, world, trace=trace), trace)
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from axonlaunch.planning.records import Estimate, Forecast, HostMemory, RankEstimate
+from axonlaunch.planning.records import (
+    Estimate,
+    Forecast,
+    HostMemory,
+    RankEstimate,
+    RoutingForecast,
+)
 from axonlaunch.system.text.formatting import UNITS, figures, size, unit_of
 
 if TYPE_CHECKING:
@@ -55,6 +61,37 @@ def build_memory_table(estimate: Estimate) -> Table:
             numbers.append(rank.host_bytes)
         table.add_row(stage_name(rank, estimate), *(figures(number / unit) for number in numbers))
     return table
+
+
+def build_routing_table(forecast: Forecast) -> Table:
+    """Return a table with a row for each load of the rank whose experts get the most tokens."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
+    for name, justify in (("routing", "left"), ("tokens", "right"), ("peak", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("process", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for routed in forecast.routings:
+        load = "all that can" if routed.load is None else f"{routed.load:g} x balanced"
+        table.add_row(
+            routed.routing,
+            load,
+            size(routed.estimate.peak_bytes),
+            size(routed.estimate.process_bytes),
+            _routing_verdict(routed, forecast),
+        )
+    return table
+
+
+def _routing_verdict(routed: RoutingForecast, forecast: Forecast) -> Text:
+    if routed.verdict is None or forecast.memory_bytes is None:
+        return Text("")
+    limit = forecast.memory_bytes / (1 + forecast.margin)
+    missing = size(round(routed.estimate.process_bytes - limit))
+    if routed.verdict == "fits":
+        return Text("fits", style="green")
+    style = "yellow" if routed.verdict == "tight" else "red"
+    word = routed.verdict.replace("_", " ")
+    return Text(f"{word}: {missing} more than fits with the margin", style=style)
 
 
 def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +34,16 @@ def build_plan_table(plan: Plan) -> Table:
             "" if planned.mfu is None else f"{planned.mfu:.1%}",
         )
     return table
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield what the plan assumes, and what it left out."""
+    if plan.assumed:
+        figures = ", ".join(f"{key}={value:g}" for key, value in plan.assumed.items())
+        yield f"not published for this hardware, so assumed: {figures}"
+    if plan.untraced:
+        layouts = "1 more layout" if plan.untraced == 1 else f"{plan.untraced:,} more layouts"
+        yield f"by formulas, {layouts} may be faster than the first one, but were not traced"
 
 
 def _unfit(planned: Planned) -> str:

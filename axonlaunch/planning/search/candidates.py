@@ -25,6 +25,7 @@ from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
+from axonlaunch.preflight.parallelism import expert_degrees
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -90,17 +91,31 @@ def candidates(
         usual["tp"] = _power_of_two_divisors(in_node)
     if not spec.undivided_sequences():
         usual["cp"] = _power_of_two_divisors(in_node)
+    experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())
         if batch % ranks:
             continue
-        for schedule, data_parallel, size, divides_sequences, recompute in itertools.product(
+        for (
+            schedule,
+            (data_parallel, expert),
+            size,
+            divides_sequences,
+            recompute,
+        ) in itertools.product(
             options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
-            _data_parallel_settings(
-                ranks * math.prod(degrees[name] for name in LIKE_DATA),
-                in_node=max(1, in_node // tensor),
-                offloads=offloads,
+            _with_experts(
+                _data_parallel_settings(
+                    ranks * math.prod(degrees[name] for name in LIKE_DATA),
+                    in_node=max(1, in_node // tensor),
+                    offloads=offloads,
+                    fixed=fixed,
+                ),
+                experts,
+                ranks=devices // pipeline,
+                tensor=tensor,
+                in_node=in_node,
                 fixed=fixed,
             ),
             options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
@@ -118,6 +133,7 @@ def candidates(
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
+                keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
@@ -145,13 +161,17 @@ def _degrees(
     """Yield degrees by the name of the axis."""
     heads = sizes.num_attention_heads  # 0 without attention: nothing to divide
     key_value_heads = sizes.num_key_value_heads
+    # Tensor ranks of transformers' models can share key-value heads.
+    can_share = source_of(config).code != "included"
     batch, length = config.train.global_batch_size, config.sequence_length or 1
     options = [_options(fixed, axis.key, usual[axis.name]) for axis in AXES]
     for combination in itertools.product(*options):
         degrees = {axis.name: degree for axis, degree in zip(AXES, combination, strict=True)}
         tensor, context = degrees["tp"], degrees["cp"]
         ranks = math.prod(degrees.values())
-        if devices % ranks or heads % tensor or key_value_heads % tensor:
+        if devices % ranks or heads % tensor:
+            continue
+        if key_value_heads % tensor and not (can_share and tensor % key_value_heads == 0):
             continue
         if context > 1:
             if length % (2 * context * tensor) or config.train.compile:
@@ -203,9 +223,53 @@ def _sharded_settings(
         if sharding != "hybrid_shard":
             yield settings
             continue
-        replicas = fixed.get(keys.REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
-        if ranks % replicas == 0:
-            yield settings | {keys.REPLICATE: replicas}
+        for replicas in _options(fixed, keys.REPLICATE, _replicas(ranks, in_node)):
+            if ranks % replicas == 0:
+                yield settings | {keys.REPLICATE: replicas}
+
+
+def _replicas(ranks: int, in_node: int) -> list[int]:
+    """Return the numbers of replicas for shards of half a node, and of one, two and four nodes."""
+    shards = {in_node // 2, in_node, 2 * in_node, 4 * in_node}
+    return [ranks // size for size in sorted(shards) if 1 < size < ranks]
+
+
+def _with_experts(
+    settings: Iterable[dict[str, Any]],
+    degrees: list[int],
+    *,
+    ranks: int,
+    tensor: int,
+    in_node: int,
+    fixed: Mapping[str, Any],
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield settings of data parallelism with degrees of the expert axis.
+
+    Inside a node all degrees are considered; beyond it only those that are multiples of a node.
+
+    Args:
+        settings: Settings of data parallelism.
+        degrees: Degrees that divide the experts of the model.
+        ranks: Number of ranks of a pipeline stage.
+        tensor: Degree of the tensor axis.
+        in_node: Number of devices per node.
+        fixed: Settings of the user.
+    """
+    for chosen in settings:
+        of_a_copy = ranks // (chosen[keys.REPLICATE] if _is_hybrid(chosen) else 1)
+        for degree in _options(fixed, keys.EXPERT_RANKS, degrees):
+            if degree > 1:
+                if not DATA_PARALLEL.facts(chosen[keys.KIND]).shards_parameters:
+                    continue
+                if chosen[keys.SHARDING] == "no_shard" or of_a_copy % degree or degree % tensor:
+                    continue
+                if degree > in_node and degree % in_node:
+                    continue
+            yield chosen, degree
+
+
+def _is_hybrid(settings: Mapping[str, Any]) -> bool:
+    return bool(settings[keys.SHARDING] == "hybrid_shard")
 
 
 def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:

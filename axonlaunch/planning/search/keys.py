@@ -14,6 +14,7 @@ OFFLOAD = "strategy.fsdp.cpu_offload"
 TENSOR = "strategy.tensor.degree"
 SEQUENCES = "strategy.tensor.sequence_parallel"
 SCHEDULE = "strategy.pipeline.schedule"
+EXPERT_RANKS = "strategy.expert.degree"
 MICRO_BATCH = "train.micro_batch_size"
 RECOMPUTE = "train.activation_checkpointing"
 
@@ -25,6 +26,7 @@ SEARCHED = (
     TENSOR,
     SEQUENCES,
     *(axis.key for axis in reversed((*OUTER, *INNER)) if axis.key != TENSOR),
+    EXPERT_RANKS,
     SCHEDULE,
     MICRO_BATCH,
     RECOMPUTE,

@@ -5,11 +5,15 @@ Suggested changes are expected to fit according to formulas. They are not estima
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.config import ConfigIssue, RunConfig, with_values
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.precision import FP32, PRECISIONS
 from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.planning.records import Planned
 from axonlaunch.planning.search.candidates import Candidate
@@ -17,6 +21,8 @@ from axonlaunch.planning.search.candidates import Candidate
 Fixed = Mapping[str, Any]
 _MULTIPLES = (2, 4, 8)
 """Multiples of the number of devices to suggest."""
+_HALVINGS = 3
+"""How often a sequence may be halved in a suggestion."""
 
 
 def none_divides(
@@ -57,9 +63,9 @@ def none_fits(
     devices: int,
     searched: int,
     fixed: Fixed,
-    fits: Callable[[int, Fixed], bool],
+    fits: Callable[[RunConfig, int, Fixed], bool],
 ) -> ConfigIssue:
-    """Return the problem that no layout fits, with the closest one and a suggestion.
+    """Return the problem that no layout fits, with the closest one and changes of each kind.
 
     Args:
         config: Configuration of the run.
@@ -67,8 +73,8 @@ def none_fits(
         devices: Number of devices.
         searched: Number of layouts considered.
         fixed: Layout settings of the user.
-        fits: Function that returns whether a layout is expected to fit, given a number of devices
-            and fixed settings.
+        fits: Function that returns whether a layout is expected to fit, given a configuration, a
+            number of devices and fixed settings. It may raise ``ConfigError``.
     """
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
@@ -87,14 +93,60 @@ def none_fits(
         f"no layout of {_devices_text(devices)} fits: {searched:,} considered, {len(tried)} "
         f"estimated. The closest, {closest.layout}, {shortfall}; "
     )
-    remedies = [
-        f"remove {_setting_text(key, value)}"
+    changes = [
+        f"removing {_setting_text(key, value)}"
         for key, value in fixed.items()
-        if fits(devices, _without(fixed, key))
-    ] or [f"use {times * devices} devices" for times in _MULTIPLES if fits(times * devices, fixed)]
-    general_advice = "use more devices or a smaller batch or sequence"
-    message += f"{remedies[0]}: a layout is expected to fit then" if remedies else general_advice
+        if fits(config, devices, _without(fixed, key))
+    ]
+    for options in _smaller_runs(config):
+        values = (option for option in options if _can_fit(option.config, devices, fixed, fits))
+        changes += [option.text for option in itertools.islice(values, 1)]
+    counts = (n * devices for n in _MULTIPLES if fits(config, n * devices, fixed))
+    changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
+    if changes:
+        message += f"a layout is expected to fit with {one_of(changes)}"
+    else:
+        message += "use more devices or a smaller batch or sequence"
     return ConfigIssue("hardware", message, config.hardware.name)
+
+
+@dataclass(frozen=True)
+class _Smaller:
+    """A run that needs less memory, and the overrides that make it."""
+
+    config: RunConfig
+    text: str
+
+
+def _smaller_runs(config: RunConfig) -> Iterator[list[_Smaller]]:
+    """Yield changes of one setting each, the smallest change first."""
+    length = config.sequence_length
+    if length is not None:
+        shorter = [length // 2**n for n in range(1, _HALVINGS + 1) if length % 2**n == 0]
+        yield [_with_setting(config, "data.sequence_length", value) for value in shorter]
+    low = PRECISIONS[config.train.precision].compute
+    if config.train.param_dtype == FP32.name and low.is_low:
+        yield [_with_setting(config, "train.param_dtype", low.name)]
+    if config.adapter is None:
+        changed = with_values(config, {"adapter": LoraConfig()})
+        yield [_Smaller(changed, "adapter=lora")]
+
+
+def _with_setting(config: RunConfig, key: str, value: Any) -> _Smaller:
+    return _Smaller(with_values(config, {key: value}), _setting_text(key, value))
+
+
+def _can_fit(
+    config: RunConfig,
+    devices: int,
+    fixed: Fixed,
+    fits: Callable[[RunConfig, int, Fixed], bool],
+) -> bool:
+    """Return whether a changed run can be built and is expected to fit."""
+    try:
+        return fits(config, devices, fixed)
+    except ConfigError:
+        return False
 
 
 def _without(fixed: Fixed, key: str) -> Fixed:

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
-from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.search.workload import host_memory
@@ -60,6 +60,7 @@ def candidate_changes(config: RunConfig) -> list[Options]:
     return [
         _micro_batches(layout),
         _recomputing(config),
+        _experts(layout),
         _sharding(config, layout),
         _sequence_parallel(config),
         _tensor(config, layout),
@@ -227,6 +228,17 @@ def _sharding(config: RunConfig, layout: Layout) -> Options:
         return options[int(layout.facts.shards_optimizer) :]
     next_option = {"no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
     return options[next_option[config.strategy.fsdp.sharding] :]
+
+
+def _experts(layout: Layout) -> Options:
+    """Return options to divide experts among fewer ranks, which limits the load of each rank.
+
+    See ``tracing.fake_world.assume_routes``.
+    """
+    key, degree = "strategy.expert.degree", layout.expert
+    smaller = [n for n in divisors(degree) if n < degree and n % layout.tensor == 0]
+    cost = "tokens are exchanged among fewer ranks, which gather more experts"
+    return [Option({key: n}, cost) for n in reversed(smaller) if n > 1]
 
 
 def _traffic(times: float) -> str:

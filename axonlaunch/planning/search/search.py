@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, RunConfig, flatten
+from axonlaunch.config import ConfigError, RunConfig, flatten, with_values
 from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
@@ -34,12 +36,16 @@ from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.planning.throughput.throughput import Throughput, speed_of
 from axonlaunch.system.processes import forked_map
 
-TIMED = 6
+TIMED = 20
 """Number of layouts whose work is traced."""
-TRIED = 4
+TRIED = 10
 """Maximum number of layouts to estimate in a round, because the user is waiting."""
+LISTED = 5
+"""Maximum number of layouts in a plan."""
 ROUNDS = 3
 """Maximum number of rounds; the last one estimates the smallest layout."""
+_CHANCES = 2
+"""Layouts of a family, which differ in recomputation and offload, that may be traced."""
 _MAX_INVALID = 200
 """Number of layouts that may be invalid before the search gives up."""
 
@@ -65,6 +71,8 @@ def search_layouts(
         ConfigError: No layout divides the devices, no layout fits, the run cannot be traced, or
             the hardware lacks a figure.
     """
+    if config.estimate.routing == "balanced":  # no router of a real run is
+        config = with_values(config, {"estimate.routing": "skewed"})
     hardware = config.hardware
     assert hardware is not None
     refuse_missing(hardware, _required_figures(config, devices))
@@ -94,7 +102,7 @@ def search_layouts(
     formulas = Formulas.of(config)
     in_node = min(devices, per_node)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    estimated, limit = _estimate_in_rounds(
+    found = _estimate_in_rounds(
         layouts,
         config=config,
         ranks=(num_nodes, devices // num_nodes),
@@ -103,21 +111,31 @@ def search_layouts(
         check=check,
         wanted=wanted,
     )
-    if not any(planned.fits for planned in estimated):
+    if not any(planned.fits for planned in found.plans):
+
+        def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
+            sizes = formulas if run is config else Formulas.of(run)
+            return any(
+                sizes.process_bytes(c.config, c.layout) <= found.limit
+                for c in list_layouts(run, count, settings)
+            )
+
         issue = refusals.none_fits(
             config,
-            estimated,
+            found.plans,
             devices=devices,
             searched=len(layouts),
             fixed=fixed,
-            fits=lambda count, settings: any(
-                formulas.process_bytes(c.config, c.layout) <= limit
-                for c in list_layouts(config, count, settings)
-            ),
+            fits=expects_fit,
         )
         raise ConfigError([issue])
     run_workload = workload(config, searched=True)
-    return Plan(workload=run_workload, searched=len(layouts), candidates=estimated[:TRIED])
+    return Plan(
+        workload=run_workload,
+        searched=len(layouts),
+        candidates=found.plans[:LISTED],
+        untraced=found.untraced,
+    )
 
 
 def _required_figures(config: RunConfig, devices: int) -> list[str]:
@@ -151,6 +169,22 @@ class _Preselected:
     bytes: float
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Result of the rounds.
+
+    Attributes:
+        plans: Estimated layouts, fitting ones first.
+        limit: Memory limit for the formulas, after correction by the estimates.
+        untraced: Number of layouts that were not traced, fit by formulas and may be faster than the
+            first one.
+    """
+
+    plans: list[Planned]
+    limit: float
+    untraced: int
+
+
 def _estimate_in_rounds(
     layouts: Sequence[Candidate],
     *,
@@ -160,7 +194,7 @@ def _estimate_in_rounds(
     memory: float,
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
-) -> tuple[list[Planned], float]:
+) -> _Found:
     """Estimate the fastest layouts in rounds, until some of them fit.
 
     If no layout of a round fits, the formulas were too low. The memory limit for the formulas is
@@ -175,15 +209,12 @@ def _estimate_in_rounds(
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
 
-    Returns:
-        Estimated layouts, fitting ones first, and the final memory limit for the formulas.
-
     Raises:
         ConfigError: No layout of the first round can be run or traced.
     """
     assert config.hardware is not None
     plans: list[Planned] = []
-    limit = memory
+    limit, untraced = memory, 0
     for rounds_left in reversed(range(ROUNDS)):
         preselected = _preselect(
             layouts,
@@ -199,6 +230,7 @@ def _estimate_in_rounds(
             raise
         estimates = _estimate_first(timed, config=config, ranks=ranks, wanted=wanted)
         plans = [*estimates.values(), *plans]
+        untraced = _faster_untraced(preselected, timed, estimates)
         estimated = [choice.candidate.settings for choice in estimates]
         layouts = [candidate for candidate in layouts if candidate.settings not in estimated]
         if (
@@ -211,7 +243,26 @@ def _estimate_in_rounds(
             planned.process_bytes / choice.bytes for choice, planned in estimates.items()
         )
         limit = min(limit, memory / underestimate)
-    return sorted(plans, key=lambda planned: not planned.fits), limit
+    return _Found(sorted(plans, key=lambda planned: not planned.fits), limit, untraced)
+
+
+def _faster_untraced(
+    preselected: Sequence[_Preselected],
+    timed: Sequence[tuple[_Preselected, Throughput]],
+    estimates: Mapping[_Preselected, Planned],
+) -> int:
+    """Return how many untraced layouts may be faster than the fastest one that fits.
+
+    Their times by formulas are corrected by the median ratio of the traced layouts.
+    """
+    fitting = [planned.step_s for planned in estimates.values() if planned.fits]
+    if not fitting:
+        return 0
+    traced = [choice.candidate.settings for choice, _ in timed]
+    is_traced = [choice.candidate.settings in traced for choice in preselected]
+    remaining = preselected[len(is_traced) - is_traced[::-1].index(True) :]
+    ratio = statistics.median(speed.step_s / choice.step_s for choice, speed in timed)
+    return sum(choice.step_s * ratio < min(fitting) for choice in remaining)
 
 
 def _preselect(
@@ -221,12 +272,13 @@ def _preselect(
     hardware: HardwareConfig,
     memory: float,
 ) -> list[_Preselected]:
-    """Return the fastest layout of each family that fits by the formulas, fastest family first.
+    """Return two layouts of each family that fit by the formulas, fastest family first.
 
-    If nothing fits, return the smallest layout.
+    They are the fastest one, and the fastest one of those with less memory, in case that the
+    formulas are too low. If nothing fits, return the smallest layout.
     """
-    fastest_by_family: dict[tuple[Any, ...], _Preselected] = {}
-    seen_groups: set[tuple[Any, ...]] = set()
+    families: dict[tuple[Any, ...], list[_Preselected]] = {}
+    counts: Counter[tuple[Any, ...]] = Counter()
     smallest: _Preselected | None = None
     for candidate in layouts:
         layout = candidate.layout
@@ -235,19 +287,32 @@ def _preselect(
             if smallest is None or size < smallest.bytes:
                 smallest = _Preselected(candidate, math.inf, size)
             continue
-        if (group := (candidate.family, candidate.offload)) in seen_groups:
-            continue  # an earlier one of the group recomputes less
-        seen_groups.add(group)
+        group = (candidate.family, candidate.offload)
+        counts[group] += 1
+        if counts[group] > _CHANCES:
+            continue  # earlier ones of the group recompute less
         layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
-        work = scaled(formulas.single_device, candidate.config, layout, layers=layers)
+        work = scaled(
+            formulas.single_device,
+            candidate.config,
+            layout,
+            layers=layers,
+            experts=formulas.experts(candidate.config, layout),
+        )
         seconds = StepTime(candidate.config, layout, hardware).approximate(work)
-        fastest = fastest_by_family.get(candidate.family)
-        if fastest is None or seconds < fastest.step_s:
-            fastest_by_family[candidate.family] = _Preselected(candidate, seconds, size)
-    if not fastest_by_family:
+        families.setdefault(candidate.family, []).append(_Preselected(candidate, seconds, size))
+    if not families:
         assert smallest is not None
         return [smallest]
-    return sorted(fastest_by_family.values(), key=lambda time: time.step_s)
+    chosen = map(_fastest_and_smaller, families.values())
+    return [choice for pair in sorted(chosen, key=lambda pair: pair[0].step_s) for choice in pair]
+
+
+def _fastest_and_smaller(family: Sequence[_Preselected]) -> list[_Preselected]:
+    """Return the fastest layout of a family, and the fastest one with less memory, if any."""
+    fastest = min(family, key=lambda choice: choice.step_s)
+    smaller = [choice for choice in family if choice.bytes < fastest.bytes]
+    return [fastest, *sorted(smaller, key=lambda choice: choice.step_s)[: _CHANCES - 1]]
 
 
 def _layers(depth: int, stages: int) -> tuple[int, ...]:

@@ -5,9 +5,12 @@ Everything follows from the configuration and an existing estimate.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
 
@@ -28,7 +31,19 @@ def workload(config: RunConfig, *, searched: bool = False) -> Workload:
         sequence_length=config.sequence_length,
         precision=train.precision,
         activation_checkpointing=None if searched else train.activation_checkpointing,
+        model=_model_name(config),
     )
+
+
+def _model_name(config: RunConfig) -> str:
+    """Return the name of a model: the folder, id or type of a model of transformers."""
+    model = config.model
+    if isinstance(model, TransformersModel):
+        if model.path is None:
+            return str(model.config["model_type"])
+        folder = Path(model.path)
+        return folder.name if folder.is_dir() else model.path
+    return model.name
 
 
 def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.planning.throughput.operations import (
@@ -22,6 +24,7 @@ from axonlaunch.planning.throughput.operations import (
     AttentionOp,
     CollectiveOp,
     ExchangeKind,
+    HostWait,
     Kernel,
     Operation,
     Phase,
@@ -38,8 +41,26 @@ Taken from traces.
 """
 
 
+@dataclass(frozen=True)
+class ExpertShare:
+    """Experts that are divided among ranks.
+
+    Attributes:
+        load: Tokens of a rank's experts, relative to a balanced router.
+        parameters: Share of experts in the parameters of a layer.
+    """
+
+    load: float = 1.0
+    parameters: float = 0.0
+
+
 def scaled(
-    reference: StepWork, config: RunConfig, layout: Layout, *, layers: tuple[int, ...]
+    reference: StepWork,
+    config: RunConfig,
+    layout: Layout,
+    *,
+    layers: tuple[int, ...],
+    experts: ExpertShare | None = None,
 ) -> StepWork:
     """Return the work of a layout.
 
@@ -49,13 +70,17 @@ def scaled(
         config: Configuration of the run.
         layout: Parallel layout of the run.
         layers: Number of layers of each pipeline stage.
+        experts: Tokens and parameters of the experts; None for a model without divided experts.
     """
-    return _Scaled(reference, config, layout).work(layers)
+    return _Scaled(reference, config, layout, experts or ExpertShare()).work(layers)
 
 
 class _Scaled:
-    def __init__(self, reference: StepWork, config: RunConfig, layout: Layout) -> None:
+    def __init__(
+        self, reference: StepWork, config: RunConfig, layout: Layout, experts: ExpertShare
+    ) -> None:
         self._reference = reference
+        self._experts = experts
         self._config = config
         self._layout = layout
         self._length = reference.sample_length
@@ -74,7 +99,9 @@ class _Scaled:
         of_ends = self._per_micro_batch(stage.step_ends, regathers=False)
         layer = self._micro_batch(
             stage.micro_layer,
-            self._layer_communication() | self._per_micro_batch(stage.step_layer, regathers=frees),
+            self._layer_communication()
+            | self._expert_communication()
+            | self._per_micro_batch(stage.step_layer, regathers=frees),
         )
         step_layer = self._step(stage.step_layer)
         first, last = (
@@ -118,6 +145,8 @@ class _Scaled:
         mode = self._config.train.activation_checkpointing
         recomputed = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
         samples = self._samples / SAMPLES
+        if isinstance(key, Product) and key.tokens is not None:
+            return self._expert_product(key, phase), amount * recomputed
         if isinstance(key, Product):
             sizes = {"m": key.m, "n": key.n, "k": key.k}
             tokens = next((d for d, size in sizes.items() if size == SAMPLES * self._length), None)
@@ -139,6 +168,58 @@ class _Scaled:
             is_divided = self._config.strategy.tensor.sequence_parallel
             share *= 1 / tensor if is_divided else (1 + 1 / tensor) / 2
         return dataclasses.replace(key, phase=phase), Amount(amount.count, *_scale(amount, share))
+
+    def _expert_product(self, key: Product, phase: Phase) -> Product:
+        """Return the products of a rank's experts.
+
+        Ranks of the expert axis have fewer experts with the tokens of all of them. Without it,
+        tensor ranks divide the matrices of each expert, and have all tokens.
+        """
+        layout, sizes = self._layout, {"m": key.m, "n": key.n, "k": key.k}
+        assert key.tokens is not None
+        tokens = sizes[key.tokens] * self._samples / SAMPLES
+        if layout.expert > 1:
+            tokens *= self._experts.load * layout.expert / layout.tensor
+        else:
+            width = max((d for d in sizes if d != key.tokens), key=sizes.__getitem__)
+            sizes[width] = max(1, sizes[width] // layout.tensor)
+        sizes[key.tokens] = max(1, round(tokens))
+        experts = max(1, key.batch // layout.expert)
+        m, n, k = sizes.values()
+        return dataclasses.replace(key, phase=phase, batch=experts, m=m, n=n, k=k)
+
+    def _expert_communication(self) -> Work:
+        """Return the exchanges of hidden states between the ranks that share experts, for a layer.
+
+        Each micro-batch sends them to their experts and back, in forward and in backward. The host
+        waits for the sizes.
+        """
+        layout, work = self._layout, Work()
+        width = self._reference.hidden_size
+        rows = sum(
+            amount.count * key.batch * key.m
+            for key, amount in self._reference.first.micro_layer.work.items()
+            if isinstance(key, Product)
+            and (key.phase, key.tokens, key.k) == ("forward", "m", width)
+            and key.n != width
+        )
+        if layout.expert == 1 or not rows:
+            return work
+        rows *= self._samples / SAMPLES * self._experts.load / layout.tensor
+        axes = (EXPERT,)
+        dispatches: list[Phase] = ["forward"]
+        if self._recomputes_all:
+            dispatches.append("recomputation")
+        for phase in (*dispatches, "backward"):
+            amount = Amount(2, 2 * rows * width * self._compute_bytes)
+            _add(work, CollectiveOp(phase, "all_to_all", axes), amount)
+        for phase in dispatches:
+            _add(work, HostWait(phase), Amount(1))
+        return work
+
+    @property
+    def _recomputes_all(self) -> bool:
+        return self._config.train.activation_checkpointing == "full"
 
     def _step(self, share: Share, *, fraction: float = 1.0) -> Share:
         """Return the work done once per step: the update and the communication of replicas."""
@@ -179,12 +260,11 @@ class _Scaled:
 
     def _nontrivial(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the axes with more than one rank."""
-        return tuple(name for name in names if self._layout.axes[name] > 1)
+        return tuple(name for name in names if self._layout.ranks_along([name]) > 1)
 
     def _layer_communication(self) -> Work:
         """Return the communication of a layer's activations for each micro-batch."""
-        layout, work = self._layout, Work()
-        recomputed = self._config.train.activation_checkpointing == "full"
+        layout, work, recomputed = self._layout, Work(), self._recomputes_all
         if layout.tensor > 1:
             is_divided = self._config.strategy.tensor.sequence_parallel
             kinds = ("all_gather", "reduce_scatter") if is_divided else ("all_reduce",)
@@ -227,20 +307,26 @@ class _Scaled:
         layout, work = self._layout, Work()
         if not layout.facts.shards_parameters:
             return work
-        shard_axes = self._nontrivial(layout.division().shard_axes)
-        replicate_axes = self._nontrivial(layout.division().replicate_axes)
-        of_parameters = 1 / layout.tensor / self._config.train.parameter_bytes
-        gathered = share.parameter_bytes * of_parameters * self._compute_bytes
-        reduced = share.gradient_bytes * of_parameters * self._precision.reduce.nbytes
-        if shard_axes:
-            gather, scatter = Amount(1, gathered), Amount(1, reduced)
-            _add(work, CollectiveOp("forward", "all_gather", shard_axes), gather)
-            if regathers:
-                _add(work, CollectiveOp("backward", "all_gather", shard_axes), gather)
-            _add(work, CollectiveOp("backward", "reduce_scatter", shard_axes), scatter)
-        if replicate_axes:  # replicas sum their shards
-            shard = Amount(1, reduced / layout.parameter_shards)
-            _add(work, CollectiveOp("backward", "all_reduce", replicate_axes), shard)
+        parts = [(False, 1 / layout.tensor)]
+        is_layer = share is self._reference.first.step_layer
+        if layout.expert > 1 and is_layer and (experts := self._experts.parameters):
+            parts = [(False, (1 - experts) / layout.tensor), (True, experts / layout.expert)]
+        for is_expert, fraction in parts:
+            division = layout.division(is_expert=is_expert)
+            elements = fraction / self._config.train.parameter_bytes
+            gather = Amount(1, share.parameter_bytes * elements * self._compute_bytes)
+            reduced = share.gradient_bytes * elements * self._precision.reduce.nbytes
+            shard_axes = self._nontrivial(division.shard_axes)
+            if shard_axes:
+                _add(work, CollectiveOp("forward", "all_gather", shard_axes), gather)
+                if regathers:
+                    _add(work, CollectiveOp("backward", "all_gather", shard_axes), gather)
+                scatter = CollectiveOp("backward", "reduce_scatter", shard_axes)
+                _add(work, scatter, Amount(1, reduced))
+            if replicate_axes := self._nontrivial(division.replicate_axes):
+                # Replicas sum their shards.
+                shard = Amount(1, reduced / layout.ranks_along(division.shard_axes))
+                _add(work, CollectiveOp("backward", "all_reduce", replicate_axes), shard)
         return work
 
     def _stage_messages(self) -> Work:

@@ -22,16 +22,16 @@ from axonlaunch.planning.throughput.roofline import figure
 class Links:
     """Times of communication between the ranks of a mesh, whose ranks are numbered node by node."""
 
-    def __init__(self, hardware: HardwareConfig, axes: Mapping[str, int]) -> None:
-        """Describe the mesh.
+    def __init__(self, hardware: HardwareConfig, *meshes: Mapping[str, int]) -> None:
+        """Describe the meshes of a run, which have the same ranks.
 
         Args:
             hardware: Description of the devices, nodes and network.
-            axes: Sizes of the mesh axes, outermost first. Ranks along the innermost axis are
-                neighbours in a node.
+            meshes: Sizes of the axes of each mesh, outermost first. Ranks along the innermost axis
+                are neighbours in a node.
         """
         self._hardware = hardware
-        self._axes = dict(axes)
+        self._meshes = [dict(axes) for axes in meshes]
 
     def seconds(self, collective: CollectiveOp, amount: Amount) -> float:
         """Return the time of all runs of a collective, in seconds."""
@@ -46,6 +46,8 @@ class Links:
         factor = 2 if has_two_rounds else 1
         per_node = min(size, self._ranks_per_node(stride))
         nodes = -(-size // per_node)
+        if collective.kind == "all_to_all":
+            return self._exchange_time(amount, size, per_node)
         bandwidth = self._bandwidth(per_node, nodes)
         gather_bandwidth = self._hardware.allgather_bw_gb_s
         if gather_bandwidth is not None and collective.kind == "all_gather":
@@ -58,6 +60,27 @@ class Links:
         launch = 0.0 if self.computes_on_cores else COLLECTIVE_S
         return amount.count * (launch + hops) + transfer
 
+    def _exchange_time(self, amount: Amount, size: int, per_node: int) -> float:
+        """Return the time of all-to-alls: what leaves the node shares one adapter per rank.
+
+        The messages of a rank to all others travel at the same time.
+        """
+        inside, outside = ((count / size) for count in (per_node - 1, size - per_node))
+        seconds = [
+            share * amount.num_bytes / (self._rate(kind) * 1e9)
+            for share, kind in ((inside, "link"), (outside, "network"))
+            if share
+        ]
+        latency = self._latency(min(1, per_node - 1), min(1, size - per_node))
+        launch = 0.0 if self.computes_on_cores else COLLECTIVE_S
+        return amount.count * (launch + latency) + max(seconds)
+
+    def _rate(self, kind: str) -> float:
+        """Return the bandwidth that collectives reach on ``link`` or ``network``, in GB/s."""
+        return float(
+            figure(self._hardware, f"{kind}_gb_s") * figure(self._hardware, f"{kind}_efficiency")
+        )
+
     @property
     def computes_on_cores(self) -> bool:
         """Whether communication uses the CPU cores that compute, so they cannot overlap."""
@@ -68,20 +91,20 @@ class Links:
         size, stride = self._extent((axis,))
         is_in_node = size == 1 or self._ranks_per_node(stride) > 1
         kind = "link" if is_in_node else "network"
-        rate = figure(self._hardware, f"{kind}_gb_s") * figure(self._hardware, f"{kind}_efficiency")
         latency = figure(self._hardware, f"{kind}_latency_us") * 1e-6
-        return float(COLLECTIVE_S + latency + num_bytes / (rate * 1e9))
+        return float(COLLECTIVE_S + latency + num_bytes / (self._rate(kind) * 1e9))
 
     def _extent(self, axes: tuple[str, ...]) -> tuple[int, int]:
         """Return the number of ranks of a group, and the distance between their global ranks."""
-        size = math.prod(self._axes[axis] for axis in axes)
-        names = list(self._axes)
+        mesh = next(mesh for mesh in self._meshes if mesh.keys() >= {*axes})
+        size = math.prod(mesh[axis] for axis in axes)
+        names = list(mesh)
         inner = names[max((names.index(axis) for axis in axes), default=-1) + 1 :]
-        return size, math.prod(self._axes[axis] for axis in inner)
+        return size, math.prod(mesh[axis] for axis in inner)
 
     def _ranks_per_node(self, stride: int) -> int:
         """Return the number of ranks of a group in one node."""
-        if math.prod(self._axes.values()) == 1:
+        if math.prod(self._meshes[0].values()) == 1:
             return 1
         return max(1, int(figure(self._hardware, "devices_per_node")) // stride)
 
@@ -92,12 +115,10 @@ class Links:
         """
         link = math.inf
         if per_node > 1:
-            link = figure(self._hardware, "link_gb_s") * figure(self._hardware, "link_efficiency")
+            link = self._rate("link")
         if nodes == 1:
             return float(link * 1e9)
-        network = figure(self._hardware, "network_gb_s")
-        network *= figure(self._hardware, "network_efficiency")
-        return float(min(link, per_node * network) * 1e9)
+        return float(min(link, per_node * self._rate("network")) * 1e9)
 
     def _ring_latency(self, size: int, nodes: int) -> float:
         """Return the latency of one round of a ring."""

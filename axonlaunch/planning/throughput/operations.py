@@ -34,6 +34,7 @@ _PRODUCTS = {
     _aten.baddbmm: 1,
 }
 """Maps matrix products to the position of their first factor among the arguments."""
+_GROUPED = _aten._grouped_mm
 _FLASH = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -94,7 +95,17 @@ _NOT_WRITTEN = {f"aten::_fused_{name}_": ("grads",) for name in ("adam", "adamw"
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, [batch, m, k] x [batch, k, n], in one type."""
+    """A matrix product, [batch, m, k] x [batch, k, n], in one type.
+
+    Attributes:
+        phase: Phase of the step.
+        batch: Number of products; for experts, the number of experts.
+        m: Rows of the result.
+        n: Columns of the result.
+        k: Depth.
+        dtype: Type of the factors.
+        tokens: For experts, the size that is the mean number of tokens of an expert: m or k.
+    """
 
     phase: Phase
     batch: int
@@ -102,6 +113,7 @@ class Product:
     n: int
     k: int
     dtype: torch.dtype
+    tokens: Literal["m", "k"] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,13 @@ class Kernel:
 
     phase: Phase
     name: str
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """The host reads a number from the device, which is idle until the next operation arrives."""
+
+    phase: Phase
 
 
 @dataclass(frozen=True)
@@ -149,7 +168,7 @@ class Send:
     axis: str
 
 
-Operation = Product | AttentionOp | Kernel | CollectiveOp | Send
+Operation = Product | AttentionOp | Kernel | HostWait | CollectiveOp | Send
 
 
 @dataclass(frozen=True)
@@ -195,15 +214,16 @@ class OperationTrace(TorchDispatchMode):
         work: Amount of each operation so far.
     """
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, *meshes: Mapping[str, int]) -> None:
         """Begin to count.
 
         Args:
-            axes: Sizes of the mesh axes, outermost first.
+            meshes: Sizes of the axes of each mesh of the run, outermost first. A group that is in
+                several meshes gets the axes of the first one.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: Work = {}
-        self._axes = dict(axes)
+        self._meshes = [dict(axes) for axes in meshes]
         self._updating = False
         self._pending: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
 
@@ -215,6 +235,10 @@ class OperationTrace(TorchDispatchMode):
             yield
         finally:
             self._updating = False
+
+    def count_host_wait(self) -> None:
+        """Count that the host waits for a number."""
+        self._count(HostWait(self._phase), Amount(1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
@@ -246,6 +270,9 @@ class OperationTrace(TorchDispatchMode):
         name = func._schema.name
         if func.overloadpacket in _PRODUCTS:
             self._record_product(args[_PRODUCTS[func.overloadpacket] :])
+        elif func.overloadpacket is _GROUPED:
+            ends = args[2] if len(args) > 2 else kwargs["offs"]
+            self._record_grouped_product(args[0], args[1], ends)
         elif name.removesuffix("_backward") in _FLASH:
             self._record_attention(func, args, kwargs, backward=name.endswith("_backward"))
         elif name not in _NO_TRAFFIC:
@@ -257,8 +284,24 @@ class OperationTrace(TorchDispatchMode):
         a, b = factors[0], factors[1]
         batch = a.shape[0] if a.ndim == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-        key = Product(self._phase, batch, m, n, k, a.dtype)
-        traffic = batch * (m * k + k * n + m * n) * a.element_size()
+        self._add_product(Product(self._phase, batch, m, n, k, a.dtype))
+
+    def _record_grouped_product(self, a: Tensor, b: Tensor, ends: Tensor) -> None:
+        """Count products of experts [G, ...], whose tokens are consecutive rows of ``a``.
+
+        With [S, K] x [G, K, N] the tokens are the S rows of the result; with [K, S] x [S, N], which
+        is the gradient of the experts, they are the depth.
+        """
+        experts, (m, k), n = len(ends), a.shape[-2:], b.shape[-1]
+        if b.ndim == 3:
+            key = Product(self._phase, experts, -(-m // experts), n, k, a.dtype, "m")
+        else:
+            key = Product(self._phase, experts, m, n, -(-k // experts), a.dtype, "k")
+        self._add_product(key)
+
+    def _add_product(self, key: Product) -> None:
+        batch, m, n, k = key.batch, key.m, key.n, key.k
+        traffic = batch * (m * k + k * n + m * n) * key.dtype.itemsize
         self._count(key, Amount(1, traffic, 2.0 * batch * m * n * k))
         for _, _, products in self._pending.values():
             products.append(key)
@@ -293,8 +336,9 @@ class OperationTrace(TorchDispatchMode):
             kind = _COLLECTIVES[name]
             key = CollectiveOp(self._phase, kind, self._axes_of(_ranks([*args, *kwargs.values()])))
             sizes = [_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-            is_sharded = kind in ("all_gather", "reduce_scatter")
-            num_bytes = max(sizes) if is_sharded else _num_bytes((args, kwargs))
+            # The rank with the most experts' tokens receives more than it sends.
+            is_uneven = kind in ("all_gather", "reduce_scatter", "all_to_all")
+            num_bytes = max(sizes) if is_uneven else _num_bytes((args, kwargs))
             amount = Amount(1, num_bytes)
             if func.namespace == "_c10d_functional":
                 self._pending[id(out.untyped_storage())] = (key, amount, [])
@@ -305,15 +349,23 @@ class OperationTrace(TorchDispatchMode):
         """Return the adjacent mesh axes of a process group."""
         if len(ranks) == 1:
             return ()
-        stride, size = ranks[1] - ranks[0], len(ranks)
-        inner, spanned, axes = 1, 1, []
-        for axis, extent in reversed(self._axes.items()):
-            if extent > 1 and inner >= stride and spanned < size:
-                axes.append(axis)
-                spanned *= extent
-            inner *= extent
-        assert spanned == size, f"ranks {ranks} are not along {self._axes}"
-        return tuple(reversed(axes))
+        for mesh in self._meshes:
+            if (axes := _spanned_axes(mesh, ranks)) is not None:
+                return axes
+        raise AssertionError(f"ranks {ranks} are not along {self._meshes}")
+
+
+def _spanned_axes(mesh: dict[str, int], ranks: list[int]) -> tuple[str, ...] | None:
+    """Return the adjacent axes of a mesh that a process group spans; None if it spans none."""
+    stride, size = ranks[1] - ranks[0], len(ranks)
+    inner, spanned = 1, 1
+    axes: list[str] = []
+    for axis, extent in reversed(mesh.items()):
+        if extent > 1 and spanned < size and (inner == stride or axes):
+            axes.append(axis)
+            spanned *= extent
+        inner *= extent
+    return tuple(reversed(axes)) if spanned == size else None
 
 
 def _ranks(arguments: Iterable[Any]) -> list[int]:

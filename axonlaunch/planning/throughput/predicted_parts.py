@@ -17,6 +17,7 @@ _KINDS = {
     "optimizer": "other kernels",
     "host memory": "other kernels",
     "pipeline bubble": "idle",
+    "host waits": "idle",
 }
 _MAX_ACTIONS = 4000
 """Maximum number of actions of a pipeline round to report; a drawing could not show more."""

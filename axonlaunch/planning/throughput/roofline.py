@@ -23,11 +23,13 @@ from axonlaunch.planning.measured_constants import (
     HALF_DEPTH,
     HALF_LENGTH,
     HALF_WAVE,
+    HOST_WAIT_S,
     IN_A_STEP,
 )
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
+    HostWait,
     Kernel,
     Operation,
     Product,
@@ -68,6 +70,8 @@ class Roofline:
             return self._attention_time(operation, amount)
         if isinstance(operation, Kernel):
             return self._total_traffic_time(amount) + amount.count * self._launch_s
+        if isinstance(operation, HostWait) and not self._hardware.is_cpu:
+            return float(amount.count * HOST_WAIT_S)
         return 0.0
 
     def rate(self, dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.axes import DATA_AXES
+from axonlaunch.config.axes import DATA_AXES, EXPERT, EXPERT_SHARD
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import sums_as_stored
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
@@ -21,15 +21,17 @@ from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.planning.measured_constants import FUSED
+from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
     CollectiveOp,
+    HostWait,
     Kernel,
     Phase,
     Product,
+    Send,
     Work,
 )
 from axonlaunch.planning.throughput.roofline import Roofline
@@ -37,6 +39,8 @@ from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
 
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
+_OF_DATA = {*DATA_AXES, EXPERT_SHARD}
+"""Names of the axes along which data parallelism shards or replicates parameters."""
 
 
 class Parts(dict[str, float]):
@@ -64,7 +68,7 @@ class StepTime:
         self._config = config
         self._layout = layout
         self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
-        self._links = Links(hardware, layout.axes)
+        self._links = Links(hardware, layout.axes, layout.expert_axes)
 
     def parts(self, work: StepWork) -> Parts:
         """Return the seconds of a step by activity on the rank with the longest step."""
@@ -73,7 +77,7 @@ class StepTime:
             if self._layout.pipeline == 1
             else self._pipeline_parts(work)
         )
-        if copied := self._copy_time(work, times.total):
+        if copied := self._copy_time(work):
             times.add("host memory", copied)
         return times
 
@@ -87,8 +91,7 @@ class StepTime:
         """
         layout = self._layout
         if layout.pipeline == 1:
-            seconds = self._parts_without_pipeline(work).total
-            return seconds + self._copy_time(work, seconds)
+            return self._parts_without_pipeline(work).total + self._copy_time(work)
         times = []
         for index, layers in enumerate(work.layers):
             stage = self._stage(work, index)
@@ -101,14 +104,10 @@ class StepTime:
         bubble = (layout.pipeline - 1) * (1 / 3 if splits_backward else 1.0) * layout.rounds
         passes = layout.micro_batches * layout.stages_per_rank
         per_step = max(update for _, update in times) * layout.stages_per_rank
-        computing = (passes + bubble) * longest_pass + per_step
-        return computing + self._copy_time(work, computing)
+        return (passes + bubble) * longest_pass + per_step + self._copy_time(work)
 
-    def _copy_time(self, work: StepWork, step_s: float) -> float:
+    def _copy_time(self, work: StepWork) -> float:
         """Return the seconds that copies from and to host memory add to a step.
-
-        Copies of gathered and reduced tensors overlap with computation. The update waits for its
-        copies.
 
         Raises:
             ConfigError: The update runs on the host.
@@ -125,12 +124,13 @@ class StepTime:
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
-            return float(2 * shares.states * state_bytes / rate)
-        # The shard is read in forward, and in backward if it was released. The gradient is written.
-        # An update reads both and writes the shard, for trained parameters.
-        reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        overlapped = (reads + shares.gradients) * layout.micro_batches * state_bytes / rate
-        return float(max(0.0, overlapped - step_s) + 3 * shares.gradients * state_bytes / rate)
+            copied = shares.states
+        else:
+            # The shard is read in forward, and in backward if it was released. An update reads it
+            # and the gradient, for trained parameters. Less is written.
+            reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
+            copied = reads * layout.micro_batches + 2 * shares.gradients
+        return float(HOST_COPIES * copied * state_bytes / rate)
 
     def _parts_without_pipeline(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]
@@ -167,7 +167,7 @@ class StepTime:
         message_bytes = sum(
             amount.num_bytes
             for key, amount in work.first.micro_ends.work.items()
-            if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
+            if isinstance(key, Send)
         ) / min(2, layout.stages_per_rank)
         round_timeline = timeline(
             schedule,
@@ -237,7 +237,7 @@ class StepTime:
                         seconds = self._links.seconds(key, amount) * times
                         if share is stage.step_layer and self._is_update_gather(key):
                             seconds = self._exposed_time(seconds, stage, layers)
-                        total.add(f"communication {_axis(key.axes)}", seconds)
+                        total.add(f"communication {_axis(key)}", seconds)
         return total
 
     def _is_update_gather(self, key: CollectiveOp) -> bool:
@@ -267,6 +267,8 @@ class StepTime:
                 total.add("attention", seconds)
             elif isinstance(key, Kernel):
                 total.add("memory-bound", seconds * (FUSED if fused else 1.0))
+            elif isinstance(key, HostWait) and seconds:
+                total.add("host waits", seconds)
         return total
 
     def _blocking(self, work: Work) -> Parts:
@@ -280,7 +282,7 @@ class StepTime:
                     for operation in products
                 )
                 exposed = max(0.0, self._links.seconds(key, amount) - overlap)
-                total.add(f"communication {_axis(key.axes)}", exposed)
+                total.add(f"communication {_axis(key)}", exposed)
         return total
 
     def _fsdp_time(self, work: Work) -> float:
@@ -296,8 +298,9 @@ class StepTime:
         shards_parameters = self._layout.facts.shards_parameters
         return (
             shards_parameters
+            and key.kind != "all_to_all"
             and bool(key.axes)
-            and set(DATA_AXES).issuperset(key.axes)
+            and _OF_DATA.issuperset(key.axes)
             and not is_scalar_reduction
         )
 
@@ -365,8 +368,10 @@ def _during(share: Share, phases: Iterable[Phase]) -> Work:
     return {key: amount for key, amount in share.work.items() if key.phase in wanted}
 
 
-def _axis(axes: tuple[str, ...]) -> str:
+def _axis(key: CollectiveOp) -> str:
     """Return the name of a mesh axis for reports, which combine all data axes."""
-    if not axes or set(DATA_AXES).issuperset(axes):
+    if key.kind == "all_to_all":
+        return EXPERT
+    if _OF_DATA.issuperset(key.axes):
         return "dp"
-    return axes[0] if len(axes) == 1 else "world"
+    return key.axes[0] if len(key.axes) == 1 else "world"

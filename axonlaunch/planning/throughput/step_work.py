@@ -280,7 +280,11 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_TracedStep]:
     """Trace one step of several runs on one rank. Call this in a process forked for it."""
     _fuse_rms_norm()
     ranks = num_ranks(configs[0])
-    world = fake_world.join_fake_world(rank=stage * ranks // 2, world_size=ranks)
+    world = fake_world.join_fake_world(
+        rank=stage * ranks // 2,
+        world_size=ranks,
+        expert_load=configs[0].estimate.imbalance,
+    )
     with refusing_untraceable(configs[0]):
         return [_trace_one(config, world) for config in configs]
 
@@ -289,11 +293,11 @@ def _trace_one(config: RunConfig, world: World) -> _TracedStep:
     # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
     reduced = ReducedRun.of(with_values(config, {"train.compile": False}))
     dry = FakeRank(reduced, world)
-    trace = OperationTrace(reduced.layout.axes)
+    trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
     batch = dry.batch()
     with dry.storing():
         dry.settle()
-        with trace:
+        with trace, fake_world.watch_host_waits(trace.count_host_wait):
             dry.engine.backward(batch)
             with trace.updating(), fake_world.assume_true():
                 dry.engine.update()

@@ -10,7 +10,7 @@ Patched, each by one function below, with the problem that it avoids:
     _PipelineSchedule._warmup_p2p              stages would ask absent neighbours for shapes
     schedules._batch_p2p                       a sent tensor would count as freed too early
     ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
-    routing.exchange_routes                    the chosen experts of a token are unknown
+    routing.read_counts                        the chosen experts of a token are unknown
     aten._local_scalar_dense                   ``if grad.isfinite().all()`` has no answer
 
 The last one applies only inside ``assume_true``. An example: ``bool(fake > 0)`` is True, and
@@ -19,14 +19,15 @@ The last one applies only inside ``assume_true``. An example: ``bool(fake > 0)``
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,13 +36,18 @@ from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.process_group import ProcessGroup
 from axonlaunch.engines.expert import routing
-from axonlaunch.engines.expert.routing import Routes
 from axonlaunch.models.fake.fake_tensor_cache import with_tensor_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
-def join_fake_world(*, rank: int, world_size: int) -> World:
+def join_fake_world(*, rank: int, world_size: int, expert_load: float = 1.0) -> World:
     """Join a fake world as one rank; the other ranks do not exist.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        expert_load: Rows that a rank's experts receive, relative to a balanced router; ``inf`` for
+            as many as possible.
 
     Raises:
         ValueError: This process already has a world.
@@ -57,7 +63,7 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
     use_static_pipeline_shapes()
     keep_sent_tensors()
     hide_sharding_propagation()
-    balance_routes()
+    assume_routes(expert_load)
     return World(
         rank=rank,
         local_rank=0,
@@ -172,21 +178,48 @@ def keep_sent_tensors() -> None:
     schedules._batch_p2p = begin_and_hold
 
 
-def balance_routes() -> None:
-    """Let divided experts exchange as many rows as if every expert were chosen equally often."""
+def assume_routes(load: float) -> None:
+    """Let each rank that shares experts send as many rows to this rank as ``load`` implies.
 
-    def balanced_routes(experts: torch.Tensor, *, num_experts: int, group: ProcessGroup) -> Routes:
-        del num_experts
-        rows = len(experts)
-        sizes = [rows // group.size + (rank < rows % group.size) for rank in range(group.size)]
-        return Routes(
-            order=experts.argsort(stable=True),
-            sent=sizes,
-            received=[sizes[group.rank]] * group.size,
-            local_experts=experts.new_zeros(sizes[group.rank] * group.size),
-        )
+    A token has at most one row for each expert, which limits the load. The remaining rows are
+    distributed evenly among the other ranks.
 
-    routing.exchange_routes = balanced_routes
+    Args:
+        load: Rows that this rank receives, relative to a balanced router.
+    """
+
+    def assumed_counts(
+        sent: Tensor, received: Tensor, *, experts: Tensor, group: ProcessGroup
+    ) -> tuple[list[int], list[int]]:
+        tokens, top_k = experts.shape
+        per_rank = len(received) // group.size
+        rows, others = tokens * top_k, group.size - 1
+        most = tokens * min(top_k, per_rank)
+        kept = most if math.isinf(load) else min(most, round(load * rows / group.size))
+        rest = [(rows - kept + other) // others for other in range(others)]
+        rest.insert(group.rank, kept)
+        # How a rank's rows are distributed among its experts does not change any size.
+        zeros = [0] * (per_rank - 1)
+        to_ranks = [number for count in rest for number in (count, *zeros)]
+        return [*to_ranks, *[0] * (len(sent) - len(to_ranks))], [kept, *zeros] * group.size
+
+    routing.read_counts = assumed_counts
+
+
+@contextmanager
+def watch_host_waits(waiting: Callable[[], None]) -> Iterator[None]:
+    """Call ``waiting`` whenever divided experts wait for the sizes of their exchanges."""
+    read_counts = routing.read_counts
+
+    def read_and_report(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        waiting()
+        return read_counts(*args, **kwargs)
+
+    routing.read_counts = read_and_report
+    try:
+        yield
+    finally:
+        routing.read_counts = read_counts
 
 
 def hide_sharding_propagation() -> None:

@@ -185,7 +185,11 @@ def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
         workspaces=_workspaces(reduced.config),
     )
     extrapolate_schedule.watch_actions(trace)
-    world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    world = fake_world.join_fake_world(
+        rank=rank,
+        world_size=reduced.world_size,
+        expert_load=reduced.config.estimate.expert_load,
+    )
     if _is_on_gloo(reduced.config):
         fake_world.pretend_backend(Backend.GLOO)
     with refusing_untraceable(reduced.config):

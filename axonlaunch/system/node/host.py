@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+from axonlaunch.system.node import cgroup_memory
 
 
 def memory_bytes() -> int:
+    """Return the memory of this node in bytes, or less if cgroups allow this process less."""
+    return min(physical_memory_bytes(), cgroup_memory.limit_bytes() or sys.maxsize)
+
+
+def physical_memory_bytes() -> int:
     """Return the physical memory of this node, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes available without swapping; all physical memory if that is unknown."""
+    """Return the bytes available without swapping, as far as cgroups allow them to this process.
+
+    All memory is available if the system does not say how much is free.
+    """
+    allowed = cgroup_memory.free_limit_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):
-        return memory_bytes()
-    return int(kib) << 10
+        kib = str(memory_bytes() >> 10)
+    return min(int(kib) << 10, sys.maxsize if allowed is None else allowed)
 
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"

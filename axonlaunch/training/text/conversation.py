@@ -26,6 +26,8 @@ class Conversation:
         tokens: int,
         temperature: float = 0.8,
         top_k: int | None = None,
+        top_p: float | None = None,
+        system: str | None = None,
         seed: int = 0,
     ) -> None:
         """Begin a conversation.
@@ -35,6 +37,8 @@ class Conversation:
             tokens: Maximum number of tokens of an answer.
             temperature: Sampling temperature; 0 takes the most likely token.
             top_k: Number of most likely tokens to sample from; None samples from all tokens.
+            top_p: Probability of the most likely tokens to sample from; None samples from all.
+            system: System message before the first message; None has none.
             seed: Random seed, used for every answer.
 
         Raises:
@@ -47,9 +51,12 @@ class Conversation:
             "max_new_tokens": tokens,
             "temperature": temperature,
             "top_k": top_k,
+            "top_p": top_p,
             "seed": seed,
         }
         self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
         try:
             self._end = self._template.end_of_turn()
         except ValueError as error:

@@ -103,6 +103,7 @@ def continue_prompt(
     tokens: int,
     temperature: float,
     top_k: int | None,
+    top_p: float | None = None,
     seed: int,
     trusted: bool = False,
 ) -> str:
@@ -114,6 +115,7 @@ def continue_prompt(
         tokens: Maximum number of tokens to generate.
         temperature: Sampling temperature; 0 takes the most likely token.
         top_k: Number of most likely tokens to sample from; None samples from all tokens.
+        top_p: Probability of the most likely tokens to sample from; None samples from all.
         seed: Random seed.
         trusted: Whether to run code that the run's configuration names.
 
@@ -129,6 +131,7 @@ def continue_prompt(
         max_new_tokens=tokens,
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
         seed=seed,
     )
     return trained.tokenizer.decode(generated)

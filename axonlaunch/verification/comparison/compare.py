@@ -29,10 +29,10 @@ from axonlaunch.verification.comparison.comparison_config import (
 )
 from axonlaunch.verification.comparison.layout_run import RankReport
 from axonlaunch.verification.comparison.verdict import decide_verdict
+from axonlaunch.verification.decisions.random_draws import Draw
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import Difference
 from axonlaunch.verification.references.plain_model import threads_for
-from axonlaunch.verification.references.random_draws import Draw
 from axonlaunch.verification.references.reference import NoReferenceError
 from axonlaunch.verification.references.reference_runs import run_references
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.datasets.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.fake.output_regions import MicroBatchPlace, region
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
+from axonlaunch.verification.decisions.random_draws import Draw, DrawProbe
 from axonlaunch.verification.references import comparison_inputs
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import (
@@ -26,7 +30,6 @@ from axonlaunch.verification.references.differences import (
     compare_numbers,
     compare_tensors,
 )
-from axonlaunch.verification.references.random_draws import Draw, DrawProbe
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
 from axonlaunch.verification.references.tolerances import floors
 
@@ -68,12 +71,18 @@ class ComparedEngine:
         self._reference, self._plan = reference, plan
         self._custom_loss = build_custom_loss(config.train)
         self._is_scaled = PRECISIONS[config.train.precision].needs_loss_scale
-        self._shard = Layout.of(config, world_size=world_size).data_shard(rank)
+        self._rank, self._layout = rank, Layout.of(config, world_size=world_size)
+        self._shard = self._layout.data_shard(rank)
         self._dropout = comparison_inputs.Dropout(engine.modules)
         self._probe: DrawProbe | None = None
         # Compiled code draws other numbers. Models with dropout record their masks instead.
         if not config.train.compile and not reference.dropout:
             self._probe = DrawProbe(spec_for(config), engine.modules, rank=rank)
+        self._chosen: ChosenExperts | None = None
+        if reference.num_experts and not config.train.compile:
+            self._chosen = ChosenExperts(
+                spec_for(config), engine.modules, num_experts=reference.num_experts
+            )
         self._differences: list[Difference] = []
         self._gradient_differences: list[Difference] = []
         self.done = done
@@ -101,10 +110,17 @@ class ComparedEngine:
         rate = compare_numbers(self.done, "rate", self._engine.learning_rate(), expected.rate)
         if self._probe is not None:
             self._probe.step = self.done + 1
-        loss, counted = self._engine.backward(self.make_uneven(batch, step=self.done))
+        batch = self.make_uneven(batch, step=self.done)
+        if self._chosen is not None:
+            self._chosen.begin(expected.choices, self._place_choice)
+        with self._chosen or nullcontext():
+            loss, counted = self._engine.backward(batch)
         if self._probe is not None:
             self.draws += self._probe.draws
             self._probe.draws = []
+        for other in () if self._chosen is None else self._chosen.others:
+            choice = (self.done + 1, "choice", other.block, other.gap)
+            self._differences.append(Difference(*choice, count=other.tokens))
         self._differences += [
             rate,
             compare_numbers(self.done, "loss", float(loss), expected.loss),
@@ -149,6 +165,11 @@ class ComparedEngine:
         """Reference values of the next step; None after the last step."""
         steps = self._reference.steps
         return steps[self.done] if self.done < len(steps) else None
+
+    def _place_choice(self, full: Tensor, part: torch.Size, number: int) -> Tensor | None:
+        """Return this rank's part of the choices of a micro-batch; None if unknown."""
+        index = region(full.shape, part, MicroBatchPlace(self._layout, self._rank, number))
+        return None if index is None else full[index]
 
     def _overflow(self, name: str) -> None:
         for updated_name, updated in self._engine.named_updated():

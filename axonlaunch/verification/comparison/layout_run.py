@@ -31,6 +31,7 @@ from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
 from axonlaunch.verification.comparison.compared_engine import ComparedEngine
 from axonlaunch.verification.comparison.saved_state import read_by_one_process, read_in_parts
+from axonlaunch.verification.decisions.random_draws import Draw, MaskRecorder
 from axonlaunch.verification.references import comparison_inputs
 from axonlaunch.verification.references.comparison_plan import EVALUATED_BATCHES, ComparisonPlan
 from axonlaunch.verification.references.data_checks import other_ranks_samples
@@ -39,7 +40,6 @@ from axonlaunch.verification.references.differences import (
     compare_numbers,
     compare_tensors,
 )
-from axonlaunch.verification.references.random_draws import Draw, MaskRecorder
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.references.tolerances import PARAMETER_FLOOR, state_floors
 

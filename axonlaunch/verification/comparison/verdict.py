@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.verification.comparison.exercised_features import exercised_features
 from axonlaunch.verification.comparison.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
+from axonlaunch.verification.decisions.random_draws import draw_problems
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import ORDER, Difference
-from axonlaunch.verification.references.random_draws import draw_problems
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.references.tolerances import Tolerances
 from axonlaunch.verification.result import ParityResult, layout_of
@@ -69,6 +69,16 @@ def decide_verdict(
     notes = []
     if reference.dropout:
         notes.append(_dropout_note(reference.dropout, masks))
+    layout = Layout.of(config, world_size=num_ranks(config))
+    notes += _tie_notes(
+        [
+            d
+            for d in differences
+            if d.kind == "choice"
+            and tolerances.allows(d)
+            and layout.coordinates(d.rank)["tp"] == 0  # tensor ranks have the same tokens
+        ]
+    )
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -104,6 +114,17 @@ def decide_verdict(
 def _dropout_note(rate: float, masks: int) -> str:
     on = f"{masks} masks were compared with it on" if masks else "no mask was drawn with it on"
     return f"dropout (up to {rate:g}) was off where numbers were compared; {on}"
+
+
+def _tie_notes(ties: Sequence[Difference]) -> Iterable[str]:
+    """Yield a note about tokens that rounding sends to other experts, if there are any."""
+    if ties:
+        first = ties[0]
+        yield (
+            f"rounding sends {sum(tie.count for tie in ties)} tokens to other experts than in one "
+            f"process (first in {first.name}, step {first.step}); everything else was compared "
+            "with equal choices"
+        )
 
 
 class _Proved:

@@ -23,6 +23,7 @@ ORDER = (
         "logged",
         "evaluated",
         "rate",
+        "choice",
         "loss",
         "counted",
         "seen",
@@ -93,6 +94,11 @@ class Difference:
             return (
                 f"{prefix}the layout {done[self.actual or 0.0]} the update that one process "
                 f"{done[self.expected or 0.0]}"
+            )
+        if self.kind == "choice":
+            return (
+                f"{prefix}{self.count} tokens in {self.name} go to other experts; scores differ by "
+                f"{self.relative:.2g} of the largest"
             )
         if self.actual is not None and self.expected is not None:
             return f"{prefix}{kind} is {self.actual:.7g}, not {self.expected:.7g}"

@@ -1,9 +1,9 @@
-"""Functions of the reference, in plain torch: losses, micro-batches, casts, quantized weights."""
+"""Parts of the reference, in plain torch: losses, micro-batches, casts, balancing, quantizing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -304,3 +304,50 @@ def plain_quantized(values: Tensor, base: str) -> tuple[Tensor, Tensor]:
     parts = (codes, scales.contiguous().view(torch.int32))
     stored = [part.view(torch.uint8).reshape(*values.shape[:-1], size, -1) for part in parts]
     return kept, torch.cat(stored, -1)
+
+
+class PlainBalance:
+    """Counts the choices of a model's routers and moves their biases.
+
+    Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
+    algorithm 1.
+    """
+
+    def __init__(self, model: nn.Module, experts: Sequence[str], *, rate: float) -> None:
+        """Observe the experts.
+
+        Args:
+            model: Complete model.
+            experts: Full names of the modules of experts.
+            rate: Step of the biases.
+        """
+        self._rate = rate
+        self._chosen: dict[str, list[Tensor]] = {name: [] for name in experts}
+        self._biases: dict[str, Tensor] = {}
+        for name in experts:
+            layer = name.rpartition(".")[0]
+            [self._biases[name]] = (
+                buffer
+                for key, buffer in model.named_buffers()
+                if key.startswith(f"{layer}.") and key.endswith("e_score_correction_bias")
+            )
+            model.get_submodule(name).register_forward_hook(self._record(name), with_kwargs=True)
+
+    def begin_step(self) -> None:
+        """Forget the choices of earlier forwards."""
+        for chosen in self._chosen.values():
+            chosen.clear()
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move the biases by the choices since ``begin_step``."""
+        for name, bias in self._biases.items():
+            counts = torch.cat(self._chosen[name]).bincount(minlength=len(bias)).double()
+            bias.add_((torch.sign(counts.mean() - counts) * self._rate).to(bias.dtype))
+
+    def _record(self, name: str) -> Any:
+        def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            self._chosen[name].append(chosen.detach().flatten())
+
+        return record

@@ -7,7 +7,7 @@ Uses the module, its loss, ``torch.optim``, torch's clipping, the schedule's for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +33,8 @@ from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
+from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
+from axonlaunch.verification.decisions.random_draws import MaskRecorder
 from axonlaunch.verification.references import comparison_inputs, data_checks, plain_model
 from axonlaunch.verification.references.comparison_plan import (
     EVALUATED_BATCHES,
@@ -42,6 +44,7 @@ from axonlaunch.verification.references.comparison_plan import (
 from axonlaunch.verification.references.lookahead import lookahead_problem
 from axonlaunch.verification.references.plain_model import (
     LoadableWeights,
+    PlainBalance,
     clone_buffers,
     has_drawn_numbers,
     loss_sum,
@@ -57,7 +60,6 @@ from axonlaunch.verification.references.plain_optimizer import (
     plain_optimizers,
     plain_rate,
 )
-from axonlaunch.verification.references.random_draws import MaskRecorder
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
 
 
@@ -78,8 +80,23 @@ class PlainRun:
     """
 
     def __init__(
-        self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
+        self,
+        config: RunConfig,
+        plan: ComparisonPlan,
+        *,
+        roughness: float = 0.0,
+        draw: int = 0,
+        choices: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
+        """Build the model and its optimizers.
+
+        Args:
+            config: Configuration of the layout.
+            plan: Length and scope of the comparison.
+            roughness: Relative size of a perturbation of the initial weights.
+            draw: Number of the perturbation.
+            choices: Experts that routers choose in each step, instead of the best ones.
+        """
         self._config, self._plan = config, plan
         # The first run has already checked the data of runs with perturbed weights.
         self._checks_data = not roughness
@@ -94,11 +111,15 @@ class PlainRun:
         self._quantized: dict[str, Tensor] = {}
         self.model = self._build_model().to(self._device)
         comparison_inputs.move_vectors(self.model.named_parameters())
+        self._spec.use_plain_experts(self.model)
+        self._num_experts = self._spec.most_experts(self.model)
+        self._chosen = ChosenExperts(self._spec, [self.model], num_experts=self._num_experts)
+        self._choices = choices
         self._dropout = comparison_inputs.Dropout([self.model])
         self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
-        self._start = self._copy_parameters()
+        self._start = self.copy_parameters()
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
         self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
@@ -115,6 +136,11 @@ class PlainRun:
         # Before data ranks average their gradients, these are larger by the number of ranks, which
         # determines whether fp16 overflows.
         self._ranks = self._layout.gradient_ranks if is_scaled else 1
+        described: Any = config.model
+        self._balance = None
+        if getattr(described, "balance", "none") == "bias":
+            experts, rate = self._spec.experts(self.model), described.balance_rate
+            self._balance = PlainBalance(self.model, experts, rate=rate)
 
     def _build_model(self) -> nn.Module:
         base = None if self._config.adapter is None else self._config.adapter.base
@@ -175,7 +201,7 @@ class PlainRun:
             steps.append(self.step(number))
             if number + 1 == self._plan.saved:
                 saved = self._state()
-        end = self._copy_parameters()
+        end = self.copy_parameters()
         return Reference(
             steps,
             self._start,
@@ -190,6 +216,7 @@ class PlainRun:
             self._masks,
             self._unsaved_buffers,
             self._reads_again,
+            self._num_experts,
         )
 
     @torch.no_grad()
@@ -212,9 +239,12 @@ class PlainRun:
         if not number and self._dropout.largest:
             self._masks = self._num_masks(batch)
         counted = self._count(batch)
+        if self._balance is not None:
+            self._balance.begin_step()
         total = 0.0
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
-        with watch as calls:
+        self._chosen.begin(self._choices[number] if self._choices else {})
+        with watch as calls, self._chosen if self._num_experts else nullcontext():
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece, training=True) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
@@ -236,8 +266,11 @@ class PlainRun:
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
         norm, skipped = self._update(number)
+        if self._balance is not None and not skipped:
+            self._balance.move()
         scale = float(self._scaler.get_scale())
-        return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients)
+        choices = self._chosen.choices()
+        return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients, choices)
 
     def _batch(self, number: int) -> AnyBatch:
         """Return a step's global batch with masked targets.
@@ -296,9 +329,13 @@ class PlainRun:
         The micro-batches of each data rank update the buffers from the same initial values. The
         buffers of the first rank are kept, as in a layout.
         """
-        mixes = self._spec.mixes_samples or moves_buffers(self.model)
-        is_fp32 = self._dtype in (torch.float32, torch.float64)
-        if isinstance(batch, Batch) and self._custom_loss is None and not mixes and is_fp32:
+        mixed, is_fp32 = self._spec.mixes_samples, self._dtype in (torch.float32, torch.float64)
+        is_independent = is_fp32 and mixed == "none" and not moves_buffers(self.model)
+        if (
+            isinstance(batch, Batch)
+            and self._custom_loss is None
+            and (is_independent or mixed == "batch")
+        ):
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
@@ -421,9 +458,9 @@ class PlainRun:
             for p, values in optimizer.state.items()
             for key, value in values.items()
         }
-        return self._copy_parameters(), _copies(saved_buffers(self.model)), states
+        return self.copy_parameters(), _copies(saved_buffers(self.model)), states
 
-    def _copy_parameters(self) -> dict[str, Tensor]:
+    def copy_parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters as layouts store them; quantized ones are uint8."""
         return _copies({**self._parameters, **self._quantized})
 

@@ -58,8 +58,9 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         plain.refuse_problems()
         reference = plain.run()
         _refuse_random(reference, PlainRun(config, plan))
+        choices = [step.choices for step in reference.steps]
         if plan.fp64:
-            return reference, PlainRun(config, replace(plan, fp64=False)).run()
+            return reference, PlainRun(config, replace(plan, fp64=False), choices=choices).run()
         epsilon = _machine_epsilon(config)
         is_low = epsilon > torch.finfo(torch.float32).eps
         count = sum(start.numel() for start in reference.start.values())
@@ -67,7 +68,10 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         is_low = is_low or isinstance(config.optimizer, MuonConfig)
         is_rough = is_low or plan.steps > FEW_STEPS
         draws = _DRAWS if is_rough and count < _FEW_PARAMETERS else 1
-        runs = (PlainRun(config, plan, roughness=epsilon, draw=draw) for draw in range(draws))
+        runs = (
+            PlainRun(config, plan, roughness=epsilon, draw=draw, choices=choices)
+            for draw in range(draws)
+        )
         return reference, *(run.run() for run in runs)
 
 

@@ -20,6 +20,7 @@ class ReferenceStep:
         scale: Loss scale of the next step; 1 except in fp16.
         gradients: Gradients by parameter name, before clipping; in fp16 multiplied by the loss
             scale.
+        choices: Experts chosen by routers, see ``ChosenExperts.choices``.
     """
 
     loss: float
@@ -29,6 +30,7 @@ class ReferenceStep:
     skipped: bool
     scale: float
     gradients: dict[str, Tensor]
+    choices: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Reference:
         masks: Number of masks that a forward in training draws with dropout on.
         unsaved_buffers: Initial values of non-persistent buffers, by name.
         rereads_parameters: Whether a forward may read a parameter again after reading others.
+        num_experts: Largest number of experts of a layer; 0 without experts.
     """
 
     steps: list[ReferenceStep]
@@ -71,3 +74,4 @@ class Reference:
     masks: int = 0
     unsaved_buffers: dict[str, Tensor] = field(default_factory=dict)
     rereads_parameters: bool = False
+    num_experts: int = 0

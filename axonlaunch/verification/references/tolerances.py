@@ -169,6 +169,8 @@ class Tolerances:
         if kind == "evaluation" and difference.step == self._lags_at:
             base *= _STATISTICS_FACTOR
         name = difference.name
+        if kind == "choice":  # scores round like gradients
+            kind, name = "gradient", ""
         if kind == "checkpoint":  # tolerance of the saved quantity
             section, _, name = name.partition(".")
             kind = "state" if section == "optimizer" else "parameter"
@@ -251,6 +253,7 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0
     is_like_plain = is_like_plain and not is_fp64 and not reference.rereads_parameters
+    is_like_plain = is_like_plain and not reference.num_experts  # computed one after another
     return is_mixed and divides_only_samples and is_like_plain and is_power
 
 

@@ -66,7 +66,7 @@ def complaints(browser: Any) -> list[str]:
 
 
 def finished(folder: Path) -> Path:
-    return run_folder(folder, ranks=8)
+    return run_folder(folder, ranks=8, experts=4)
 
 
 def crashed(folder: Path) -> Path:
@@ -125,6 +125,19 @@ def test_a_page_opens_without_a_complaint_and_fits_the_window(
     assert browser.find_elements("css selector", "[data-curve=loss] canvas")
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert complaints(browser) == []
+
+
+def test_map_of_experts_shows_the_fullest_block(browser: Any, tmp_path: Path) -> None:
+    opened(browser, [finished(tmp_path / "demo")])
+    value = browser.execute_script("""
+        const over = document.querySelector("[data-curve=experts] .u-over");
+        const box = over.getBoundingClientRect();
+        over.dispatchEvent(new MouseEvent("mousemove", {
+            bubbles: true, clientX: box.left + box.width / 2, clientY: box.top + 5 }));
+        const values = [...document.querySelectorAll("[data-curve=experts] .u-value")];
+        return values.map((value) => value.innerText);
+    """)
+    assert value[1:] == ["1.94", "block 3: 2.50"]
 
 
 def test_hovering_shows_the_value_that_was_logged(browser: Any, tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ LAYOUTS = {
     "pipeline 2": ["strategy=pipeline", "launch.nproc=2"],
     "hybrid 4": ["strategy=hybrid", "launch.nproc=4", "strategy.pipeline.degree=2"],
 }
+_EXPERT = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
+DIVIDED_EXPERTS = {
+    "expert 2 x 2": _EXPERT,
+    "expert 2, tensor 2": [*_EXPERT, "strategy.tensor.degree=2"],
+    "expert 2, pipeline 2": [*_EXPERT, "strategy.pipeline.degree=2"],
+}
 CASES = [
     *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout not in ("zero1 2", SHARED)),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
@@ -67,10 +73,11 @@ def test_dora_losses_and_gradients_equal_peft(kind: str, layout: str, tmp_path: 
 
 
 PACKED = [
-    *(("qwen3_moe", layout) for layout in LAYOUTS if layout != SHARED),
+    *(("qwen3_moe", layout) for layout in (*LAYOUTS, *DIVIDED_EXPERTS) if layout != SHARED),
     # Its experts have the shape [experts, inputs, outputs].
     ("gpt_oss", "single"),
     ("gpt_oss", "tensor 2"),
+    *(("gpt_oss", layout) for layout in DIVIDED_EXPERTS),
 ]
 
 
@@ -138,7 +145,7 @@ def compared(
     """Compare five steps of a layout with peft and the same options."""
     save(kind, folder, **(changes or {}))
     overrides = [*LORA, *more, f"model.path={folder}"]
-    losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
+    losses, gradients, start = by_axonlaunch([*overrides, *{**LAYOUTS, **DIVIDED_EXPERTS}[layout]])
     expected, wanted = by_peft(folder, overrides, options, start, loraplus=loraplus, nf4=nf4)
     assert losses == pytest.approx(expected, rel=2e-5)
     assert gradients.keys() == wanted.keys()

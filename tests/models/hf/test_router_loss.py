@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers: on by default, without padding, as in transformers."""
+"""The auxiliary loss of routers: that of the global batch, without padding, as in transformers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ import torch
 from configured import run_config
 from hf_families import save, without_folder
 from hf_loops import SETTINGS, adamw, batches, by_axonlaunch
+from rank_engine import rank_engine
 from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.hf.architecture import architecture
 
 WEIGHT = 0.5
-SIZE = "train.micro_batch_size=2"
+SINGLE = ["strategy=single", "launch.nproc=1"]
+MICRO = "train.micro_batch_size=1"
+EXPERT = ["strategy.expert.degree=2", "launch.nproc=4", MICRO]
 LAYOUTS = {
-    "single": ["strategy=single", "launch.nproc=1"],
+    "micro-batches": [*SINGLE, MICRO],
     "fsdp": ["strategy=fsdp", "launch.nproc=2"],
-    "tensor": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+    "tensor": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2", MICRO],
+    "ddp": ["strategy=ddp", "launch.nproc=2", MICRO],
+    "zero1": ["strategy=zero1", "launch.nproc=4"],
+    "context": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2", MICRO],
+    "experts": ["strategy=fsdp", "strategy.tensor.degree=2", *EXPERT],
+    "hsdp": ["strategy=hsdp", *EXPERT],
+    "recomputation": [
+        *("strategy=fsdp", "launch.nproc=2", MICRO),
+        "train.activation_checkpointing=full",
+    ],
 }
+FAST = ("micro-batches", "fsdp", "tensor")
 
 
 @pytest.fixture(scope="module")
@@ -39,45 +53,55 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def plain_losses(path: Path, overrides: list[str]) -> list[float]:
-    """Train with transformers' model and its function, with the mask as attention mask."""
+    """Train with transformers' model and function on whole batches, with an attention mask."""
     import transformers
 
-    chosen = run_config([*SETTINGS, f"model.path={path}", *LAYOUTS["single"], *overrides])
+    chosen = run_config([*SETTINGS, f"model.path={path}", *SINGLE, *overrides])
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = adamw(model.train())
     losses = []
     for batch in batches(chosen):
-        assert batch.present is not None
-        counted, total = int((batch.targets != -100).sum()), 0.0
+        mask, targets = batch.present, batch.targets.flatten()
+        assert mask is not None
         optimizer.zero_grad()
-        for rows in (slice(start, start + 2) for start in range(0, len(batch), 2)):
-            mask, targets = batch.present[rows], batch.targets[rows].flatten()
-            outputs = model(
-                input_ids=batch.inputs[rows], attention_mask=mask, output_router_logits=True
-            )
-            auxiliary = load_balancing_loss_func(
-                outputs.router_logits, model.num_experts, model.num_experts_per_tok, mask
-            )
-            loss = cross_entropy(outputs.logits.flatten(0, 1), targets, reduction="sum")
-            loss = (loss + WEIGHT * auxiliary * (targets != -100).sum()) / counted
-            loss.backward()
-            total += loss.item()
+        outputs = model(input_ids=batch.inputs, attention_mask=mask, output_router_logits=True)
+        auxiliary = load_balancing_loss_func(
+            outputs.router_logits, model.num_experts, model.num_experts_per_tok, mask
+        )
+        loss = cross_entropy(outputs.logits.flatten(0, 1), targets) + WEIGHT * auxiliary
+        loss.backward()
         optimizer.step()
-        losses.append(total)
+        losses.append(loss.item())
     return losses
 
 
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_padding_does_not_count_in_the_router_loss_under_any_layout(
+def test_router_loss_is_that_of_the_global_batch_without_padding(
     kind: str, padded: list[str], tmp_path: Path
 ) -> None:
     save(kind, tmp_path, router_aux_loss_coef=WEIGHT)
-    expected = plain_losses(tmp_path, [*padded, SIZE])
-    for name, layout in LAYOUTS.items():
-        losses = by_axonlaunch(tmp_path, layout, *padded, SIZE)
+    expected = plain_losses(tmp_path, padded)
+    for name in FAST if kind == "mixtral" else LAYOUTS:
+        losses = by_axonlaunch(tmp_path, LAYOUTS[name], *padded)
         assert losses == pytest.approx(expected, rel=1e-5), name
-    without = by_axonlaunch(tmp_path, LAYOUTS["single"], *padded, SIZE, "model.router_aux_loss=0")
+    without = by_axonlaunch(tmp_path, SINGLE, *padded, "model.router_aux_loss=0")
     assert without[0] < expected[0] - 0.1
+
+
+def test_evaluation_leaves_the_router_loss_out(padded: list[str], tmp_path: Path) -> None:
+    save("mixtral", tmp_path, router_aux_loss_coef=WEIGHT)
+    losses = []
+    for weight in ("0.5", "0"):
+        overrides = [*SETTINGS, *padded, *SINGLE, f"model.path={tmp_path}"]
+        chosen = run_config([*overrides, f"model.router_aux_loss={weight}"])
+
+        def evaluate(world: World, chosen: Any = chosen) -> list[float]:
+            engine, loader = rank_engine(chosen, world)
+            sums: list[float] = engine.evaluate(loader.batch(0)).tolist()
+            return sums
+
+        losses.append(World.mock(1).run(evaluate)[0])
+    assert losses[0] == losses[1]
 
 
 def typed(kind: str, *overrides: str, **changes: Any) -> Any:
@@ -103,7 +127,7 @@ def test_router_loss_has_the_configured_weight(
 ) -> None:
     config, spec = typed("mixtral", *overrides, **changes)
     assert config.output_router_logits == (weight is not None)
-    assert spec.mixes_samples == (weight is not None)
+    assert spec.mixes_samples == ("none" if weight is None else "batch")
     if weight is not None:
         assert config.router_aux_loss_coef == weight
 

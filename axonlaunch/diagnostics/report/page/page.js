@@ -245,26 +245,19 @@
     ];
   }
 
-  // A map of ranks: uPlot draws axes, cursor and legend; a hook draws the cells.
-  function ranks(run) {
-    if (!run.ranks) return;
-    const { steps, worked, hosts } = run.ranks;
-    const number = worked[0].length;
-    const made = section(titled(run, "Ranks"), element("p", { class: "faint" },
-      "Fraction of time that each rank computed or waited for data, in the steps before each point. " +
-      "A row that stays darker than the others is a rank that the others wait for."));
-    const box = element("div", { class: "chart", "data-curve": "ranks" });
-    made.append(box);
-    const mean = worked.map((column) => column.reduce((sum, share) => sum + share, 0) / number);
-    const slowest = worked.map((column) => column.indexOf(Math.max(...column)));
+  // A map with a row for each rank or block: uPlot draws axes, cursor and legend; a hook draws the cells.
+  function map(box, { steps, columns, names, fill, text, most }) {
+    const number = names.length;
+    const mean = columns.map((column) => column.reduce((sum, value) => sum + value, 0) / number);
+    const largest = columns.map((column) => column.indexOf(Math.max(...column)));
     const cells = (u) => {
       const height = u.bbox.height / number;
       for (let at = 0; at < steps.length; at++) {
         const begin = at ? u.valToPos((steps[at - 1] + steps[at]) / 2, "x", true) : u.bbox.left;
         const end = at < steps.length - 1 ? u.valToPos((steps[at] + steps[at + 1]) / 2, "x", true) : u.bbox.left + u.bbox.width;
-        for (let rank = 0; rank < number; rank++) {
-          u.ctx.fillStyle = `hsl(214 70% ${94 - 0.62 * worked[at][rank]}%)`;
-          u.ctx.fillRect(begin, u.bbox.top + rank * height, Math.max(1, end - begin), height + 0.5);
+        for (let row = 0; row < number; row++) {
+          u.ctx.fillStyle = fill(columns[at][row]);
+          u.ctx.fillRect(begin, u.bbox.top + row * height, Math.max(1, end - begin), height + 0.5);
         }
       }
     };
@@ -273,17 +266,46 @@
       scales: { x: { time: false }, y: { range: () => [-0.5, number - 0.5], dir: -1 } },
       axes: [axes(ticks)[0], {
         stroke: colour("--faint"), size: 64, grid: { show: false },
-        splits: () => [...Array(number).keys()].filter((rank) => number <= 16 || rank % Math.ceil(number / 16) === 0),
-        values: (u, values) => values.map((rank) => `rank ${rank}`),
+        splits: () => [...Array(number).keys()].filter((row) => number <= 16 || row % Math.ceil(number / 16) === 0),
+        values: (u, values) => values.map((row) => names[row]),
       }],
       series: [
         { label: "step", value: (u, value) => short(value) },
-        { label: "mean", stroke: "transparent", points: { show: false }, value: (u, value) => (value === null ? "--" : `${Math.round(value)}%`) },
+        { label: "mean", stroke: "transparent", points: { show: false }, value: (u, value) => (value === null ? "--" : text(value)) },
         { label: "most", stroke: "transparent", points: { show: false },
-          value: (u, value, series, index) => (index === null ? "--" : `rank ${slowest[index]}${hosts[slowest[index]] ? ` on ${hosts[slowest[index]]}` : ""}: ${worked[index][slowest[index]]}%`) },
+          value: (u, value, series, index) => (index === null ? "--" : `${most(largest[index])}: ${text(columns[index][largest[index]])}`) },
       ],
       hooks: { drawClear: [cells] },
     }, [steps, mean, mean], box);
+  }
+
+  function ranks(run) {
+    if (!run.ranks) return;
+    const { steps, worked, hosts } = run.ranks;
+    const box = element("div", { class: "chart", "data-curve": "ranks" });
+    section(titled(run, "Ranks"), element("p", { class: "faint" },
+      "Fraction of time that each rank computed or waited for data, in the steps before each point. " +
+      "A row that stays darker than the others is a rank that the others wait for."), box);
+    map(box, {
+      steps, columns: worked, names: worked[0].map((_, rank) => `rank ${rank}`),
+      fill: (share) => `hsl(214 70% ${94 - 0.62 * share}%)`, text: (share) => `${Math.round(share)}%`,
+      most: (rank) => `rank ${rank}${hosts[rank] ? ` on ${hosts[rank]}` : ""}`,
+    });
+  }
+
+  function experts(run) {
+    if (!run.experts) return;
+    const { steps, loads, blocks } = run.experts;
+    const box = element("div", { class: "chart", "data-curve": "experts" });
+    section(titled(run, "Experts"), element("p", { class: "faint" },
+      "Tokens of the fullest expert of each block, divided by the mean over its experts. 1 is balanced; " +
+      "a row that becomes dark is a router that sends most tokens to few experts."), box);
+    const highest = Math.max(2, ...loads.flat());
+    map(box, {
+      steps, columns: loads, names: blocks.map((block) => `block ${block}`),
+      fill: (load) => `hsl(26 85% ${94 - 60 * Math.min(1, Math.max(0, (load - 1) / (highest - 1)))}%)`,
+      text: (load) => load.toFixed(2), most: (row) => `block ${blocks[row]}`,
+    });
   }
 
   function life(run) {
@@ -344,7 +366,7 @@
         : element("p", {}, "none"));
     }
     curves();
-    for (const show of [memory, steps, ranks, life, notes, configuration]) data.runs.forEach(show);
+    for (const show of [memory, steps, ranks, experts, life, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 

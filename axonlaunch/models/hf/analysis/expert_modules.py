@@ -15,14 +15,24 @@ def expert_modules(model: Any) -> tuple[str, ...]:
     Args:
         model: A model, or a pipeline stage with the same names.
     """
-    plan: dict[str, str] = getattr(model.config, "base_model_ep_plan", None) or {}
+    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
     patterns = [pattern for pattern, style in plan.items() if style == _STYLE]
     if not patterns:
         return ()
     names = "|".join(re.escape(pattern).replace(r"\*", r"\d+") for pattern in patterns)
-    is_expert = re.compile(rf"(?:{re.escape(model.base_model_prefix)}\.)?(?:{names})").fullmatch
+    is_expert = re.compile(names).fullmatch
     return tuple(
         name
         for name, module in model.named_modules()
         if is_expert(name) and isinstance(module.num_experts, int)
     )
+
+
+def use_plain_experts(model: Any) -> None:
+    """Use transformers' implementation that computes one expert after another, if it has several.
+
+    Args:
+        model: A model.
+    """
+    if expert_modules(model):
+        model.set_experts_implementation("eager")

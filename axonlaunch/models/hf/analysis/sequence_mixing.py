@@ -68,7 +68,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
         )
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
-    if isinstance(outputs, ModelOutputs):
+    if isinstance(outputs, ModelOutputs) and not getattr(model, "shares_router_loss", False):
         return "its auxiliary loss needs all tokens; use model.router_aux_loss=false"
     if isinstance(outputs, str):
         return outputs

@@ -14,6 +14,7 @@ from typing import Any
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.reading import library
+from axonlaunch.models.hf.reading.other_folders import describe_other_folder
 from axonlaunch.system.storage.files import inside_folder, read_text
 
 CONFIG_FILE_NAME = "config.json"
@@ -84,7 +85,9 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise TypeError(f"contains {type(content).__name__} instead of a JSON object")
     except FileNotFoundError:
-        message = f"has no {file.name}; give the folder of a model that save_pretrained wrote"
+        message = describe_other_folder(file.parent) or (
+            f"has no {file.name}; give the folder of a model that save_pretrained wrote"
+        )
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.modules import attention
+from axonlaunch.models.specs.router_loss import current_router_loss
 from axonlaunch.models.torch_internals import is_fake, unset_fake_temporarily
 
 OLDEST = (5, 9)
@@ -100,16 +101,36 @@ def mask_router_loss(module_name: str) -> bool:
     if original is None or "attention_mask" not in inspect.signature(original).parameters:
         return False
     signature = inspect.signature(original)
+    has_shares = shares_router_loss(module_name)
 
     @functools.wraps(original)
     def load_balancing_loss_func(*args: Any, **named: Any) -> Any:
         call = signature.bind(*args, **named)
         if call.arguments.get("attention_mask") is None and _PRESENT.get() is not None:
             call.arguments["attention_mask"] = _PRESENT.get()
-        return original(*call.args, **call.kwargs)
+        loss, gate_logits = current_router_loss(), call.arguments.get("gate_logits")
+        if loss is None or not has_shares or not isinstance(gate_logits, tuple):
+            return original(*call.args, **call.kwargs)
+        call.apply_defaults()
+        return loss.share(
+            gate_logits,
+            num_experts=call.arguments["num_experts"],
+            top_k=call.arguments["top_k"],
+            mask=call.arguments["attention_mask"],
+        )
 
     module.load_balancing_loss_func = load_balancing_loss_func
     return True
+
+
+def shares_router_loss(module_name: str) -> bool:
+    """Return whether ``RouterLoss`` computes the auxiliary loss of a module with a model's code.
+
+    It is the same function in all models except those with other arguments, like Doge.
+    """
+    function = getattr(sys.modules[module_name], "load_balancing_loss_func", None)
+    parameters = [] if function is None else [*inspect.signature(function).parameters]
+    return parameters == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def document_positions() -> Tensor | None:

@@ -1,0 +1,393 @@
+"""Configurations of axolotl's ``train`` command; rules of data are in ``axolotl_data``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools.formats.axolotl_data import DATA_KEYS, set_data
+from axonlaunch.config.validation.other_tools.rules import (
+    missing,
+    not_needed,
+    to,
+    with_note,
+    with_others,
+)
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
+
+_IMAGES = "models of images and sound are not supported; train on text"
+_OTHER_METHOD = "this method is not supported; train without it"
+_SIMULATED = "training for quantised weights is not supported; quantise after checkpoint export"
+_ANY = "\0"
+"""Stands for ``*`` of a pattern in a regular expression that is being translated."""
+_PLAIN_PATTERN = re.compile(rf"\^?(?:[\w\-.{_ANY}]|\\\.|\[[\d-]+\])+\$?")
+
+
+def _adapter(translation: Translation, key: str, value: Any) -> None:
+    if value not in ("lora", "qlora"):
+        translation.leave_out(key, "only LoRA adapters are supported; adapter=lora is used")
+
+
+def _attention(translation: Translation, key: str, value: Any) -> None:
+    names = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex"}
+    if str(value) in names:
+        translation.set("model.attention", names[str(value)], key)
+    else:
+        translation.not_needed.append(key)
+
+
+def _tokens(translation: Translation, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        translation.set("tokenizer.add_tokens", [str(token) for token in value], key)
+    else:  # an earlier name of special_tokens
+        data_rules.translate_special_tokens(translation, "tokens.")
+
+
+def _experts(translation: Translation, key: str, value: Any) -> None:
+    if isinstance(value, int) and value > 1:
+        translation.option("strategy", "fsdp", key)
+        translation.set("strategy.expert.degree", value, key)
+
+
+def _plugins(translation: Translation, key: str, value: Any) -> None:
+    kernels = ("liger", "cut_cross_entropy", "kernels", "expert_parallel", "spectrum")
+    for name in value if isinstance(value, list) else [value]:
+        if not any(f".{each}." in str(name).lower() for each in kernels):
+            translation.leave_out(key, f"{name} is not supported; train without it")
+    translation.not_needed.append(key)
+
+
+def _unfrozen(translation: Translation, key: str, value: Any) -> None:
+    """Translate regular expressions, which match the beginning of a name, to patterns."""
+    patterns = []
+    for written in value if isinstance(value, list) else [value]:
+        text = re.sub(r"\[?\\d\]?\+|(?<!\\)\.[*+]", _ANY, str(written))
+        text = re.sub(r"(?<=\d)(\[[\d-]+\])\+", r"\1", text)  # 4[4-9]+: 44 to 49
+        if not _PLAIN_PATTERN.fullmatch(text):
+            translation.leave_out(key, f"write {written} as a pattern in train.unfreeze")
+            continue
+        name = text.removeprefix("^").replace("\\.", ".").replace(_ANY, "*")
+        patterns.append(name.removesuffix("$") if name.endswith("$") else f"{name}*")
+    translation.set("train.freeze", ["*"], key)
+    translation.set("train.unfreeze", patterns, key)
+
+
+_KEYS: Table = {
+    **{
+        key: rule
+        for key, rule in trainer_keys.TRAINER_KEYS.items()
+        if not key.startswith(("per_device", "num_train", "push_to_hub", "lr_scheduler"))
+    },
+    **DATA_KEYS,
+    "activation_offloading": with_note(
+        "train.activation_checkpointing saves activation memory too"
+    ),
+    "adam_eps": with_others(),
+    "adapter": Rule("expressed", _adapter),
+    "attn_implementation": Rule("expressed", _attention),
+    "auto_resume_from_checkpoints": not_needed("checkpoint.resume=auto is the default"),
+    "base_model": to("model.path", str),
+    "base_model_config": not_needed("base_model has the configuration"),
+    "base_model_ignore_patterns": not_needed("weights are read from safetensors"),
+    "batch_size": with_note("micro_batch_size and gradient_accumulation_steps say it"),
+    "bfloat16": with_others(),
+    "bnb_config_kwargs.*": not_needed("load_in_4bit says it"),
+    "center_rewards_coefficient": missing(reasons.NO_PREFERENCES),
+    "cls_model_config": not_needed("the configuration of the model says it"),
+    "comet_*": not_needed(reasons.REPORTING),
+    "context_parallel_size": with_others(),
+    "cosine_constant_lr_ratio": missing("scheduler=wsd has a constant part"),
+    "cosine_min_lr_ratio": with_others(),
+    "curriculum_sampling": missing("rows are in random order"),
+    "cut_cross_entropy": with_note("train.loss_chunk=1024 saves the memory of logits"),
+    "ddp": not_needed(reasons.LAYOUT_ONLY),
+    "ddp_*": not_needed(reasons.LAYOUT_ONLY),
+    "debug": not_needed(reasons.REPORTING),
+    "device_map": not_needed(reasons.LAYOUT_ONLY),
+    "device_map.*": not_needed(reasons.LAYOUT_ONLY),
+    "diffusion.*": missing("is a loss of its own; train.loss takes one of yours", off=()),
+    "do_causal_lm_eval": not_needed(reasons.REPORTING),
+    "dp_replicate_size": with_others(),
+    "dp_shard_size": with_others(),
+    "dsv4_*": not_needed(reasons.EXACT_KERNEL),
+    "eaft_*": not_needed("use_eaft says it"),
+    "ebft.*": missing(reasons.NO_PREFERENCES, off=()),
+    "eta_min": with_others(),
+    "eval_batch_size": not_needed("evaluation has the batches of training"),
+    "eval_causal_lm_metrics": not_needed(reasons.REPORTING),
+    "eval_max_new_tokens": not_needed(reasons.REPORTING),
+    "eval_table_size": not_needed(reasons.REPORTING),
+    "evals_per_epoch": with_others(),
+    "experimental_skip_move_to_device": not_needed(reasons.LAYOUT_ONLY),
+    "expert_parallel_size": Rule("expressed", _experts),
+    "expert_parallel_*": not_needed(reasons.LAYOUT_ONLY),
+    "experts_implementation": not_needed(reasons.EXACT_KERNEL),
+    "flash_attention": not_needed(reasons.EXACT_KERNEL),
+    "flash_attn_*": not_needed(reasons.EXACT_KERNEL),
+    "flash_optimum": not_needed(reasons.EXACT_KERNEL),
+    "flex_attention": not_needed(reasons.EXACT_KERNEL),
+    "flex_attn_compile_kwargs.*": not_needed(reasons.EXACT_KERNEL),
+    "float16": with_others(),
+    "fp8": missing("fp8 is not supported; bf16 is used"),
+    "fp8_*": not_needed("fp8 says it"),
+    "freeze_mm_modules": not_needed("only for models of images"),
+    "full_finetune": not_needed("adapter says it"),
+    "fused_attn_kernel": not_needed(reasons.EXACT_KERNEL),
+    "gemma4_hybrid_attn_impl": not_needed(reasons.EXACT_KERNEL),
+    "gptq": missing("GPTQ weights can't be read; adapter.base quantizes the original weights"),
+    "gptq_*": not_needed("gptq says it"),
+    "gradient_checkpointing": trainer_keys.CHECKPOINTING,
+    "hf_use_auth_token": not_needed("the token of `hf auth login`, or HF_TOKEN, is used"),
+    "is_*_derived_model": not_needed("transformers knows the architecture"),
+    "jagged_restart_*": missing("restarts of the schedule need scheduler=custom"),
+    "kto_*": missing(reasons.NO_PREFERENCES, off=()),
+    "liger_*": not_needed(reasons.EXACT_KERNEL),
+    "lisa_*": missing(_OTHER_METHOD),
+    "llama4_linearized_experts": not_needed("adapter.targets=[experts.*] adapts packed experts"),
+    "llmcompressor.*": missing(_SIMULATED, off=()),
+    "load_in_4bit": rules.base_bits(),
+    "load_in_8bit": rules.base_bits(),
+    "logging_steps": to("train.log_every", lambda steps: max(1, int(steps))),
+    "lora_alpha": with_others(),
+    "lora_dropout": with_others(),
+    "lora_fan_in_fan_out": not_needed("layers are recognised by their class"),
+    "lora_mlp_kernel": not_needed(reasons.EXACT_KERNEL),
+    "lora_model_dir": to("adapter.path", str),
+    "lora_modules_to_save": with_others(),
+    "lora_o_kernel": not_needed(reasons.EXACT_KERNEL),
+    "lora_qkv_kernel": not_needed(reasons.EXACT_KERNEL),
+    "lora_r": with_others(),
+    "lora_target_linear": with_others(),
+    "lora_target_modules": with_others(),
+    "lora_target_parameters": with_others(),
+    "loraplus_lr_ratio": with_others(),
+    "loraplus_lr_embedding": not_needed("loraplus_lr_ratio says it"),
+    "loss_watchdog_*": not_needed("a loss that is not finite ends the run with its step"),
+    "low_cpu_mem_usage": not_needed(reasons.LAYOUT_ONLY),
+    "lr_quadratic_warmup": missing("the warm-up is linear; scheduler=custom takes another one"),
+    "lr_scheduler": with_others(),
+    "max_grad_norm": with_others(),
+    "max_steps": with_others(),
+    "micro_batch_size": with_others(),
+    "mlflow_*": not_needed(reasons.REPORTING),
+    "model_config.output_router_logits": not_needed("model.router_aux_loss says it"),
+    "model_config.*": missing("set it in model.config", off=()),
+    "model_quantization_config": with_note("weights are read in bf16"),
+    "model_quantization_config_kwargs.*": not_needed("model_quantization_config says it"),
+    "model_type": not_needed("transformers knows the class of a model"),
+    "neftune_noise_alpha": missing("noise on embeddings is not supported; train without it"),
+    "num_epochs": with_others(),
+    "num_labels": missing(reasons.NO_PREFERENCES),
+    "nvfp4_*": not_needed(reasons.EXACT_KERNEL),
+    "optimizer": with_others(),
+    "orpo_alpha": missing(reasons.NO_PREFERENCES),
+    "otel_*": not_needed(reasons.REPORTING),
+    "peft.*": missing("adapters begin with random A and zero B; train with adapter=lora"),
+    "peft_use_dora": with_others(),
+    "peft_use_rslora": with_others(),
+    "plugins": Rule("expressed", _plugins),
+    "process_reward_model": missing(reasons.NO_PREFERENCES),
+    "processor_type": missing(_IMAGES, off=()),
+    "project_name": not_needed(reasons.REPORTING),
+    "push_dataset_to_hub": not_needed(reasons.READING),
+    "qat.*": missing(_SIMULATED, off=()),
+    "quantize_moe_experts": not_needed("adapter.base quantizes packed experts too"),
+    "ray_num_workers": not_needed("axonlaunch starts its own ranks"),
+    "reinit_weights": to("model.init", lambda on: "random" if on is True else "pretrained"),
+    "relora": missing(_OTHER_METHOD),
+    "relora_*": not_needed("relora says it"),
+    "resize_token_embeddings_to_32x": not_needed("the vocabulary stays as it is"),
+    "revision_of_model": to("model.revision", str),
+    "reward_model": missing(reasons.NO_PREFERENCES),
+    "rl": missing(reasons.NO_PREFERENCES),
+    "rl_beta": missing(reasons.NO_PREFERENCES),
+    "saves_per_epoch": with_others(),
+    "special_tokens.*": with_others(),
+    "strict": not_needed(reasons.READING),
+    "swanlab_*": not_needed(reasons.REPORTING),
+    "tensor_parallel_size": with_others(),
+    "tiled_mlp": not_needed(reasons.EXACT_KERNEL),
+    "tokenizer_config": to("tokenizer.path", str),
+    "tokenizer_legacy": not_needed("the tokenizer's files say it"),
+    "tokenizer_type": not_needed("transformers knows the class of a tokenizer"),
+    "tokenizer_use_fast": not_needed("the fast tokenizer is used"),
+    "tokenizer_use_mistral_common": with_note("the tokenizer of transformers is used"),
+    "tokens": Rule("expressed", _tokens),
+    "torch_dtype": with_others(),
+    "torchdistx_path": not_needed(reasons.LAYOUT_ONLY),
+    "trackio_*": not_needed(reasons.REPORTING),
+    "trl.*": missing(reasons.NO_PREFERENCES, off=()),
+    "trust_remote_code": to("model.trust_remote_code", bool),
+    "unfrozen_parameters": Rule("expressed", _unfrozen),
+    "use_dsv4_kernels": not_needed(reasons.EXACT_KERNEL),
+    "use_eaft": missing("there is no such loss; train.loss takes a loss of yours"),
+    "use_glm_dsa_kernels": not_needed(reasons.EXACT_KERNEL),
+    "use_kernels": not_needed(reasons.EXACT_KERNEL),
+    "use_mlflow": not_needed(reasons.REPORTING),
+    "use_onebitllms": missing(_OTHER_METHOD),
+    "use_otel_metrics": not_needed(reasons.REPORTING),
+    "use_ray": not_needed("axonlaunch starts its own ranks"),
+    "use_scattermoe": not_needed(reasons.EXACT_KERNEL),
+    "use_sonicmoe": not_needed(reasons.EXACT_KERNEL),
+    "use_swanlab": with_note("loggers takes a class of yours"),
+    "use_tensorboard": with_others(),
+    "use_wandb": with_others(),
+    "vllm.*": missing(reasons.NO_PREFERENCES, off=()),
+    "wandb_entity": with_others(),
+    "wandb_project": with_others(),
+    "wandb_mode": with_others(),
+    "wandb_name": to("name", str),
+    "wandb_*": not_needed(reasons.REPORTING),
+    "xformers_attention": not_needed(reasons.EXACT_KERNEL),
+    "sdp_attention": not_needed(reasons.EXACT_KERNEL),
+}
+
+
+def _finish(translation: Translation) -> None:
+    """Translate keys that depend on each other."""
+    translation.option("model", "hf", "base_model")
+    held_out = set_data(translation)
+    shared = _set_layout(translation)
+    rules.set_batch(
+        translation, "micro_batch_size", "gradient_accumulation_steps", divided_by=shared
+    )
+    rules.set_length(translation, "num_epochs", "max_steps")
+    _set_optimizer(translation)
+    _set_precision(translation)
+    trainer_keys.set_clipping(translation)
+    _set_intervals(translation, held_out=held_out)
+    rules.set_early_stop(translation)
+    trainer_keys.set_push(translation)
+    _set_adapter(translation)
+    rules.set_base(translation)
+    _set_loggers(translation)
+    data_rules.translate_special_tokens(translation, "special_tokens.")
+
+
+def _set_layout(translation: Translation) -> int:
+    """Set the degrees of the layout; return the number of devices with equal samples."""
+    shared = rules.set_degrees(
+        translation, tensor="tensor_parallel_size", context="context_parallel_size"
+    )
+    shards = int(translation.number("dp_shard_size", 1))
+    replicas = int(translation.number("dp_replicate_size", 1))
+    if replicas > 1 and shards > 1:
+        translation.option("strategy", "hsdp", "dp_shard_size", "dp_replicate_size")
+        translation.set("strategy.fsdp.replicate", replicas, "dp_replicate_size")
+    elif shards > 1:
+        translation.option("strategy", "fsdp", "dp_shard_size")
+    return shared
+
+
+def _set_optimizer(translation: Translation) -> None:
+    eps = "adam_eps" if translation.has("adam_eps") else "adam_epsilon"
+    rules.set_optimizer(translation, "optimizer", eps=eps)
+    ratio, origin = 0.0, ""
+    if translation.has("cosine_min_lr_ratio"):
+        origin = "cosine_min_lr_ratio"
+        ratio = float(translation.number(origin))
+    elif translation.has("eta_min") and (peak := translation.number("learning_rate")):
+        ratio, origin = translation.number("eta_min") / peak, "eta_min"
+    rules.set_schedule(translation, "lr_scheduler", final_lr_ratio=ratio, final_from=origin)
+
+
+def _set_precision(translation: Translation) -> None:
+    for alias in ("bfloat16", "float16"):
+        name = rules.precision_named(alias)
+        if translation.flag(alias) and not translation.flag(name):
+            translation.set("train.precision", name, alias)
+            return
+    rules.set_precision(translation)
+    if not translation.flag("adapter") and translation.flag(MIXED_PRECISION.name):
+        text = "weights are stored in fp32, not in bf16; train.param_dtype=bf16 halves them"
+        translation.note(MIXED_PRECISION.name, text)
+
+
+def _set_intervals(translation: Translation, *, held_out: bool) -> None:
+    rules.set_intervals(translation, held_out=held_out, steps_are_enough=True)
+    for key, target in {
+        "evals_per_epoch": "train.eval_every",
+        "saves_per_epoch": "checkpoint.every",
+    }.items():
+        number = translation.number(key)
+        if number > 0 and (target != "train.eval_every" or held_out):
+            length = "1" if number == 1 else f"{1 / number:.6g}"
+            translation.set(target, f"{length} epoch", key)
+        elif translation.has(key) and target == "checkpoint.every":
+            translation.set(target, 0, key)
+    if held_out and not any(
+        translation.has(key) for key in ("eval_strategy", "evals_per_epoch", "eval_steps")
+    ):
+        translation.set("train.eval_every", "1 epoch", "val_set_size")
+
+
+def _set_adapter(translation: Translation) -> None:
+    if not translation.flag("adapter"):
+        return
+    translation.option("adapter", "lora", "adapter")
+    targets, key = translation.get("lora_target_modules"), "lora_target_modules"
+    if translation.flag("lora_target_linear"):
+        targets, key = "all-linear", "lora_target_linear"
+    if translation.has("lora_target_parameters"):
+        extra = [f"*{name}" for name in translation.items("lora_target_parameters")]
+        if isinstance(targets, list) or targets is None:
+            targets = [*(targets or []), *extra]
+        else:
+            text = "all linear layers are adapted; name layers and experts in adapter.targets"
+            translation.leave_out("lora_target_parameters", text)
+    rules.set_adapter(
+        translation,
+        rank="lora_r",
+        alpha=16,
+        targets=targets or "all-linear",
+        targets_key=key,
+        unfrozen="lora_modules_to_save",
+    )
+    if translation.has("loraplus_lr_ratio"):
+        scale = {"*.lora_B.weight": {"lr_scale": float(translation.number("loraplus_lr_ratio"))}}
+        translation.set("optimizer.groups", scale, "loraplus_lr_ratio")
+
+
+def _set_loggers(translation: Translation) -> None:
+    names = []
+    if translation.has("wandb_project") or translation.flag("use_wandb"):
+        names.append("wandb")
+    if translation.flag("use_tensorboard"):
+        names.append("tensorboard")
+    wandb = {
+        ours: translation.get(theirs)
+        for theirs, ours in (("wandb_project", "project"), ("wandb_entity", "entity"))
+        if translation.has(theirs)
+    }
+    key = "wandb_project" if translation.has("wandb_project") else "use_tensorboard"
+    if names:
+        trainer_keys.set_loggers(translation, names, key, **wandb)
+
+
+AXOLOTL = Format(
+    name="axolotl",
+    marks=(frozenset({"base_model"}),),
+    keys=_KEYS,
+    defaults={
+        **{
+            key: value
+            for key, value in trainer_keys.TRAINER_DEFAULTS.items()
+            if key not in ("optim", "lr_scheduler_type", "num_train_epochs", "logging_steps")
+        },
+        "save_strategy": "epoch",
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "num_epochs": 1,
+        "micro_batch_size": 1,
+        "sequence_len": 512,
+        "sample_packing": False,
+        "val_set_size": 0.0,
+        "lora_dropout": 0.0,
+        "logging_steps": 10,
+    },
+    finish=_finish,
+    companions={"adapter": "lora", "val_set_size": 0.1},
+)
+"""axolotl."""

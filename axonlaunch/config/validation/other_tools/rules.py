@@ -1,0 +1,385 @@
+"""Builds rules, and settings of training that several keys of another tool determine together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS, automatic_precision
+from axonlaunch.config.validation.other_tools.translation import Rule, Translation
+
+OFF: tuple[Any, ...] = (None, False, 0, "", "false", "no", "none", "None", "off", [], {})
+"""Values with which most tools switch a feature off."""
+_BASES = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
+
+
+def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Return the rule of a key that has a counterpart.
+
+    Args:
+        target: Dotted key of the experiment.
+        convert: Function from the value to the value here; an error rejects a value.
+    """
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        try:
+            translation.set(target, convert(value), key)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            translation.leave_out(key, f"has no counterpart with this value; set {target}")
+
+    return Rule("expressed", apply)
+
+
+def with_others() -> Rule:
+    """Return the rule of a key that is translated with others when all keys are known."""
+    return Rule("expressed", lambda translation, key, value: None)
+
+
+def not_needed(why: str) -> Rule:
+    """Return the rule of a key that has no counterpart and doesn't change training.
+
+    Args:
+        why: Reason.
+    """
+    return Rule(
+        "not needed", lambda translation, key, value: translation.not_needed.append(key), reason=why
+    )
+
+
+def missing(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
+    """Return the rule of a key that can't be expressed.
+
+    Args:
+        text: Reason, and what to do.
+        off: Values that switch the feature off, so that nothing is missing.
+    """
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        if any(value == each and type(value) is type(each) for each in off):
+            translation.not_needed.append(key)
+        else:
+            translation.leave_out(key, text)
+
+    return Rule("left out", apply)
+
+
+def with_note(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
+    """Return the rule of a key that has another expression here, which a note describes."""
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        if value in off:
+            translation.not_needed.append(key)
+        else:
+            translation.note(key, text)
+
+    return Rule("not needed", apply)
+
+
+def base_bits() -> Rule:
+    """Return the rule of a key that quantizes frozen weights, for ``set_base``."""
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        if value in OFF:
+            translation.not_needed.append(key)
+
+    return Rule("expressed", apply)
+
+
+def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> None:
+    """Set the format of an adapter's frozen weights, after the adapter is set.
+
+    Args:
+        translation: Translation.
+        bases: Formats by the keys that choose them.
+    """
+    for key, base in bases.items():
+        if translation.get(key) in OFF:
+            continue
+        if "adapter" not in translation.options:
+            translation.leave_out(key, "quantized weights are frozen; use adapter=lora")
+        elif "adapter.base" not in translation.settings:
+            translation.set("adapter.base", base, key)
+
+
+def set_batch(translation: Translation, micro: str, accumulation: str, *, divided_by: int) -> None:
+    """Set the batch sizes.
+
+    Args:
+        translation: Translation.
+        micro: Key with the samples of a device per forward.
+        accumulation: Key with the number of forwards per step.
+        divided_by: Number of devices that process the same samples.
+    """
+    samples = int(translation.number(micro, 1))
+    forwards = max(1, int(translation.number(accumulation, 1)))
+    ranks = max(1, translation.devices // max(1, divided_by))
+    devices = f"{translation.devices} device{'s' if translation.devices > 1 else ''}"
+    note = f"on {devices}" if divided_by <= 1 else f"on {devices}, {divided_by} with equal samples"
+    total = samples * forwards * ranks
+    translation.set("train.global_batch_size", total, micro, accumulation, note=note)
+    translation.set("train.micro_batch_size", samples, micro)
+
+
+def set_degrees(translation: Translation, **keys: str) -> int:
+    """Set the degrees of the axes of the layout; return the number of devices with equal samples.
+
+    Args:
+        translation: Translation.
+        keys: Keys with degrees, by axis.
+    """
+    shared = 1
+    for axis, key in keys.items():
+        degree = int(translation.number(key, 1))
+        if degree > 1:
+            translation.set(f"strategy.{axis}.degree", degree, key)
+            shared *= degree
+    return shared
+
+
+def set_length(translation: Translation, epochs: str, steps: str) -> None:
+    """Set the number of steps, or of epochs if there is no positive number of steps."""
+    if translation.number(steps, -1) > 0:
+        translation.set("train.steps", int(translation.number(steps)), steps)
+        return
+    translation.set("train.steps", "auto", epochs)
+    translation.set("train.epochs", float(translation.number(epochs, 1)), epochs)
+
+
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+
+
+def set_schedule(
+    translation: Translation,
+    name: str,
+    *,
+    warmup_steps: str = "warmup_steps",
+    warmup_ratio: str = "warmup_ratio",
+    final_lr_ratio: float = 0.0,
+    final_from: str = "",
+) -> None:
+    """Set the schedule of the learning rate and its warm-up.
+
+    Args:
+        translation: Translation.
+        name: Key with the name that transformers has for the schedule.
+        warmup_steps: Key with the steps of the warm-up, or a fraction below 1 of all steps.
+        warmup_ratio: Key with that fraction.
+        final_lr_ratio: Last learning rate as a fraction of the peak.
+        final_from: Key that sets the last learning rate; empty if none does.
+    """
+    written = str(translation.get(name))
+    option = _SCHEDULES.get(written)
+    if option is None:
+        text = "there is no such schedule; cosine is used: choose scheduler=linear, wsd or constant"
+        translation.leave_out(name, f"{text}, or write one of yours (scheduler=custom)")
+        option = "cosine"
+    translation.option("scheduler", option, name)
+    steps, ratio = translation.number(warmup_steps), translation.number(warmup_ratio)
+    if written == "constant":  # transformers ignores the warm-up of this schedule
+        translation.set("scheduler.warmup_steps", 0, name)
+    elif steps >= 1:
+        translation.set("scheduler.warmup_steps", int(steps), warmup_steps)
+    else:
+        source = warmup_steps if steps > 0 else warmup_ratio
+        translation.set("scheduler.warmup_ratio", float(steps or ratio), source)
+    if option != "constant":
+        keys = (final_from,) if final_from else (name,)
+        translation.set("scheduler.final_lr_ratio", final_lr_ratio, *keys)
+
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
+_ADAMW_OF_FEWER_BYTES = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "AdamW8bit"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "AdamW8bit"),
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "PagedAdamW"),
+}
+_LION = ("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit")
+_OF_TORCH = {"rmsprop": "torch.optim:RMSprop", "adagrad": "torch.optim:Adagrad"}
+
+
+def set_optimizer(
+    translation: Translation,
+    name: str,
+    *,
+    betas: tuple[str, str] = ("adam_beta1", "adam_beta2"),
+    eps: str = "adam_epsilon",
+) -> None:
+    """Set the optimizer by the name that transformers has for it, its betas and its epsilon."""
+    written = str(translation.get(name))
+    decay = float(translation.number("weight_decay", 0.0))
+    has_decay, has_betas = True, True
+    if written in _ADAMW:
+        translation.option("optimizer", "adamw", name)
+    elif written in _ADAMW_OF_FEWER_BYTES:
+        kept = f"bitsandbytes.optim:{_ADAMW_OF_FEWER_BYTES[written]}"
+        text = f"AdamW with states in fp32; optimizer=custom optimizer.target={kept} is the class"
+        translation.note(name, text)
+        translation.option("optimizer", "adamw", name)
+    elif written in _LION:
+        translation.option("optimizer", "lion", name)
+        has_betas = False
+    elif written == "muon":
+        translation.option("optimizer", "muon", name)
+        text = "updates are as large as AdamW's (optimizer.adjust_lr_fn); compare learning rates"
+        translation.note(name, text)
+        has_betas = False
+    elif written == "sgd":
+        translation.option("optimizer", "sgd", name)
+        translation.set("optimizer.momentum", 0.0, name)
+        has_betas = False
+    elif written in _OF_TORCH:
+        translation.option("optimizer", "custom", name)
+        translation.set("optimizer.target", _OF_TORCH[written], name)
+        has_decay = has_betas = False
+    else:
+        text = "there is no such optimizer; adamw is used: optimizer=custom takes any class"
+        translation.leave_out(name, text)
+        translation.option("optimizer", "adamw", name)
+    if has_decay:
+        translation.set("optimizer.weight_decay", decay, "weight_decay")
+    if has_betas:
+        both = [translation.number(betas[0], 0.9), translation.number(betas[1], 0.999)]
+        translation.set("optimizer.betas", both, *betas)
+        if translation.has(eps):
+            translation.set("optimizer.eps", translation.number(eps), eps)
+
+
+def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) -> None:
+    """Set the precision by keys with the names of precisions.
+
+    Args:
+        translation: Translation.
+        weights: Keys because of which the tool stores weights in bf16 too; empty if it doesn't.
+    """
+    for name in PRECISIONS:
+        if translation.flag(name):
+            chosen = "auto" if translation.get(name) == "auto" and not weights else name
+            translation.set("train.precision", chosen, name)
+            break
+    else:
+        translation.set(
+            "train.precision", automatic_precision(has_bf16=False), MIXED_PRECISION.name
+        )
+    if weights and translation.flag(MIXED_PRECISION.name):
+        translation.set("train.param_dtype", MIXED_PRECISION.name, *weights)
+
+
+def precision_named(name: object) -> str:
+    """Return the name here of a dtype of torch, ``torch.bfloat16``."""
+    text = str(name).removeprefix("torch.")
+    return text.replace("bfloat", "bf").replace("float", "fp")
+
+
+def set_intervals(
+    translation: Translation, *, held_out: bool, steps_are_enough: bool = False
+) -> None:
+    """Set when a run of transformers' Trainer evaluates and saves.
+
+    Args:
+        translation: Translation.
+        held_out: Whether the file holds rows out for evaluation.
+        steps_are_enough: Whether the tool takes a number of steps without a strategy.
+    """
+    named = "evaluation_strategy" if translation.has("evaluation_strategy") else "eval_strategy"
+    when = str(translation.get(named, "no")).lower().replace("false", "no")
+    if steps_are_enough and held_out and translation.has("eval_steps"):
+        when = "steps"
+    if when == "epoch":
+        translation.set("train.eval_every", "1 epoch", named)
+    elif when == "steps":
+        key = "eval_steps" if translation.has("eval_steps") else "logging_steps"
+        _set_steps(translation, "train.eval_every", key)
+    elif not held_out:
+        translation.set("data.held_out", 0, named)
+    else:
+        translation.set("train.eval_every", 0, named)
+    saves = str(translation.get("save_strategy", "steps")).lower().replace("false", "no")
+    if steps_are_enough and translation.has("save_steps"):
+        saves = "steps"
+    if saves == "no":
+        translation.set("checkpoint.every", 0, "save_strategy")
+    elif saves == "epoch":
+        translation.set("checkpoint.every", "1 epoch", "save_strategy")
+    elif saves == "best" and "train.eval_every" in translation.settings:
+        every = translation.settings["train.eval_every"].value
+        translation.set("checkpoint.every", every, "save_strategy")
+        translation.set("checkpoint.keep_best", 1, "save_strategy")
+    else:
+        _set_steps(translation, "checkpoint.every", "save_steps")
+
+
+def set_early_stop(translation: Translation) -> None:
+    """Set the number of evaluations after which a run ends that no longer improves."""
+    key = "early_stopping_patience"
+    if not translation.has(key):
+        return
+    every = translation.settings.get("train.eval_every")
+    if every is None or every.value == 0:
+        translation.note(key, "nothing is evaluated before the end; set train.eval_every")
+    else:
+        translation.set("train.early_stop", max(1, int(translation.number(key))), key)
+
+
+def _set_steps(translation: Translation, target: str, key: str) -> None:
+    """Set an interval in steps; below 1 it is a fraction of the run."""
+    steps = translation.number(key, 500)
+    if steps >= 1 or steps <= 0:
+        translation.set(target, max(0, int(steps)), key)
+    elif "train.epochs" in translation.settings:
+        epochs = translation.settings["train.epochs"].value
+        translation.set(target, f"{steps * epochs:.6g} epoch", key)
+    else:
+        total = translation.settings["train.steps"].value
+        translation.set(target, max(1, round(steps * total)), key)
+
+
+def set_adapter(
+    translation: Translation,
+    *,
+    rank: str,
+    alpha: float,
+    targets: Any,
+    targets_key: str,
+    unfrozen: str,
+) -> None:
+    """Set the options of a LoRA adapter.
+
+    Args:
+        translation: Translation.
+        rank: Key with the rank.
+        alpha: Scale's numerator where the file has none.
+        targets: Names of layers, or a text with names and commas, or ``"all-linear"``.
+        targets_key: Key that the names come from.
+        unfrozen: Key with modules that are trained in full.
+    """
+    translation.set("adapter.rank", int(translation.number(rank, 8)), rank)
+    translation.set("adapter.alpha", float(translation.number("lora_alpha", alpha)), "lora_alpha")
+    dropout = float(translation.number("lora_dropout", 0.0))
+    translation.set("adapter.dropout", dropout, "lora_dropout")
+    for key, target in {
+        **dict.fromkeys(("use_rslora", "peft_use_rslora"), "adapter.rslora"),
+        **dict.fromkeys(("use_dora", "peft_use_dora"), "adapter.dora"),
+    }.items():
+        if translation.flag(key):
+            translation.set(target, True, key)
+    if isinstance(targets, str) and targets not in ("all-linear", "all"):
+        if set(targets) & set("\\()[]|^$"):
+            text = "is a regular expression, and all linear layers are adapted; write adapter."
+            translation.leave_out(targets_key, f"{text}targets with patterns, [*.q_proj]")
+            targets = "all-linear"
+        else:
+            targets = [name.strip() for name in targets.split(",")]
+    chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
+    translation.set("adapter.targets", chosen, targets_key)
+    modules = translation.get(unfrozen)
+    if modules:
+        names = modules.split(",") if isinstance(modules, str) else translation.items(unfrozen)
+        patterns = [f"*{str(name).strip()}*" for name in names]
+        translation.set("train.unfreeze", patterns, unfrozen)

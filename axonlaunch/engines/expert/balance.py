@@ -1,0 +1,145 @@
+"""Counts the tokens of each expert in a step, and balances experts with a bias of their router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.engines.base import ExpertLoad
+from axonlaunch.models.torch_internals import in_backward
+
+CORRECTION_BIAS = "e_score_correction_bias"
+"""Name of the buffer of routers that choose experts by scores plus a bias."""
+
+
+def router_with_bias(model: nn.Module, experts: str) -> nn.Module | None:
+    """Return the module with the correction bias beside a module of experts, or None.
+
+    Args:
+        model: Model or stage.
+        experts: Full name of the module of experts.
+    """
+    layer = model.get_submodule(experts.rpartition(".")[0])
+    routers = (part for part in layer.modules() if CORRECTION_BIAS in part._buffers)
+    return next(routers, None)
+
+
+class ExpertCounts:
+    """Number of tokens that chose each expert in a step, over all micro-batches and ranks.
+
+    Attributes:
+        layers: Full names of the modules of experts of the full model.
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[str, int],
+        stages: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        sum_over_data: Callable[[Tensor], None],
+        sum_over_stages: Callable[[Tensor], None],
+        bias_rate: float | None = None,
+    ) -> None:
+        """Observe the modules of experts of this rank.
+
+        Args:
+            experts: Number of experts of each module of experts of the full model.
+            stages: This rank's parts of the model.
+            device: Device of the counts.
+            sum_over_data: Sums a tensor in place over the ranks with other tokens; a collective.
+            sum_over_stages: The same over the ranks with other blocks.
+            bias_rate: Step of the bias of routers; None leaves the bias unchanged.
+        """
+        self.layers = tuple(experts)
+        self._experts = experts
+        self._bias_rate = bias_rate
+        self._sum_over_data, self._sum_over_stages = sum_over_data, sum_over_stages
+        self._is_counting = False
+        self._is_summed = False
+        self._top_k = 1
+        largest = max(experts.values())
+        self._counts = torch.zeros(len(experts), largest, dtype=torch.int64, device=device)
+        self._routers: dict[int, nn.Module] = {}
+        for stage in stages:
+            modules = dict(stage.named_modules())
+            for number, name in enumerate(experts):
+                if name not in modules:
+                    continue
+                modules[name].register_forward_hook(self._counter(number), with_kwargs=True)
+                if bias_rate is not None:
+                    router = router_with_bias(stage, name)
+                    assert router is not None, f"{name} has no router with a bias"
+                    self._routers[number] = router
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Return a context for the forwards of a step; forget the counts of the last step."""
+        self._counts.zero_()
+        self._is_summed, self._is_counting = False, True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    @torch.no_grad()
+    def move_biases(self, *, skipped: Tensor | None = None) -> None:
+        """Raise the bias of experts with fewer tokens than the mean and lower that of the others.
+
+        Every rank of the world must call this, before the update of the parameters.
+
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+        2024, algorithm 1; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2.
+
+        Args:
+            skipped: 1 if the update is skipped (fp16), otherwise 0; None if it never is.
+        """
+        if self._bias_rate is None:
+            return
+        self._sum()
+        names = self.layers
+        for number, router in self._routers.items():
+            bias = getattr(router, CORRECTION_BIAS)
+            counts = self._counts[number, : self._experts[names[number]]].double()
+            step = self._bias_rate * torch.sign(counts.mean() - counts)
+            bias += (
+                step.to(bias.dtype) if skipped is None else (step * (1 - skipped)).to(bias.dtype)
+            )
+
+    def loads(self) -> dict[str, ExpertLoad]:
+        """Return the load of each layer's fullest expert.
+
+        Every rank of the world must call this after a step. The host waits for the device.
+        """
+        self._sum()
+        counts = self._counts.clone()
+        self._sum_over_stages(counts)
+        rows, loads = counts.tolist(), {}
+        for (name, size), row in zip(self._experts.items(), rows, strict=True):
+            choices = max(1, sum(row))
+            share = max(row) * self._top_k / choices
+            loads[name] = ExpertLoad(max(row) * size / choices, share, size // self._top_k)
+        return loads
+
+    def _sum(self) -> None:
+        if not self._is_summed:
+            self._sum_over_data(self._counts)
+            self._is_summed = True
+
+    def _counter(self, number: int) -> Callable[..., None]:
+        """Return a forward hook that counts the choices of one layer."""
+
+        def count(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+            # Recomputation in backward repeats choices that are counted already, and forwards
+            # without gradients only find out shapes.
+            if self._is_counting and torch.is_grad_enabled() and not in_backward():
+                chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                self._top_k = chosen.shape[-1]
+                flat = chosen.detach().flatten()
+                self._counts[number].scatter_add_(0, flat, torch.ones_like(flat))
+
+        return count

@@ -1,0 +1,157 @@
+"""Prints a run as a task of SkyPilot or dstack, which start one process on each node.
+
+These tools have commands of their own to submit, follow and stop it. The task reads the secret that
+the nodes share from the environment, so that it is not in the YAML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.layout import is_on_cpu
+from axonlaunch.config.options.launch import DstackConfig, LaunchConfig, SkyPilotConfig
+from axonlaunch.config.problems.errors import gathering
+from axonlaunch.config.values.url import is_url
+from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.launch.run_dir import default_name
+from axonlaunch.system.text.yaml_blocks import to_block_yaml
+
+SECRET_VARIABLE = "AXONLAUNCH_TOKEN"
+"""Environment variable of the task with the secret of the nodes; the ranks do not see it."""
+_FOLDER = "$HOME/.axonlaunch-job"
+_SUBMIT = {
+    "skypilot": "sky jobs launch FILE",
+    "dstack": "dstack apply -f FILE",
+}
+
+
+def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Run the checks that apply to every node, and those of the settings of a task.
+
+    Raises:
+        ConfigError: No node can run the configuration, or a setting that a task needs is missing.
+    """
+    launch, name = config.launch, config.launch.name
+    issues: list[ConfigIssue] = []
+    if not options.render and not options.dry_run:
+        message = f"only prints the task: add --render, and submit it with {_SUBMIT[name]}"
+        issues.append(ConfigIssue("launch.name", message, name))
+    if launch.nproc == "auto":
+        message = "is required for a task; write the number of devices per node"
+        issues.append(ConfigIssue("launch.nproc", message, "auto"))
+    if not isinstance(launch.nnodes, int):
+        message = "a task has a fixed number of nodes; write one number"
+        issues.append(ConfigIssue("launch.nnodes", message, launch.nnodes))
+    if launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, gloo or nccl"
+        issues.append(ConfigIssue("launch.backend", message, "mock"))
+    if not is_on_cpu(launch) and _options(launch).gpu is None:
+        message = "is required, as H100; or write launch.device=cpu"
+        issues.append(ConfigIssue(f"launch.{name}.gpu", message))
+    if not is_url(config.checkpoint.path or ""):
+        message = (
+            "the disk of a node ends with it, and the other nodes don't see it; write "
+            "s3://bucket/run, or gs://bucket/run"
+        )
+        issues.append(ConfigIssue("checkpoint.path", message, config.checkpoint.path))
+    if not issues:
+        with gathering(issues):
+            config = check_anywhere(config, options)
+    if issues:
+        raise ConfigError(issues)
+    return config
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
+    """Print the task of a run.
+
+    Args:
+        config: Configuration returned by ``check``.
+        options: Options of the launch.
+
+    Returns:
+        The exit status, and None: no run was started.
+    """
+    del options
+    print(render_task(config), end="")
+    return 0, None
+
+
+def render_task(config: RunConfig) -> str:
+    """Return the YAML of a run's task, for the tool in ``launch.name``."""
+    name = default_name(config) if config.name == "auto" else config.name
+    folder = f"/tmp/axonlaunch/{name}" if config.run_dir == "auto" else config.run_dir
+    config = dataclasses.replace(config, name=name, run_dir=folder)
+    tool, legal = config.launch.name, name.lower().replace("_", "-").replace("/", "-")
+    task = _sky_task(config, legal) if tool == "skypilot" else _dstack_task(config, legal)
+    header = f"# {_SUBMIT[tool]}"
+    if int(config.launch.nnodes) > 1:
+        secret = f" --secret {SECRET_VARIABLE}" if tool == "skypilot" else ""
+        header = f'# export {SECRET_VARIABLE}="$(openssl rand -hex 32)"\n{header}{secret}'
+    return f"{header}\n{to_block_yaml(task)}"
+
+
+def _options(launch: LaunchConfig) -> SkyPilotConfig | DstackConfig:
+    return launch.skypilot if launch.name == "skypilot" else launch.dstack
+
+
+def _script(config: RunConfig, *first: str) -> str:
+    """Return a script that writes the configuration and the token, and trains."""
+    settings: dict[str, Any] = {"launch.name": "auto"}
+    token = []
+    if int(config.launch.nnodes) > 1:
+        # The home folder differs between images, and no file of the node is in the YAML.
+        settings["launch.token_file"] = "~/.axonlaunch-job/token"
+        token = [
+            f'(umask 077; printf %s "${SECRET_VARIABLE}" > "{_FOLDER}/token")',
+            f"unset {SECRET_VARIABLE}",
+        ]
+    text = configuration.to_yaml(configuration.with_values(config, settings))
+    lines = [
+        "set -e",
+        *first,
+        f'mkdir -p "{_FOLDER}"',
+        *token,
+        f"cat > \"{_FOLDER}/job.yaml\" <<'AXONLAUNCH_END'\n{text}AXONLAUNCH_END",
+        f'axonlaunch train --config-dir "{_FOLDER}" --config-name job',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sky_task(config: RunConfig, name: str) -> dict[str, Any]:
+    launch, options = config.launch, config.launch.skypilot
+    resources: dict[str, Any] = {}
+    if options.infra:
+        resources["infra"] = options.infra
+    if not is_on_cpu(launch):
+        resources["accelerators"] = f"{options.gpu}:{launch.nproc}"
+    if options.image:
+        resources["image_id"] = f"docker:{options.image}"
+    # A configuration error ends the job; a lost node is replaced, and the run resumes.
+    resources["job_recovery"] = {"max_restarts_on_errors": launch.max_restarts}
+    task: dict[str, Any] = {"name": name, "num_nodes": int(launch.nnodes), "resources": resources}
+    if int(launch.nnodes) > 1:
+        task["secrets"] = {SECRET_VARIABLE: None}
+    if not options.image:
+        task["setup"] = "pip install 'axonlaunch[data,remote]'\n"
+    task["run"] = _script(config)
+    return task
+
+
+def _dstack_task(config: RunConfig, name: str) -> dict[str, Any]:
+    launch, options = config.launch, config.launch.dstack
+    task: dict[str, Any] = {"type": "task", "name": name, "nodes": int(launch.nnodes)}
+    if options.image:
+        task["image"] = options.image
+    if int(launch.nnodes) > 1:
+        task["env"] = [SECRET_VARIABLE]
+    install = [] if options.image else ["pip install 'axonlaunch[data,remote]'"]
+    # dstack joins commands with &&, which a text that is written to a file does not survive.
+    task["commands"] = [_script(config, *install)]
+    if not is_on_cpu(launch):
+        task["resources"] = {"gpu": f"{options.gpu}:{launch.nproc}", "shm_size": "16GB"}
+    task["retry"] = {"on_events": ["no-capacity", "interruption"], "duration": "1d"}
+    return task

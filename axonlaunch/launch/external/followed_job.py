@@ -1,0 +1,73 @@
+"""Follows a job of a scheduler: its states and the log of rank 0, until it ends.
+
+SLURM and Kubernetes share it: each describes its jobs as a ``FollowedJob``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+_INTERRUPTED = 130
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a job.
+
+    Attributes:
+        name: The scheduler's name of the state.
+        note: Line for the user about the state; empty if it needs none.
+        status: Exit status of the command if the job has ended; None while it has not.
+    """
+
+    name: str
+    note: str = ""
+    status: int | None = None
+
+
+class FollowedJob(Protocol):
+    """A submitted job."""
+
+    @property
+    def left(self) -> str:
+        """Line for the user after Ctrl-C, which does not end the job."""
+
+    def state(self) -> JobState:
+        """Return the current state."""
+
+    def read_log(self) -> str:
+        """Return what was added to the log since the last call."""
+
+
+def follow_job(job: FollowedJob, announce: Callable[[str], None]) -> tuple[int, str]:
+    """Print the log of a job to standard error until it ends or Ctrl-C is pressed.
+
+    Args:
+        job: The job.
+        announce: Receives the notes of new states.
+
+    Returns:
+        The exit status, 130 after Ctrl-C, and the name of the last state.
+    """
+    noted = ""
+    try:
+        while True:
+            now = job.state()
+            if now.status is None and now.note not in ("", noted):
+                announce(now.note)
+            noted = now.note
+            if added := job.read_log():
+                sys.stderr.write(added)
+                sys.stderr.flush()
+            if now.status is not None:
+                announce(now.note)
+                return now.status, now.name
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        announce(job.left)
+        return _INTERRUPTED, job.state().name

@@ -1,0 +1,1 @@
+"""Runs as Jobs, JobSets and TrainJobs of Kubernetes."""

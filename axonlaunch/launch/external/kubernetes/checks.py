@@ -1,0 +1,200 @@
+"""Checks the settings of a run on Kubernetes that need no cluster, and resolves its run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.launch import KubernetesConfig
+from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.url import is_url
+from axonlaunch.launch.external.kubernetes.manifests import CONTAINER, run_name
+from axonlaunch.launch.external.kubernetes.names import (
+    Volume,
+    is_label_key,
+    is_label_value,
+    is_object_name,
+    is_quantity,
+    toleration,
+)
+from axonlaunch.launch.run_dir import default_name
+from axonlaunch.system.storage.files import read_text
+
+_KEY = "launch.kubernetes"
+_SCRATCH = "/tmp/axonlaunch"
+"""Run folders in pods whose checkpoints are in a bucket."""
+_RESERVED = "PET_"
+"""Prefix of the variables that Kubeflow Trainer sets, and refuses in a TrainJob."""
+
+
+def setting_issues(config: RunConfig) -> list[ConfigIssue]:
+    """Return the problems of the settings of a run on Kubernetes."""
+    return [*_job_issues(config), *_option_issues(config.launch.kubernetes)]
+
+
+def _job_issues(config: RunConfig) -> Iterator[ConfigIssue]:
+    launch, resume = config.launch, config.checkpoint.resume
+    if launch.nproc == "auto":
+        message = "is required for a job; write the number of devices per pod"
+        yield ConfigIssue("launch.nproc", message, "auto")
+    if not isinstance(launch.nnodes, int):
+        message = "a job has a fixed number of pods; write one number"
+        yield ConfigIssue("launch.nnodes", message, launch.nnodes)
+    if launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, gloo or nccl"
+        yield ConfigIssue("launch.backend", message, "mock")
+    for key in ("node_rank", "master_addr", "token_file"):
+        value = getattr(launch, key)
+        if value not in ("auto", None):
+            message = "the job sets it in each pod; remove this setting"
+            yield ConfigIssue(f"launch.{key}", message, value)
+    if resume == "never":
+        message = "a pod that is replaced could not resume; use auto, and another name to start new"
+        yield ConfigIssue("checkpoint.resume", message, resume)
+    if config.checkpoint.overwrite:
+        message = "a pod that is replaced would start over; use another name"
+        yield ConfigIssue("checkpoint.overwrite", message, True)
+
+
+def _option_issues(options: KubernetesConfig) -> Iterator[ConfigIssue]:
+    if not options.image:
+        message = "is required: an image with axonlaunch installed (axonlaunch help launchers)"
+        yield ConfigIssue(f"{_KEY}.image", message)
+    elif any(character.isspace() for character in options.image):
+        yield ConfigIssue(f"{_KEY}.image", "has blanks; write REGISTRY/NAME:TAG", options.image)
+    for key in ("namespace", "queue", "priority_class", "service_account"):
+        value = getattr(options, key)
+        if value is not None and not is_object_name(value):
+            message = "is no name of Kubernetes: a-z, digits, - and ., between letters or digits"
+            yield ConfigIssue(f"{_KEY}.{key}", message, value)
+    for secret in options.secrets:
+        if not is_object_name(secret):
+            message = "names no Secret: a-z, digits, - and ., between letters or digits"
+            yield ConfigIssue(f"{_KEY}.secrets", message, secret)
+    for name, value in options.node_selector.items():
+        if not is_label_key(name) or not is_label_value(str(value)):
+            message = "is no label: write {KEY: VALUE}, as kubectl get nodes --show-labels shows"
+            yield ConfigIssue(f"{_KEY}.node_selector", message, f"{name}: {value}")
+    yield from _parse_issues(f"{_KEY}.tolerations", options.tolerations, toleration)
+    yield from _parse_issues(f"{_KEY}.volumes", options.volumes, Volume.parse)
+    if not is_label_key(options.gpu):
+        message = "is no resource; write one as nvidia.com/gpu or amd.com/gpu"
+        yield ConfigIssue(f"{_KEY}.gpu", message, options.gpu)
+    if options.memory != "auto" and not is_quantity(options.memory):
+        message = "is no quantity of memory; write one as 200Gi, or auto"
+        yield ConfigIssue(f"{_KEY}.memory", message, options.memory)
+    if options.kind == "trainjob":
+        for key in ("secrets", "priority_class"):
+            if value := getattr(options, key):
+                message = "a TrainJob can't have it; set it in the runtime, or use kind=jobset"
+                yield ConfigIssue(f"{_KEY}.{key}", message, value)
+
+
+def _parse_issues(
+    key: str, texts: list[str], parse: Callable[[str], object]
+) -> Iterator[ConfigIssue]:
+    for text in texts:
+        try:
+            parse(text)
+        except ValueError as error:
+            yield ConfigIssue(key, str(error))
+
+
+def with_folder_of_pods(config: RunConfig) -> RunConfig:
+    """Resolve ``name`` and ``run_dir`` as the pods see them.
+
+    Raises:
+        ConfigError: No volume keeps the run folder or the checkpoints, or the name is not legal.
+    """
+    name = default_name(config) if config.name == "auto" else config.name
+    volumes = [Volume.parse(text) for text in config.launch.kubernetes.volumes]
+    writable = [volume for volume in volumes if not volume.read_only]
+    folder, in_bucket = config.run_dir, is_url(config.checkpoint.path or "")
+    if folder == "auto":
+        root = writable[0].path if writable else _SCRATCH
+        folder = str(Path(root, name))
+    issues = []
+    if not in_bucket and not any(volume.holds(folder) for volume in writable):
+        message = (
+            "the disk of a pod ends with it; mount a claim that all pods can write, as "
+            "launch.kubernetes.volumes=[runs:/runs], or save to a bucket, as "
+            "checkpoint.path=s3://bucket/run"
+        )
+        issues.append(ConfigIssue("run_dir", message, config.run_dir))
+    config = dataclasses.replace(config, name=name, run_dir=folder)
+    try:
+        run_name(config)
+    except ValueError as error:
+        issues.append(ConfigIssue("name", str(error), name))
+    if issues:
+        raise ConfigError(issues)
+    return config
+
+
+def read_patch(options: KubernetesConfig) -> dict[str, Any] | None:
+    """Return the content of the file that is merged into the object; None without one.
+
+    Raises:
+        ConfigError: The file can't be read, or changes what axonlaunch relies on.
+    """
+    if options.patch is None:
+        return None
+    key, path = f"{_KEY}.patch", options.patch
+    try:
+        patch = read_yaml(read_text(Path(path).expanduser(), at_most=LARGEST_YAML))
+    except OSError as error:
+        raise ConfigError([ConfigIssue(key, f"can't be read: {error.strerror}", path)]) from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([ConfigIssue(key, f"is no YAML of one object: {reason}", path)]) from None
+    return patch
+
+
+def patched_issues(job: dict[str, Any], options: KubernetesConfig, name: str) -> list[ConfigIssue]:
+    """Return the problems of an object after the patch, which a server would find late or never."""
+    key, issues = f"{_KEY}.patch", []
+
+    def refuse(message: str) -> None:
+        issues.append(ConfigIssue(key, message, options.patch))
+
+    if job.get("metadata", {}).get("name") != name:
+        refuse(f"changes metadata.name; write name=... for the run instead of {name}")
+    template = pod_template(job, options.kind)
+    containers = [] if template is None else template.get("spec", {}).get("containers", [])
+    if CONTAINER not in [container.get("name") for container in containers]:
+        refuse(f"removes the container {CONTAINER}, which trains")
+    policy = None if template is None else template.get("spec", {}).get("restartPolicy")
+    if options.kind != "trainjob" and policy != "Never":
+        refuse("changes restartPolicy; the failure policy needs Never")
+    if options.kind == "trainjob":
+        trainer = job.get("spec", {}).get("trainer", {})
+        reserved = [
+            variable["name"]
+            for variable in trainer.get("env", [])
+            if str(variable.get("name", "")).startswith(_RESERVED)
+        ]
+        if reserved:
+            refuse(f"sets {', '.join(reserved)}, which Kubeflow Trainer sets itself")
+    return issues
+
+
+def pod_template(job: dict[str, Any], kind: str) -> dict[str, Any] | None:
+    """Return the template of the pods in an object; None if a patch has removed it."""
+    paths: dict[str, tuple[str | int, ...]] = {
+        "job": ("spec", "template"),
+        "jobset": ("spec", "replicatedJobs", 0, "template", "spec", "template"),
+        "trainjob": (
+            *("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec"),
+            *("replicatedJobs", 0, "template", "spec", "template"),
+        ),
+    }
+    found: Any = job
+    for step in paths[kind]:
+        try:
+            found = found[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,315 @@
+"""Sends requests to the API server of a kubeconfig, and turns its refusals into errors of keys.
+
+Needs the Python package ``kubernetes`` (the extra of the same name).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.options.launch import KubernetesConfig
+
+_TIMEOUT_S = 30.0
+_LEAST_ERROR = 400
+_MANAGER = "axonlaunch"
+KEYS = {
+    "Job": "job",
+    "JobSet": "jobset",
+    "TrainJob": "trainjob",
+}
+"""Values of ``launch.kubernetes.kind`` by kind of object."""
+_FOLDERS = {
+    "Job": "apis/batch/v1",
+    "JobSet": "apis/jobset.x-k8s.io/v1alpha2",
+    "TrainJob": "apis/trainer.kubeflow.org/v1alpha1",
+}
+"""Paths of the API groups of kinds of jobs; all other kinds here are in the core group."""
+
+
+class UnreachableError(Exception):
+    """The API server does not answer; a later request may succeed."""
+
+
+@dataclass
+class RefusedError(Exception):
+    """The API server refused a request.
+
+    Attributes:
+        status: HTTP status.
+        content: Content of the answer: a ``Status`` of Kubernetes, or plain text as ``message``.
+        action: What was requested, for a message.
+        kind: Kind of the object.
+    """
+
+    status: int
+    content: dict[str, Any]
+    action: str
+    kind: str
+
+    @property
+    def message(self) -> str:
+        """Message of the server on one line."""
+        return " ".join(str(self.content.get("message", "")).split())
+
+
+class Cluster:
+    """The API server and namespace of a kubeconfig's context.
+
+    Attributes:
+        namespace: Namespace of all requests.
+        context: Name of the context; empty in a pod.
+        server: Address of the API server.
+    """
+
+    def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
+        """Read the kubeconfig, or the service account if this process is in a pod.
+
+        Raises:
+            ConfigError: The package ``kubernetes`` is not installed, or there is no such context.
+        """
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            message = "needs the package kubernetes: pip install 'axonlaunch[kubernetes]'"
+            raise ConfigError([ConfigIssue("launch.name", message, "kubernetes")]) from None
+        settings = client.Configuration()
+        self.context, own = "", "default"
+        try:
+            contexts, current = config.list_kube_config_contexts()
+            chosen = current if context is None else _find_context(contexts, context)
+            self.context = chosen["name"]
+            own = chosen["context"].get("namespace") or "default"
+            config.load_kube_config(context=self.context, client_configuration=settings)
+        except config.ConfigException as error:
+            own = _in_pod(settings, error, context)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            message = f"the kubeconfig can't be read ({error}); kubectl config view shows it"
+            raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
+        self.namespace = namespace or own
+        self.server = str(settings.host).rstrip("/")
+        self._settings = settings
+        # Its connections have the certificates and the proxy of the kubeconfig.
+        self._pool = client.ApiClient(settings).rest_client.pool_manager
+
+    @classmethod
+    def of(cls, options: KubernetesConfig) -> Cluster:
+        """Return the cluster of a configuration.
+
+        Raises:
+            ConfigError: There is no kubeconfig, or no such context.
+        """
+        return cls(options.context, options.namespace)
+
+    def path(self, kind: str, name: str = "") -> str:
+        """Return the path of an object of this namespace, or of all objects of a kind."""
+        folder, plural = _FOLDERS.get(kind, "api/v1"), f"{kind.lower()}s"
+        return f"/{folder}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
+
+    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+        """Return an object; None if it does not exist."""
+        try:
+            return self._json("GET", self.path(kind, name), f"get the {kind} {name}")
+        except RefusedError as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+    def find(self, kind: str, labels: str) -> list[dict[str, Any]]:
+        """Return the objects with these labels."""
+        query = {"labelSelector": labels}
+        listed = self._json("GET", self.path(kind), f"list {kind}s", query)
+        items: list[dict[str, Any]] = listed["items"]
+        return items
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of the objects with this name, the latest last."""
+        query = {"fieldSelector": f"involvedObject.name={name}"}
+        listed = self._json("GET", self.path("Event"), "list events", query)["items"]
+        return sorted(listed, key=lambda event: str(event.get("lastTimestamp") or ""))
+
+    def create(self, body: dict[str, Any], *, dry: bool = False) -> dict[str, Any]:
+        """Create an object; unknown fields are refused by servers since 1.27.
+
+        Args:
+            body: The object.
+            dry: Whether the server only checks it.
+        """
+        query = {"fieldValidation": "Strict", "fieldManager": _MANAGER}
+        if dry:
+            query["dryRun"] = "All"
+        kind, name = body["kind"], body["metadata"]["name"]
+        return self._json("POST", self.path(kind), f"create the {kind} {name}", query, body)
+
+    def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        """Merge a change into an object."""
+        action = f"change the {kind} {name}"
+        query = {"fieldManager": _MANAGER}
+        return self._json("PATCH", self.path(kind, name), action, query, change)
+
+    def delete(self, kind: str, name: str) -> None:
+        """Delete an object after everything that belongs to it."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        self._json("DELETE", self.path(kind, name), f"delete the {kind} {name}", {}, body)
+
+    def log(self, pod: str, container: str, *, since: str = "") -> str:
+        """Return the log of a pod, each line with its time.
+
+        Args:
+            pod: Name of the pod.
+            container: Name of its container.
+            since: Time from which lines are returned, to the second; empty: all lines.
+        """
+        query = {"container": container, "timestamps": "true"}
+        if since:
+            query["sinceTime"] = since
+        answer = self._send("GET", f"{self.path('Pod', pod)}/log", f"read the log of {pod}", query)
+        return answer.decode(errors="replace")
+
+    def known_kinds(self) -> list[str]:
+        """Return the values of ``launch.kubernetes.kind`` that this server knows."""
+        kinds = []
+        for kind, key in KEYS.items():
+            try:
+                self._json("GET", f"/{_FOLDERS[kind]}", f"look for {kind}s")
+            except RefusedError:
+                continue
+            kinds.append(key)
+        return kinds
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        action: str,
+        query: dict[str, str] | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._send(method, path, action, query, body))
+        return content
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        action: str,
+        query: dict[str, str] | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> bytes:
+        from urllib3.exceptions import HTTPError
+
+        suffix = f"?{urlencode(query)}" if query else ""
+        content_type = "merge-patch+json" if method == "PATCH" else "json"
+        headers = {"Accept": "*/*", "Content-Type": f"application/{content_type}"}
+        for credential in self._settings.auth_settings().values():
+            headers[credential["key"]] = credential["value"]
+        try:
+            answer = self._pool.request(
+                method,
+                f"{self.server}{path}{suffix}",
+                body=None if body is None else json.dumps(body).encode(),
+                headers=headers,
+                timeout=_TIMEOUT_S,
+                retries=False,
+            )
+        except HTTPError as error:
+            raise UnreachableError(_short(str(getattr(error, "reason", None) or error))) from None
+        if answer.status >= _LEAST_ERROR:
+            kind = next((kind for kind in KEYS if kind in action), "")
+            raise RefusedError(answer.status, _content(answer.data), action, kind)
+        data: bytes = answer.data
+        return data
+
+    def to_issue(self, refused: RefusedError, config_name: str) -> list[ConfigIssue]:
+        """Return what a user has to change so that the server accepts a request.
+
+        Args:
+            refused: The refusal.
+            config_name: Value of ``name``.
+        """
+        message, status = refused.message, refused.status
+        context = f" of the context {self.context}" if self.context else ""
+        if status == 401:
+            text = f"{self.server} does not accept the credentials{context}; log in again"
+            return [ConfigIssue("launch.kubernetes.context", text)]
+        if status == 403 and "exceeded quota" in message:
+            return [ConfigIssue("launch.kubernetes.namespace", message, self.namespace)]
+        if status == 403:
+            text = f"{self.server} does not allow to {refused.action}: {message}"
+            return [ConfigIssue("launch.kubernetes.namespace", text, self.namespace)]
+        if status == 404 and "details" not in refused.content:
+            return [self._missing_kind(refused.kind)]
+        if status == 404 and re.search(r'namespaces? "', message):
+            text = f"there is no such namespace at {self.server}; create it, or write another"
+            return [ConfigIssue("launch.kubernetes.namespace", text, self.namespace)]
+        if status == 409:
+            text = (
+                f"{self.namespace} has one of this name already (could not {refused.action}); "
+                "choose another name, or end that run with axonlaunch stop and kubectl delete"
+            )
+            return [ConfigIssue("name", text, config_name)]
+        causes = (refused.content.get("details") or {}).get("causes") or []
+        if status in (400, 422) and causes:
+            return [
+                ConfigIssue("", f"{self.server} refuses {_field(cause)}: {cause.get('message')}")
+                for cause in causes
+            ]
+        return [ConfigIssue("", f"{self.server} refuses to {refused.action}: {message}")]
+
+    def _missing_kind(self, kind: str) -> ConfigIssue:
+        known = self.known_kinds()
+        use = f"use {' or '.join(known)}, or install it" if known else "install it"
+        message = f"{self.server} has no {kind}s; {use}"
+        return ConfigIssue("launch.kubernetes.kind", message, KEYS[kind])
+
+
+def _field(cause: dict[str, Any]) -> str:
+    return str(cause.get("field") or "the object")
+
+
+def _find_context(contexts: Iterable[dict[str, Any]], name: str) -> dict[str, Any]:
+    known = {context["name"]: context for context in contexts}
+    if name not in known:
+        message = f"the kubeconfig has no such context; it has {', '.join(sorted(known))}"
+        raise ConfigError([ConfigIssue("launch.kubernetes.context", message, name)])
+    return known[name]
+
+
+def _in_pod(settings: Any, error: Exception, context: str | None) -> str:
+    """Use the service account of this pod, and return its namespace.
+
+    Raises:
+        ConfigError: This process is not in a pod.
+    """
+    from pathlib import Path
+
+    from kubernetes import config
+
+    try:
+        if context is None:
+            config.load_incluster_config(client_configuration=settings)
+            account = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+            return account.read_text().strip()
+    except (config.ConfigException, OSError):
+        pass
+    message = f"no usable kubeconfig ({_short(str(error))}); set KUBECONFIG, or log in to a cluster"
+    raise ConfigError([ConfigIssue("launch.name", message, "kubernetes")]) from None
+
+
+def _content(body: bytes) -> dict[str, Any]:
+    text = body.decode(errors="replace")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {"message": text.strip()}
+    return content if isinstance(content, dict) else {"message": text}
+
+
+def _short(text: str) -> str:
+    """Return a message of urllib3 without the name of its object."""
+    return re.sub(r"^.*?<[^>]*>:\s*|^HTTPS?Connection\([^)]*\):\s*", "", " ".join(text.split()))

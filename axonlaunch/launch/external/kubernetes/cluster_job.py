@@ -1,0 +1,207 @@
+"""The state and the log of a run on Kubernetes, read from its object and its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.followed_job import JobState
+from axonlaunch.launch.external.kubernetes.cluster import (
+    Cluster,
+    RefusedError,
+    UnreachableError,
+)
+from axonlaunch.launch.external.kubernetes.manifests import CONTAINER, RUN_LABEL
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_CONFIGURATION_ERROR = 2
+_Answer = TypeVar("_Answer")
+LOST = "UNREACHABLE"
+"""State of a job while the API server does not answer."""
+
+
+@dataclass
+class ClusterJob:
+    """A run on Kubernetes.
+
+    Attributes:
+        cluster: The API server.
+        kind: ``Job``, ``JobSet`` or ``TrainJob``.
+        name: Name of the object.
+        node: Number of the pod whose log is read.
+    """
+
+    cluster: Cluster
+    kind: str
+    name: str
+    node: int = 0
+    _times: dict[str, str] = field(default_factory=dict)
+    _is_lost: bool = False
+
+    @property
+    def title(self) -> str:
+        """The run in words, for messages."""
+        return f"{self.kind} {self.name}"
+
+    @property
+    def left(self) -> str:
+        """Line for the user after Ctrl-C, which does not end the job."""
+        return (
+            f"{self.title} is still running; axonlaunch logs {self.name} -f follows it, "
+            f"axonlaunch stop {self.name} stops it"
+        )
+
+    def state(self) -> JobState:
+        """Return the current state, with the reason if pods wait."""
+        try:
+            now = self._state()
+        except UnreachableError as error:
+            self._is_lost = True
+            note = f"{self.title}: {self.cluster.server} does not answer ({error}); trying again"
+            return JobState(LOST, note)
+        except RefusedError as refused:
+            raise ConfigError(self.cluster.to_issue(refused, self.name)) from None
+        if self._is_lost:
+            self._is_lost = False
+            return JobState(now.name, now.note or f"{self.title}: connected again", now.status)
+        return now
+
+    def read_log(self) -> str:
+        """Return the lines of the pod's log since the last call; empty if it can't be read now."""
+        try:
+            pods = self.pods()
+            running = [pod for pod in pods if _index(pod) == self.node and _has_log(pod)]
+            return "".join(self._new_lines(pod) for pod in running)
+        except (RefusedError, UnreachableError):
+            return ""
+
+    def pods(self) -> list[dict[str, Any]]:
+        """Return the pods of the run, the oldest first.
+
+        Raises:
+            RefusedError: The server does not allow it.
+            UnreachableError: The server does not answer.
+        """
+        pods = self.cluster.find("Pod", f"{RUN_LABEL}={self.name}")
+        return sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+
+    def _state(self) -> JobState:
+        job = self.cluster.get(self.kind, self.name)
+        if job is None:
+            return JobState("DELETED", f"{self.title} has been deleted", 1)
+        conditions = _conditions(job)
+        for name in ("Complete", "Completed"):
+            if name in conditions:
+                return JobState("COMPLETED", f"{self.title}: completed", 0)
+        if (failed := conditions.get("Failed")) is not None:
+            reason = f"{failed.get('reason', '')}: {failed.get('message', '')}".strip(": ")
+            return JobState("FAILED", f"{self.title}: failed ({reason})", self._failed_status())
+        if job["spec"].get("suspend"):
+            queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+            why = f"waits for the queue {queue}" if queue else "resume it with axonlaunch resume"
+            return JobState("SUSPENDED", f"{self.title} is suspended; {why}")
+        pods = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
+        waiting = [reason for pod in pods if (reason := waiting_reason(pod))]
+        if waiting:
+            return JobState("PENDING", f"{self.title} waits: {waiting[0]}")
+        if any(pod.get("status", {}).get("phase") == "Running" for pod in pods):
+            return JobState("RUNNING")
+        if reason := self._refused_pods():
+            return JobState("PENDING", f"{self.title} waits: {reason}")
+        return JobState("PENDING", f"{self.title} is pending")
+
+    def _refused_pods(self) -> str:
+        """Return why the controller can't create pods, such as a quota; empty if it can."""
+        failures = [
+            event
+            for event in self.cluster.events(self.name)
+            if event.get("reason") == "FailedCreate"
+        ]
+        return " ".join(str(failures[-1].get("message", "")).split()) if failures else ""
+
+    def _failed_status(self) -> int:
+        """Return the exit status of the command if all pods had it for a configuration error."""
+        try:
+            codes = {code for pod in self.pods() if (code := _exit_code(pod)) is not None}
+        except (RefusedError, UnreachableError):
+            return 1
+        return _CONFIGURATION_ERROR if _CONFIGURATION_ERROR in codes else 1
+
+    def _new_lines(self, pod: dict[str, Any]) -> str:
+        name = pod["metadata"]["name"]
+        last = self._times.get(name, "")
+        # The server filters by seconds, so lines of the last one come again.
+        text = self.cluster.log(name, CONTAINER, since=_second(last))
+        lines = []
+        for line in text.splitlines():
+            time, _, content = line.partition(" ")
+            if time > last:
+                lines.append(f"{content}\n")
+                self._times[name] = time
+        return "".join(lines)
+
+
+def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answer:
+    """Send a request of a command that can't go on without its answer.
+
+    Raises:
+        ConfigError: The server refuses it or does not answer.
+    """
+    from axonlaunch.config import ConfigIssue
+
+    try:
+        return request()
+    except RefusedError as refused:
+        raise ConfigError(cluster.to_issue(refused, name)) from None
+    except UnreachableError as error:
+        message = f"{cluster.server} does not answer ({error}); check the cluster and the network"
+        raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
+
+
+def waiting_reason(pod: dict[str, Any]) -> str:
+    """Return why a pod does not run: no node for it, no image or another error; else empty."""
+    status, name = pod.get("status", {}), pod["metadata"]["name"]
+    for container in status.get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason = waiting.get("reason", "")
+        if reason not in ("", "ContainerCreating", "PodInitializing"):
+            return f"{name}: {reason}: {waiting.get('message', '')}".rstrip(": ")
+    for condition in status.get("conditions", []):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return f"{name}: {condition.get('reason')}: {condition.get('message', '')}"
+    return ""
+
+
+def _conditions(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the true conditions of a job by type."""
+    conditions = job.get("status", {}).get("conditions") or []
+    return {each["type"]: each for each in conditions if each.get("status") == "True"}
+
+
+def _index(pod: dict[str, Any]) -> int:
+    """Return the number of a pod in its job; 0 for the pod of a job without an index."""
+    metadata = pod["metadata"]
+    places = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+    return int(places.get(_INDEX, 0))
+
+
+def _has_log(pod: dict[str, Any]) -> bool:
+    return pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
+
+
+def _exit_code(pod: dict[str, Any]) -> int | None:
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        ended = container.get("state", {}).get("terminated")
+        if container.get("name") == CONTAINER and ended:
+            return int(ended.get("exitCode", 1))
+    return None
+
+
+def _second(time: str) -> str:
+    """Return a time of a log line to the second; empty for an empty text."""
+    if not time:
+        return ""
+    return f"{datetime.fromisoformat(time[:19]).isoformat()}Z"

@@ -1,0 +1,188 @@
+"""Checks, prints or submits a run on Kubernetes, and follows it to its end.
+
+check -> RunObjects -> schema, rules and the server's dry run -> Secret, ConfigMap, ... -> job
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from base64 import b64encode
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.problems.errors import gathering
+from axonlaunch.launch.external.followed_job import follow_job
+from axonlaunch.launch.external.kubernetes.checks import (
+    patched_issues,
+    read_patch,
+    setting_issues,
+    with_folder_of_pods,
+)
+from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
+from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, retry
+from axonlaunch.launch.external.kubernetes.manifests import RunObjects, build_objects
+from axonlaunch.launch.external.kubernetes.resources import pod_resources
+from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.system.text.yaml_blocks import to_block_yaml
+
+
+def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Run the checks that apply to every node, and those of the settings of the cluster.
+
+    Raises:
+        ConfigError: No node can run the configuration, or a setting that a job needs is missing.
+    """
+    issues = setting_issues(config)
+    if not issues:
+        with gathering(issues):
+            config = with_folder_of_pods(config)
+        with gathering(issues):
+            read_patch(config.launch.kubernetes)
+        with gathering(issues):
+            config = check_anywhere(config, options)
+    if issues:
+        raise ConfigError(issues)
+    return config
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
+    """Submit a run and follow it to its end, or print its objects.
+
+    Args:
+        config: Configuration returned by ``check``.
+        options: Options of the launch.
+
+    Returns:
+        The exit status and the name, namespace, run folder and last state of the job; None instead
+        of the latter if its objects were printed.
+
+    Raises:
+        ConfigError: The objects are not valid, or the server refuses them.
+    """
+    objects = _objects(config, options)
+    if options.render:
+        print(to_text(objects), end="")
+        return 0, None
+    output = sys.stderr if options.as_json else sys.stdout
+    cluster = Cluster.of(config.launch.kubernetes)
+    return submit_objects(config, objects, cluster, announce=lambda text: print(text, file=output))
+
+
+def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
+    """Return the objects of a run, checked against the schema and the rules of Kubernetes.
+
+    Raises:
+        ConfigError: The patch makes an object that is not valid.
+    """
+    choices = config.launch.kubernetes
+    patch = read_patch(choices)
+    objects = build_objects(config, pod_resources(config, options.context), patch)
+    if patch is None:
+        return objects
+    issues = patched_issues(objects.job, choices, objects.name)
+    try:
+        from axonlaunch.launch.external.kubernetes.schema import schema_problems
+
+        problems = schema_problems(objects.job, choices.kind)
+    except ImportError:
+        message = "is checked by the package kubernetes: pip install 'axonlaunch[kubernetes]'"
+        issues.append(ConfigIssue("launch.kubernetes.patch", message, choices.patch))
+        problems = []
+    issues += [
+        ConfigIssue("launch.kubernetes.patch", f"{problem}", choices.patch) for problem in problems
+    ]
+    if issues:
+        raise ConfigError(issues)
+    return objects
+
+
+def to_text(objects: RunObjects) -> str:
+    """Return the objects as YAML for ``kubectl apply``, without the Secret."""
+    header = ""
+    if objects.secret:
+        namespace = objects.job["metadata"].get("namespace")
+        header = (
+            "# Create the token that the nodes share first, once:\n"
+            f"# kubectl create secret generic {objects.secret} "
+            f"{f'--namespace={namespace} ' if namespace else ''}"
+            '--from-literal=token="$(openssl rand -hex 32)"\n'
+        )
+    texts = [to_block_yaml(each) for each in [*objects.others, objects.job]]
+    return header + "---\n".join(texts)
+
+
+def submit_objects(
+    config: RunConfig, objects: RunObjects, cluster: Cluster, *, announce: Callable[[str], None]
+) -> tuple[int, dict[str, Any]]:
+    """Create the objects of a run and follow it. Ctrl-C stops following and does not end it.
+
+    Args:
+        config: Checked configuration.
+        objects: Objects of the run.
+        cluster: The API server.
+        announce: Receives lines for the user.
+
+    Returns:
+        The exit status, and the name, namespace, run folder and last state of the job.
+
+    Raises:
+        ConfigError: The server does not answer or refuses an object. Nothing is left behind.
+    """
+    create_all(objects, cluster, str(config.name))
+    name, kind = objects.name, objects.job["kind"]
+    announce(
+        f"{kind} {name} submitted to {cluster.namespace} at {cluster.server}; axonlaunch stop "
+        f"{name} stops it, Ctrl-C here only stops following it"
+    )
+    status, state = follow_job(ClusterJob(cluster, kind, name), announce)
+    about = {"name": name, "namespace": cluster.namespace, "run_dir": config.run_dir}
+    return status, {**about, "state": state}
+
+
+def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
+    """Create the objects of a run; the server checks all of them before the first is created.
+
+    The others are created before the job and belong to it, so that they are deleted with it.
+
+    Raises:
+        ConfigError: The server does not answer or refuses an object. Nothing is left behind.
+    """
+    job, others = objects.job, list(objects.others)
+    if objects.secret:
+        others.insert(0, _secret(objects))
+    for each in [*others, job]:
+        retry(partial(cluster.create, each, dry=True), cluster, name)
+    created: list[dict[str, Any]] = []
+    try:
+        for each in [*others, job]:
+            made = retry(partial(cluster.create, each), cluster, name)
+            created.append(each)
+        about = {key: made[key] for key in ("apiVersion", "kind")}
+        owner = {**about, "name": objects.name, "uid": made["metadata"]["uid"]}
+        for each in others:
+            change = {"metadata": {"ownerReferences": [owner]}}
+            request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)
+            retry(request, cluster, name)
+    except BaseException:
+        for each in reversed(created):
+            with suppress(RefusedError, UnreachableError):
+                cluster.delete(each["kind"], each["metadata"]["name"])
+        raise
+
+
+def _secret(objects: RunObjects) -> dict[str, Any]:
+    """Return the Secret with a random token, which the nodes of the run share."""
+    token = b64encode(secrets.token_hex(32).encode()).decode()
+    metadata = {**objects.others[0]["metadata"], "name": objects.secret}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": "Opaque",
+        "immutable": True,
+        "data": {"token": token},
+    }

@@ -1,0 +1,317 @@
+"""Builds the objects of a run on Kubernetes as plain values.
+
+A pod is a node: it runs ``axonlaunch train`` with the configuration in a ConfigMap and starts its
+ranks. The secret that nodes share is in a Secret, which is not among the returned objects.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import RunConfig
+from axonlaunch.config.options.launch import KubernetesConfig
+from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
+from axonlaunch.launch.external.kubernetes.resources import PodResources
+
+RUN_LABEL = "axonlaunch/run"
+"""Label of all objects of a run; its value is the name of the object."""
+MANAGED_BY = {"app.kubernetes.io/managed-by": "axonlaunch"}
+RUN_DIR = "axonlaunch/run-dir"
+"""Annotation with the run folder, as the pods see it."""
+CONTAINER = "node"
+"""Name of the container, which Kubeflow's runtimes use too."""
+PORT = 29500
+_CONFIG, _TOKEN = "/run/axonlaunch/config", "/run/axonlaunch/token"
+_API = {
+    "job": ("batch/v1", "Job"),
+    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
+}
+_CONFIGURATION_ERROR, _INTERRUPTED = 2, 130
+"""Exit statuses of the command."""
+
+
+@dataclass(frozen=True)
+class RunObjects:
+    """Objects of a run.
+
+    Attributes:
+        name: Name of all of them.
+        nnodes: Number of pods.
+        job: The Job, JobSet or TrainJob.
+        others: Objects that it needs: the ConfigMap, and the Service of a Job.
+        secret: Name of the Secret with the token of the nodes; empty for one node.
+    """
+
+    name: str
+    nnodes: int
+    job: dict[str, Any]
+    others: list[dict[str, Any]]
+    secret: str = ""
+
+    @property
+    def pods(self) -> str:
+        """Label selector of the pods."""
+        return f"{RUN_LABEL}={self.name}"
+
+
+def run_name(config: RunConfig) -> str:
+    """Return the name of a run's objects.
+
+    Raises:
+        ValueError: ``name`` can't be made a legal one.
+    """
+    pods = int(config.launch.nnodes)
+    infix = "" if config.launch.kubernetes.kind == "job" else f"-{CONTAINER}-0"
+    return object_name(str(config.name), longest_suffix=f"{infix}-{pods - 1}")
+
+
+def build_objects(config: RunConfig, resources: PodResources, patch: Any = None) -> RunObjects:
+    """Return the objects of a run.
+
+    Args:
+        config: Checked configuration with resolved ``name``, ``run_dir`` and ``launch.nproc``.
+        resources: Resources of each pod.
+        patch: Content of ``launch.kubernetes.patch``; None if there is none.
+    """
+    options, name, nnodes = config.launch.kubernetes, run_name(config), int(config.launch.nnodes)
+    secret = f"{name}-token" if nnodes > 1 and config.launch.token_file is None else ""
+    others = [_config_map(config, name, secret)]
+    pod = _pod(config, name, secret, resources)
+    if options.kind == "job":
+        job = _job(config, name, pod)
+        others += [_service(name)] if nnodes > 1 else []
+    elif options.kind == "jobset":
+        job = _job_set(config, name, pod)
+    else:
+        job = _train_job(config, name, pod)
+    labels = _labels(name)
+    if options.queue:
+        labels["kueue.x-k8s.io/queue-name"] = options.queue
+    metadata = {"name": name, "labels": labels, "annotations": {RUN_DIR: config.run_dir}}
+    version, kind = _API[options.kind]
+    job = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": job}
+    if patch is not None:
+        job = merge_patch(job, patch)
+    for made in [job, *others]:
+        if options.namespace:
+            made["metadata"]["namespace"] = options.namespace
+    return RunObjects(name, nnodes, job, others, secret)
+
+
+def merge_patch(value: Any, patch: Any) -> Any:
+    """Return a value with a patch merged into it.
+
+    Mappings are merged by key, and null removes a key. Lists of mappings with a ``name`` are merged
+    by it; all other values are replaced.
+    """
+    if isinstance(value, dict) and isinstance(patch, dict):
+        merged = {**value}
+        for key, change in patch.items():
+            if change is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = merge_patch(merged.get(key), change)
+        return merged
+    if _has_names(value) and _has_names(patch):
+        by_name = {entry["name"]: entry for entry in value}
+        for change in patch:
+            by_name[change["name"]] = merge_patch(by_name.get(change["name"]), change)
+        return list(by_name.values())
+    return deepcopy(patch)
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(e, dict) and "name" in e for e in value)
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {**MANAGED_BY, RUN_LABEL: name}
+
+
+def _config_map(config: RunConfig, name: str, secret: str) -> dict[str, Any]:
+    """Return the ConfigMap with the configuration that the pods read."""
+    kind, nnodes = config.launch.kubernetes.kind, int(config.launch.nnodes)
+    settings: dict[str, Any] = {"launch.name": "auto"}
+    if nnodes > 1 and kind != "trainjob":  # whose pods have Kubeflow's variables
+        first = f"{name}-0.{name}" if kind == "job" else f"{name}-{CONTAINER}-0-0.{name}"
+        port = config.launch.master_port
+        settings |= {
+            "launch.master_addr": first,
+            "launch.master_port": PORT if port == "auto" else port,
+        }
+    if secret:
+        settings["launch.token_file"] = f"{_TOKEN}/token"
+    # Pods don't need the options of the cluster.
+    settings["launch.kubernetes"] = KubernetesConfig()
+    text = configuration.to_yaml(configuration.with_values(config, settings))
+    metadata = {"name": f"{name}-config", "labels": _labels(name)}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {"job.yaml": text},
+    }
+
+
+def _service(name: str) -> dict[str, Any]:
+    """Return the headless Service that gives each pod of a Job a host name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "labels": _labels(name)},
+        "spec": {
+            "clusterIP": "None",
+            "selector": {RUN_LABEL: name},
+            # Nodes meet before any of them is ready.
+            "publishNotReadyAddresses": True,
+        },
+    }
+
+
+def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> dict[str, Any]:
+    """Return the specification of a pod, without a restart policy."""
+    options = config.launch.kubernetes
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": f"{name}-config"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": _CONFIG, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if secret:
+        # Only the owner may read the file of a token.
+        volumes.append({"name": "token", "secret": {"secretName": secret, "defaultMode": 0o400}})
+        mounts.append({"name": "token", "mountPath": _TOKEN, "readOnly": True})
+    for number, text in enumerate(options.volumes):
+        volume, label = Volume.parse(text), f"claim-{number}"
+        volumes.append({"name": label, "persistentVolumeClaim": {"claimName": volume.claim}})
+        mount: dict[str, Any] = {"name": label, "mountPath": volume.path}
+        mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
+    limits: dict[str, Any] = {"memory": resources.memory}
+    if resources.gpus:
+        limits[options.gpu] = resources.gpus
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": ["axonlaunch", "train", "--config-dir", _CONFIG, "--config-name", "job"],
+        "resources": {"requests": {"cpu": resources.cpus, **limits}, "limits": limits},
+        "volumeMounts": mounts,
+    }
+    if options.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in options.secrets]
+    pod: dict[str, Any] = {
+        "containers": [container],
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": resources.grace_s,
+    }
+    if options.service_account:
+        pod["serviceAccountName"] = options.service_account
+    if options.priority_class:
+        pod["priorityClassName"] = options.priority_class
+    if options.node_selector:
+        pod["nodeSelector"] = dict(options.node_selector)
+    if options.tolerations:
+        pod["tolerations"] = [toleration(text) for text in options.tolerations]
+    return pod
+
+
+def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification of an Indexed Job, of which each pod is a node."""
+    nnodes = int(config.launch.nnodes)
+    if nnodes > 1:
+        pod = {**pod, "subdomain": name}
+    return {
+        "completionMode": "Indexed",
+        "completions": nnodes,
+        "parallelism": nnodes,
+        # After a failure all nodes may exit, and each of their pods counts.
+        "backoffLimit": config.launch.max_restarts * nnodes,
+        "podFailurePolicy": _failure_policy(),
+        "template": {
+            "metadata": {"labels": _labels(name)},
+            "spec": {**pod, "restartPolicy": "Never"},
+        },
+    }
+
+
+def _failure_policy() -> dict[str, Any]:
+    """Return the rules for a pod that fails; one that no rule matches counts as a restart."""
+    return {
+        "rules": [
+            {
+                "action": "FailJob",
+                "onExitCodes": {
+                    "containerName": CONTAINER,
+                    "operator": "In",
+                    "values": [_CONFIGURATION_ERROR],
+                },
+            },
+            # The node was lost, drained or pre-empted.
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
+            # Another pod was stopped, and the run saved a checkpoint.
+            {
+                "action": "Ignore",
+                "onExitCodes": {
+                    "containerName": CONTAINER,
+                    "operator": "In",
+                    "values": [_INTERRUPTED],
+                },
+            },
+        ]
+    }
+
+
+def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification of a JobSet, which replaces all pods after a failure."""
+    job = _job(config, name, pod)
+    job["template"]["spec"].pop("subdomain", None)  # the JobSet has its own Service
+    return {
+        "failurePolicy": {
+            "maxRestarts": config.launch.max_restarts,
+            "rules": [
+                {
+                    "name": "configurationError",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {"name": CONTAINER, "replicas": 1, "template": {"spec": {**job, "backoffLimit": 0}}}
+        ],
+    }
+
+
+def _train_job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification of a TrainJob. Its runtime has the failure policy."""
+    (container,) = pod["containers"]
+    patched = {
+        key: value for key, value in pod.items() if key not in ("containers", "priorityClassName")
+    }
+    patched["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
+    template = {"metadata": {"labels": _labels(name)}, "spec": patched}
+    job = {"name": CONTAINER, "template": {"spec": {"template": template}}}
+    return {
+        "runtimeRef": {"name": config.launch.kubernetes.runtime},
+        "trainer": {
+            "image": container["image"],
+            "command": container["command"],
+            "numNodes": int(config.launch.nnodes),
+            "numProcPerNode": config.launch.nproc,
+            "resourcesPerNode": container["resources"],
+        },
+        "runtimePatches": [
+            {
+                "manager": "axonlaunch/launcher",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+            }
+        ],
+    }

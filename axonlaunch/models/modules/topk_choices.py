@@ -1,0 +1,59 @@
+"""Intercepts ``torch.topk`` of few scores, by which routers choose experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_TOPK = {torch.topk, Tensor.topk}
+
+
+class TopkChoices(TorchFunctionMode):
+    """Lets ``choose`` determine the indices of each choice that this thread makes inside.
+
+    The values are gathered from the scores, with the same gradients as those of ``torch.topk``.
+    """
+
+    def __init__(self, *, most_scores: int) -> None:
+        """Create the mode.
+
+        Args:
+            most_scores: Largest number of scores of a choice that is intercepted. Sparse attention
+                chooses among more, namely tokens.
+        """
+        super().__init__()
+        self._most_scores = most_scores
+
+    def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Return the indices of a choice, by default the best ones.
+
+        Args:
+            scores: Scores [..., N].
+            make: Returns the indices [..., K] of the best scores.
+        """
+        del scores
+        return make()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept one call."""
+        del types
+        call = partial(func, *args, **(kwargs or {}))
+        if func not in _TOPK:
+            return call()
+        scores: Tensor = args[0] if args else call.keywords["input"]
+        dim = call.keywords.get("dim", args[2] if len(args) > 2 else -1)
+        if scores.shape[dim] > self._most_scores or dim not in (-1, scores.ndim - 1):
+            return call()
+
+        def make() -> Tensor:
+            with torch.no_grad():
+                indices: Tensor = call().indices
+            return indices
+
+        chosen = self.choose(scores, make)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

@@ -1,0 +1,110 @@
+"""Loss that balances the experts of the global batch, computed in parts by any layout.
+
+With E experts it is ``E * sum(f_e * P_e)``: f_e is the number of choices of expert e per token, and
+P_e is its mean probability, both over all layers and tokens of the global batch (Fedus et al.,
+"Switch Transformers", 2021, equations 4 to 6; transformers' ``load_balancing_loss_func``). Choices
+have no gradient. With f_e known, the loss is therefore a sum over tokens, and each rank adds the
+terms of the tokens in each of its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RoutingMode = Literal["count", "share", "off"]
+_CURRENT: ContextVar[RouterLoss | None] = ContextVar("router loss", default=None)
+
+
+def current_router_loss() -> RouterLoss | None:
+    """Return the loss that a running forward adds to; None outside of an engine's forward."""
+    return _CURRENT.get()
+
+
+class RouterLoss:
+    """Sums the choices of a step over its micro-batches and ranks, and returns shares of the loss.
+
+    Models call ``share`` and ``add`` in their forward. With several micro-batches, the engine first
+    runs all of them without gradients to count the choices.
+    """
+
+    def __init__(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
+        """Create the loss of an engine.
+
+        Args:
+            sum_over_ranks: Sums a tensor in place over the ranks with other tokens; a collective.
+        """
+        self._sum_over_ranks = sum_over_ranks
+        self._mode: RoutingMode = "off"
+        self._counts: Tensor | None = None
+        self._is_summed = False
+        self._share: Tensor | None = None
+
+    @contextmanager
+    def running(self, mode: RoutingMode) -> Iterator[None]:
+        """Return a context for forwards.
+
+        Args:
+            mode: ``count`` counts choices; ``share`` computes the loss, from these counts or from
+                those of the first forward; ``off`` does neither.
+        """
+        token, self._mode = _CURRENT.set(self), mode
+        try:
+            yield
+        finally:
+            self._mode = "off"
+            _CURRENT.reset(token)
+
+    def begin_step(self) -> None:
+        """Forget the counts of the last step."""
+        self._counts, self._is_summed, self._share = None, False, None
+
+    def share(
+        self, gate_logits: Sequence[Tensor], *, num_experts: int, top_k: int, mask: Tensor | None
+    ) -> Tensor:
+        """Return the share of a micro-batch in the loss, 0-dim.
+
+        Args:
+            gate_logits: Logits of each layer's router, [tokens, E].
+            num_experts: Number of experts, E.
+            top_k: Number of experts of a token.
+            mask: Whether each token counts, of any shape with as many elements; None: all do.
+        """
+        if self._mode == "off":
+            return gate_logits[0].new_zeros(())
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=gate_logits[0].device)
+        probabilities = torch.zeros(num_experts, device=gate_logits[0].device)
+        for logits in gate_logits:
+            chances = logits.softmax(-1)
+            chosen = chances.detach().topk(top_k, dim=-1).indices
+            is_counted = torch.ones_like(chosen[:, 0]) if mask is None else mask.flatten().long()
+            chosen_counts = is_counted.repeat_interleave(top_k)
+            counts[:num_experts].scatter_add_(0, chosen.flatten(), chosen_counts)
+            counts[num_experts] += is_counted.sum()
+            weighted = chances.float() * is_counted.unsqueeze(-1)
+            probabilities = probabilities + weighted.sum(0)
+        if self._mode == "count" or self._counts is None:
+            self._counts = counts if self._counts is None else self._counts + counts
+        if self._mode == "count":
+            return probabilities.new_zeros(())
+        if not self._is_summed:
+            self._sum_over_ranks(self._counts)
+            self._is_summed = True
+        tokens = self._counts[num_experts].clamp(min=1)
+        frequencies = self._counts[:num_experts] / tokens
+        return num_experts * (frequencies * probabilities / tokens).sum()
+
+    def add(self, loss: Tensor) -> None:
+        """Add a forward's weighted share."""
+        if self._mode == "share":
+            self._share = loss if self._share is None else self._share + loss
+
+    def take(self) -> Tensor | None:
+        """Return the share that was added since the last call; None if there is none."""
+        share, self._share = self._share, None
+        return share

@@ -1,0 +1,64 @@
+"""Memory that the cgroups of this process allow, as in containers and jobs of a scheduler.
+
+Both versions of cgroups are read: https://docs.kernel.org/admin-guide/cgroup-v2.html and
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60
+"""Version 1 has a number of about this size where no limit is set."""
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def limit_bytes(root: Path = _ROOT) -> int | None:
+    """Return the lowest memory limit of this process's cgroups and those above; None without."""
+    return min((limit for limit, _ in _limits(root)), default=None)
+
+
+def free_limit_bytes(root: Path = _ROOT) -> int | None:
+    """Return how many more bytes the cgroups allow; None without a limit.
+
+    Pages of files that were not used lately don't count as used, because the kernel drops them.
+    """
+    return min((max(0, limit - used) for limit, used in _limits(root)), default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the used bytes of each cgroup with a limit."""
+    for folder, (limit_file, used_file, cached) in _cgroups(root):
+        try:
+            limit = int((folder / limit_file).read_text())  # a ValueError without limit: max
+            lines = (folder / "memory.stat").read_text().splitlines()
+            [dropped] = [int(line.split()[1]) for line in lines if line.split()[0] == cached]
+            used = int((folder / used_file).read_text()) - dropped
+        except (OSError, ValueError, IndexError):
+            continue
+        if limit < _UNLIMITED:
+            yield limit, used
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folder of each cgroup of this process, and of those above it, and its files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            mounted, files = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mounted, files = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        # In a container the path may be that on the host, of which only the last folder exists.
+        inside = PurePosixPath(path.lstrip("/"))
+        for each in (inside, *inside.parents):
+            if ".." not in each.parts:
+                yield mounted / each, files

@@ -1,0 +1,50 @@
+"""Turns the loads of experts into metrics, and notices routers that collapse."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from axonlaunch.engines.base import ExpertLoad
+
+_COLLAPSED, _PERSISTENT = 0.9, 3
+"""Share of the tokens at one expert, and the number of successive logged steps with it."""
+
+
+class RouterWatch:
+    """Counts in how many successive logged steps one expert of a layer has almost all tokens."""
+
+    def __init__(self) -> None:
+        self._steps: Counter[str] = Counter()
+
+    def metrics(self, loads: Mapping[str, ExpertLoad]) -> dict[str, Any]:
+        """Return the fields of ``StepLogged`` about experts; {} without experts."""
+        if not loads:
+            return {}
+        by_block = {_block(name): round(load.relative, 4) for name, load in loads.items()}
+        return {"expert_load": max(by_block.values()), "expert_loads": by_block}
+
+    def notes(self, loads: Mapping[str, ExpertLoad]) -> Iterator[str]:
+        """Yield a text for each router that has just collapsed.
+
+        If tokens have more than half of the experts each, many tokens share an expert in any case.
+        """
+        for name, load in loads.items():
+            if load.most < 2 or load.share < _COLLAPSED:
+                self._steps[name] = 0
+                continue
+            self._steps[name] += 1
+            if self._steps[name] == _PERSISTENT:
+                yield (
+                    f"the router of {name.rpartition('.')[0] or name} has collapsed: one expert "
+                    f"computes {load.share:.0%} of the tokens; model.balance=bias or "
+                    "model.router_aux_loss balances experts"
+                )
+
+
+def _block(name: str) -> str:
+    """Return the number in a name, as text, or the name if it has none."""
+    number = re.search(r"(?<![^.])\d+(?![^.])", name)
+    return name if number is None else number.group()

@@ -1,0 +1,1 @@
+"""Records decisions within a forward: random masks and the choice of experts."""

@@ -1,0 +1,138 @@
+"""Compares which experts routers choose, and continues with the choices of the reference.
+
+A rounding error can change the order of two close scores. All later values of the token then
+differ. So choices are compared where they are made, and everything else is compared with equal
+choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.models.modules.topk_choices import TopkChoices
+from axonlaunch.models.specs.spec import ModelSpec
+
+Place = Callable[[Tensor, torch.Size, int], Tensor | None]
+
+
+@dataclass(frozen=True)
+class OtherExperts:
+    """Choices of a block that differ from those of the reference.
+
+    Attributes:
+        block: Name of the block.
+        tokens: Number of tokens with other experts.
+        gap: Largest difference between the scores of both choices, relative to the token's largest
+            score.
+    """
+
+    block: str
+    tokens: int
+    gap: float
+
+
+class ChosenExperts(TopkChoices):
+    """Records the choices in forwards of a model's blocks while the mode is active.
+
+    Attributes:
+        others: Choices that differ from the expected ones.
+    """
+
+    def __init__(self, spec: ModelSpec, modules: Iterable[nn.Module], *, num_experts: int) -> None:
+        """Register hooks.
+
+        Args:
+            spec: Specification of the model.
+            modules: Models or pipeline stages of this process.
+            num_experts: Largest number of experts of a layer.
+        """
+        super().__init__(most_scores=num_experts)
+        self.others: list[OtherExperts] = []
+        self._choices: dict[str, list[Tensor]] = {}
+        self._expected: Mapping[str, Tensor] = {}
+        self._place: Place = _following_rows
+        self._block: str | None = None
+        self._tokens, self._made = torch.Size(), 0
+        for root in modules:
+            for name, block in spec.blocks(root).items():
+                block.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                block.register_forward_hook(self._leaving, always_call=True)
+
+    def begin(self, expected: Mapping[str, Tensor], place: Place | None = None) -> None:
+        """Start a step.
+
+        Args:
+            expected: Choices that replace those of the step, from ``choices``.
+            place: Returns the part of a full choice [B, T, ...] for the n-th call of a block with
+                a part of a given shape; None if unknown. By default, calls follow each other in the
+                rows.
+        """
+        self.others, self._choices, self._expected = [], {}, expected
+        self._place = place or _following_rows
+
+    def choices(self) -> dict[str, Tensor]:
+        """Return the choices of all calls, [samples, positions, ...], by block and number."""
+        return {key: torch.cat(calls) for key, calls in self._choices.items()}
+
+    def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """See ``TopkChoices.choose``."""
+        own = make()
+        if self._block is None:
+            return own
+        key = f"{self._block}.{self._made}"
+        self._made += 1
+        tokens = self._tokens.numel()
+        if own.shape[:2] == self._tokens:
+            part = own
+        elif own.shape[:1] == (tokens,):
+            part = own.view(*self._tokens, *own.shape[1:])
+        else:
+            return own
+        calls = self._choices.setdefault(key, [])
+        full = self._expected.get(key)
+        expected = None if full is None else self._place(full, part.shape, len(calls))
+        if expected is not None:
+            expected = expected.to(own.device).reshape(own.shape)
+            self._compare(self._block, scores.detach(), own, expected)
+            own = expected
+        calls.append(part.cpu())
+        return own
+
+    def _compare(self, block: str, scores: Tensor, own: Tensor, expected: Tensor) -> None:
+        differs = (own.sort(-1).values != expected.sort(-1).values).any(-1)
+        if not differs.any():
+            return
+        values, others = (scores.gather(-1, chosen).sort(-1).values for chosen in (own, expected))
+        size = scores.nan_to_num(posinf=0.0, neginf=0.0).abs().amax(-1).clamp(min=1e-30)
+        gaps = ((values - others).abs().amax(-1) / size)[differs]
+        gap = float(gaps.nan_to_num(nan=math.inf).max())
+        self.others.append(OtherExperts(block, int(differs.sum()), gap))
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, inputs: Any, named_inputs: Any) -> None:
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            hidden = (
+                value
+                for value in (*inputs, *named_inputs.values())
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2
+            )
+            first = next(hidden, None)
+            if first is not None:
+                self._block, self._made, self._tokens = name, 0, first.shape[:2]
+
+        return enter
+
+    def _leaving(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._block = None
+
+
+def _following_rows(full: Tensor, part: torch.Size, number: int) -> Tensor | None:
+    rows = full[number * part[0] : (number + 1) * part[0]]
+    return rows if rows.shape == part else None

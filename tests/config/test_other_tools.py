@@ -1,0 +1,52 @@
+"""Keys of other tools are answered with the keys here, for each tool whose files are converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from axonlaunch.config.problems.other_names import FOREIGN_NAMES
+from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.validation.other_tools.counterparts import counterpart_of
+from axonlaunch.config.validation.other_tools.translate import TOOLS
+from axonlaunch.config.validation.validate import validate
+
+ODD: list[Any] = ["no such value", 2.5, [[]], {"a": {"b": float("nan")}}]
+KEYS = [(tool.name, key) for tool in TOOLS.values() for key in tool.keys if "*" not in key]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("value", ODD, ids=str)
+def test_every_key_of_a_tool_is_answered_whatever_its_value(tool: str, value: Any) -> None:
+    for key in (key for name, key in KEYS if name == tool):
+        text = counterpart_of(key, value)
+        assert text is None or (text and "\n" not in text)
+
+
+def test_settings_in_answers_are_keys_of_the_configuration() -> None:
+    """An answer that names a key here that does not exist would send users in circles."""
+    options = {"model": "hf", "adapter": "lora", "data": "chat"}
+    groups = {**{name: {"name": option} for name, option in options.items()}, "train": {"steps": 1}}
+    unknown = []
+    for _, key in KEYS:
+        text = counterpart_of(key, 1) or ""
+        for word in text.split(";")[0].removeprefix("write ").split():
+            name, given, _ = word.strip("'").partition("=")
+            if not text.startswith("write ") or not given or name in {*options, "strategy"}:
+                continue
+            tree: dict[str, Any] = {group: dict(values) for group, values in groups.items()}
+            *parents, last = name.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = None
+            messages = [problem.message for problem in validate(tree, RunConfig).problems]
+            unknown += [name for message in messages if message.startswith("there is no such key;")]
+    assert not unknown
+
+
+def test_names_of_converted_tools_are_in_one_table() -> None:
+    """Only keys that other tools have with another meaning are in both."""
+    exact = {key for tool in TOOLS.values() for key in tool.keys}
+    assert FOREIGN_NAMES.keys() & exact == {"batch_size", "dataset", "mixed_precision"}

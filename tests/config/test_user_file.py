@@ -1,0 +1,104 @@
+"""``axonlaunch train FILE.yaml``: a file of options and keys is the primary configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import TINY, Served
+from served import Server
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError, to_yaml
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str, name: str = "run.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def test_file_selects_options_and_changes_keys_and_overrides_change_it() -> None:
+    write("strategy: fsdp\noptimizer: sgd\nmodel:\n  num_hidden_layers: 2\ntrain:\n  steps: 7\n")
+    loaded = config.load(["run.yaml", "train.eval_every=3", "train.steps=9"])
+    expected = ["strategy=fsdp", "optimizer=sgd", "model.num_hidden_layers=2"]
+    assert loaded == config.load([*expected, "train.eval_every=3", "train.steps=9"])
+    assert config.load([], config_name="run.yaml").train.steps == 7
+
+
+@pytest.mark.parametrize("entry", ["override /model", "/model", "model"])
+def test_file_has_a_list_of_defaults_as_experiments_have(entry: str) -> None:
+    write(f"# @package _global_\ndefaults:\n  - {entry}: llama_debug\n  - _self_\nseed: 3\n")
+    assert config.load(["run.yaml"]) == config.load(["model=llama_debug", "seed=3"])
+
+
+def test_keys_of_a_file_replace_those_of_its_experiment() -> None:
+    write("experiment: digits_mlp\ntrain:\n  steps: 3\n")
+    assert config.load(["run.yaml"]) == config.load(["experiment=digits_mlp", "train.steps=3"])
+
+
+def test_group_with_a_name_replaces_the_option_and_null_removes_it() -> None:
+    write("model:\n  name: llama\n  num_key_value_heads: 2\nadapter: null\n")
+    loaded = config.load(["run.yaml"])
+    assert loaded.model.name == "llama"
+    assert loaded.adapter is None
+
+
+def test_frozen_configuration_of_a_run_is_a_file() -> None:
+    loaded = config.load(["model=llama_debug", "strategy=hybrid", "train.steps=3", "adapter=lora"])
+    write(to_yaml(loaded))
+    assert config.load(["run.yaml"]) == loaded
+
+
+def test_changed_file_is_read_again() -> None:
+    assert config.load([write("seed: 1\n")]).seed == 1
+    assert config.load([write("seed: 2\n")]).seed == 2
+
+
+def test_origin_of_a_value_is_the_file() -> None:
+    write("train:\n  steps: 7\n")
+    origins = config.compose(["run.yaml"]).origins()
+    assert origins["train.steps"] == str(Path.cwd() / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  stepz: 3\n", "train.stepz=3: there is no such key; did you mean train.steps?"),
+        ("model: fh\n", "model=fh: there is no such option; known: custom, gpt, hf"),
+        ("modl: hf\n", "modl=hf: there is no such key; did you mean model?"),
+        ("- a\n", "run.yaml: holds no keys"),
+        ("a: [\n", "run.yaml: not YAML: "),
+        ("defaults: hf\n", "run.yaml: its defaults are not a list; write defaults: [override"),
+    ],
+)
+def test_errors_in_a_file_are_one_line(text: str, message: str) -> None:
+    write(text)
+    with pytest.raises(ConfigError) as raised:
+        config.load(["run.yaml"])
+    [problem] = raised.value.problems
+    assert str(problem).startswith(message)
+
+
+def test_missing_file_and_second_file_are_refused() -> None:
+    write("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"^rum.yaml: No such file .*; did you mean run.yaml\?$"):
+        config.load(["rum.yaml"])
+    with pytest.raises(ConfigError, match="only one file can be given"):
+        config.load(["run.yaml", "run.yaml"])
+
+
+@pytest.mark.slow
+def test_train_runs_a_file_and_a_sweep_of_it(folder: Path, server: Server) -> None:
+    command = Served(folder, server)
+    write("strategy: single\nname: swept\ntrain:\n  steps: 1\n")
+    short = [word for word in TINY if not word.startswith("train.steps=")]
+    command("train", "-m", "run.yaml", *short, "seed=0,1", "launch.backend=mock")
+    assert {len(command.losses(f"swept/{number}")) for number in (0, 1)} == {1}
+    finished = command("train", "--config", "runs/swept/0/config.yaml").stdout
+    assert "swept/0 is finished: it has trained all of its 1 steps" in finished

@@ -1,0 +1,101 @@
+"""The included mixture of experts in every layout, compared with a loop in plain torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from moe_layouts import LAYOUTS, RATE, SETTINGS
+from rank_engine import rank_engine
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from axonlaunch import data
+from axonlaunch.comm import World
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.loader import rank_loader
+from axonlaunch.models.build import build_model
+
+STEPS = 5
+FAST = {"tensor-2", "1f1b-2", "full", "context"}
+CASES = [pytest.param(key, marks=() if key in FAST else pytest.mark.slow) for key in LAYOUTS]
+
+Trained = tuple[list[float], list[float], dict[str, Tensor]]
+"""Losses and norms of the steps, and the biases of routers after the last one."""
+
+
+@functools.cache
+def plain() -> Trained:
+    """Train with torch: the loss of the whole batch, AdamW, and a bias moved by signs."""
+    chosen = run_config([*SETTINGS, *LAYOUTS["single"]])
+    model: Any = build_model(chosen.model, seed=chosen.seed)
+    loader = rank_loader(
+        chosen, data.build_dataset(chosen.data), layout=Layout.of(chosen, world_size=1), rank=0
+    )
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99))
+    routers = {n: m for n, m in model.named_modules() if hasattr(m, "e_score_correction_bias")}
+    chosen_experts: dict[str, Tensor] = {}
+    for name, router in routers.items():
+        router.register_forward_hook(
+            lambda _, __, output, name=name: chosen_experts.update({name: output[2]})
+        )
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = loader.batch(step)
+        loss = cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for name, router in routers.items():
+            counts = chosen_experts[name].flatten().bincount(minlength=8).double()
+            router.e_score_correction_bias += RATE * (counts.mean() - counts).sign().float()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: r.e_score_correction_bias.clone() for name, r in routers.items()}
+
+
+def trained(overrides: list[str]) -> Trained:
+    """Train in a layout; every rank must have the same losses and norms."""
+    chosen = run_config([*SETTINGS, *overrides])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> Trained:
+        engine, loader = rank_engine(chosen, world)
+        results = [engine.train_step(loader.batch(step)) for step in range(STEPS)]
+        losses, norms = [float(r.loss) for r in results], [float(r.grad_norm) for r in results]  # type: ignore[arg-type]
+        state = engine.model_state_dict()
+        biases = {name: tensor for name, tensor in state.items() if "correction_bias" in name}
+        return losses, norms, {name.rpartition(".")[0]: b.clone() for name, b in biases.items()}
+
+    (losses, norms, biases), *others = World.mock(chosen.launch.nproc).run(run)
+    assert all(other[:2] == (losses, norms) for other in others)
+    for other in others:  # the other stages of a pipeline have the biases of other blocks
+        for name, bias in other[2].items():
+            assert torch.equal(biases.setdefault(name, bias), bias)
+    return losses, norms, biases
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_losses_norms_and_biases_of_experts_equal_plain_torch(layout: str) -> None:
+    losses, norms, biases = trained(LAYOUTS[layout])
+    expected_losses, expected_norms, expected_biases = plain()
+    assert losses == pytest.approx(expected_losses, rel=2e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert biases.keys() == expected_biases.keys()
+    for name, bias in biases.items():
+        torch.testing.assert_close(bias, expected_biases[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", ["tensor-2", "1f1b-2", "context-4", "hsdp-2", "zbv-2", "all-4"])
+def test_losses_of_experts_in_bf16_are_close_to_plain_fp32(layout: str) -> None:
+    losses, norms, _ = trained([*LAYOUTS[layout], "train.precision=bf16"])
+    expected_losses, expected_norms, _ = plain()
+    assert losses == pytest.approx(expected_losses, rel=5e-3)
+    assert norms == pytest.approx(expected_norms, rel=5e-2)

@@ -1,0 +1,110 @@
+"""Tasks of SkyPilot and dstack: their keys, and what their script does on a node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external import cloud_tasks
+from axonlaunch.launch.launcher import LaunchOptions
+
+NODES = ["launch.nnodes=2", "launch.nproc=8", "train.global_batch_size=32", "name=Big_Run"]
+BUCKET = "checkpoint.path=s3://bucket/big"
+
+
+def rendered(tool: str, *overrides: str) -> tuple[str, dict[str, Any]]:
+    gpu = f"launch.{tool}.gpu=H100"
+    config = configuration.load([f"launch={tool}", gpu, *NODES, BUCKET, *overrides])
+    text = cloud_tasks.render_task(config)
+    return text, yaml.safe_load(text)
+
+
+def test_skypilot_task_names_nodes_accelerators_and_the_secret() -> None:
+    text, task = rendered(
+        "skypilot", "launch.skypilot.image=registry.example/train:1", "launch.max_restarts=3"
+    )
+    assert "sky jobs launch FILE --secret AXONLAUNCH_TOKEN" in text
+    assert {**task, "run": None} == {
+        "name": "big-run",
+        "num_nodes": 2,
+        "resources": {
+            "accelerators": "H100:8",
+            "image_id": "docker:registry.example/train:1",
+            "job_recovery": {"max_restarts_on_errors": 3},
+        },
+        "secrets": {"AXONLAUNCH_TOKEN": None},
+        "run": None,
+    }
+
+
+def test_dstack_task_names_nodes_accelerators_and_the_secret() -> None:
+    text, task = rendered("dstack", "launch.dstack.image=registry.example/train:1")
+    assert "dstack apply -f FILE" in text
+    assert {**task, "commands": None} == {
+        "type": "task",
+        "name": "big-run",
+        "nodes": 2,
+        "image": "registry.example/train:1",
+        "env": ["AXONLAUNCH_TOKEN"],
+        "commands": None,
+        "resources": {"gpu": "H100:8", "shm_size": "16GB"},
+        "retry": {"on_events": ["no-capacity", "interruption"], "duration": "1d"},
+    }
+
+
+def test_task_without_an_image_installs_axonlaunch() -> None:
+    _, sky = rendered("skypilot")
+    assert "pip install" in sky["setup"]
+    _, stack = rendered("dstack")
+    assert stack["commands"][0].startswith("set -e\npip install")
+
+
+@pytest.mark.parametrize("tool", ["skypilot", "dstack"])
+def test_script_of_a_task_hands_configuration_and_token_to_the_node(
+    tool: str, tmp_path: Path
+) -> None:
+    image = f"launch.{tool}.image=registry.example/train:1"
+    _, task = rendered(tool, image)
+    script = task["run"] if tool == "skypilot" else " && ".join(task["commands"]).strip()
+    program = tmp_path / "bin" / "axonlaunch"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"; echo "${AXONLAUNCH_TOKEN-unset}"\n')
+    program.chmod(0o755)
+    environment = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "AXONLAUNCH_TOKEN": "not for the log",
+    }
+    ran = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    folder = tmp_path / ".axonlaunch-job"
+    assert ran.stdout == f"train --config-dir {folder} --config-name job\nunset\n"
+    launch = yaml.safe_load((folder / "job.yaml").read_text())["launch"]
+    assert (launch["name"], launch["nnodes"], launch["nproc"]) == ("auto", 2, 8)
+    assert Path(launch["token_file"]).name == "token"
+    assert (folder / "token").read_text() == "not for the log"
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_settings_that_a_task_needs_are_all_reported() -> None:
+    config = configuration.load(["launch=dstack", "checkpoint.path=/disk", "launch.nnodes=2:4"])
+    options = LaunchOptions(context=None, started=0.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        cloud_tasks.check(config, options)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "launch.name=dstack: only prints the task: add --render, and submit it with dstack apply "
+        "-f FILE",
+        "launch.nproc=auto: is required for a task; write the number of devices per node",
+        "launch.nnodes=2:4: a task has a fixed number of nodes; write one number",
+        "launch.dstack.gpu: is required, as H100; or write launch.device=cpu",
+        "checkpoint.path=/disk: the disk of a node ends with it, and the other nodes don't see it; "
+        "write s3://bucket/run, or gs://bucket/run",
+    ]

@@ -1,0 +1,131 @@
+"""Objects of runs on Kubernetes, compared with expected files in this folder and with its schemas.
+
+If a change is intended, the test prints the objects: write them to the file, read the difference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from axonlaunch import config as configuration
+from axonlaunch.config import RunConfig
+from axonlaunch.launch.external.kubernetes import manifests
+from axonlaunch.launch.external.kubernetes.checks import read_patch, with_folder_of_pods
+from axonlaunch.launch.external.kubernetes.launcher import to_text
+from axonlaunch.launch.external.kubernetes.resources import PodResources
+
+FOLDER = Path(__file__).with_name("manifests")
+PODS = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32", "strategy=hsdp"]
+OPTIONS = [
+    "launch.kubernetes.namespace=research",
+    "launch.kubernetes.queue=gpus",
+    "launch.kubernetes.service_account=trainer",
+    "launch.kubernetes.node_selector={pool: h100}",
+    "launch.kubernetes.tolerations=['nvidia.com/gpu:NoSchedule','pool=train:NoExecute']",
+    "launch.kubernetes.volumes=['runs:/runs','corpus:/data:ro']",
+]
+MORE = ["launch.kubernetes.priority_class=high", "launch.kubernetes.secrets=[hub-token,bucket]"]
+JOBS = {
+    "job_of_one_pod": ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']"],
+    "job_of_several_pods": [*PODS, *OPTIONS, *MORE, "launch.max_restarts=3"],
+    "jobset": [*PODS, *OPTIONS, *MORE, "launch.max_restarts=3", "launch.kubernetes.kind=jobset"],
+    "trainjob": [*PODS, *OPTIONS, "launch.kubernetes.kind=trainjob"],
+    "on_the_cpu_with_a_bucket": [
+        *("launch.nproc=2", "launch.device=cpu", "launch.nnodes=2"),
+        "checkpoint.path=s3://bucket/big",
+    ],
+}
+
+
+def loaded(*overrides: str) -> RunConfig:
+    named = ["launch=kubernetes", "name=big", "launch.kubernetes.image=registry.example/train:1"]
+    return with_folder_of_pods(configuration.load([*named, *overrides]))
+
+
+def built(*overrides: str) -> manifests.RunObjects:
+    config = loaded(*overrides)
+    gpus = 0 if config.launch.device == "cpu" else 8
+    resources = PodResources(memory="40Gi", cpus=8, gpus=gpus, grace_s=90)
+    return manifests.build_objects(config, resources, read_patch(config.launch.kubernetes))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_manifest_equals_stored_file(job: str) -> None:
+    objects = built(*JOBS[job])
+    (config_map, *_) = objects.others
+    launch = yaml.safe_load(config_map["data"]["job.yaml"])["launch"]
+    shown = ("name", "nproc", "nnodes", "master_addr", "master_port", "token_file")
+    # Other tests compare the configuration, which has every key.
+    config_map["data"]["job.yaml"] = yaml.safe_dump({key: launch[key] for key in shown})
+    text = to_text(objects)
+    path = FOLDER / f"{job}.yaml"
+    assert text == path.read_text(), f"these objects are no longer those of {path}:\n\n{text}"
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+@pytest.mark.parametrize("job", JOBS)
+def test_manifest_follows_the_strict_schema_of_kubernetes(job: str, version: str) -> None:
+    objects = built(*JOBS[job])
+    for each in objects.others:
+        kubernetes_validate.validate(each, version, strict=True)
+    if objects.job["kind"] == "Job":
+        kubernetes_validate.validate(objects.job, version, strict=True)
+    elif objects.job["kind"] == "JobSet":
+        (child,) = objects.job["spec"]["replicatedJobs"]
+        one = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}}
+        kubernetes_validate.validate({**one, **child["template"]}, version, strict=True)
+
+
+def test_configuration_in_the_manifest_is_that_of_the_run() -> None:
+    objects = built(*JOBS["job_of_several_pods"])
+    text = objects.others[0]["data"]["job.yaml"]
+    read: dict[str, Any] = yaml.safe_load(text)
+    expected = yaml.safe_load(configuration.to_yaml(loaded(*JOBS["job_of_several_pods"])))
+    assert {**read, "launch": None} == {**expected, "launch": None}
+    assert read["run_dir"] == "/runs/big"
+
+
+def test_manifest_has_no_token() -> None:
+    text = to_text(built(*JOBS["job_of_several_pods"]))
+    documents = [each for each in yaml.safe_load_all(text) if each]
+    assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
+    assert "kubectl create secret generic big-token" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "legal"),
+    [("Llama3_8B.fsdp", "llama3-8b-fsdp"), ("sweep/0", "sweep-0"), ("run-", "run"), ("a" * 53, "")],
+)
+def test_run_names_are_made_legal(name: str, legal: str) -> None:
+    config = loaded("launch.nproc=1", f"name={name}", "launch.kubernetes.volumes=[runs:/runs]")
+    assert manifests.run_name(config) == legal or name
+
+
+def test_patch_is_merged_by_key_and_by_name() -> None:
+    value = {
+        "spec": {
+            "containers": [{"name": "node", "image": "one", "args": ["a", "b"]}],
+            "priority": 1,
+        }
+    }
+    patch = {
+        "spec": {
+            "containers": [{"name": "node", "args": ["c"]}, {"name": "side", "image": "two"}],
+            "priority": None,
+            "hostIPC": True,
+        }
+    }
+    assert manifests.merge_patch(value, patch) == {
+        "spec": {
+            "containers": [
+                {"name": "node", "image": "one", "args": ["c"]},
+                {"name": "side", "image": "two"},
+            ],
+            "hostIPC": True,
+        }
+    }

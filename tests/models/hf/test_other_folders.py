@@ -1,0 +1,60 @@
+"""A folder given as a model that is an adapter, a run or a checkpoint is named, with the keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.hf.reading.files import read_config
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        read_config(HuggingFaceConfig(path=str(folder)))
+    [problem] = raised.value.problems
+    assert problem.key == "model.path"
+    return problem.message
+
+
+@pytest.mark.parametrize(
+    ("content", "base"),
+    [
+        ('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}', "Qwen/Qwen3-0.6B"),
+        ('{"base_model_name_or_path": "my models/a"}', "'my models/a'"),
+        ('{"base_model_name_or_path": null}', "BASE"),
+        ("[]", "BASE"),
+        ("not JSON", "BASE"),
+    ],
+)
+def test_adapter_folder_given_as_model_is_answered_with_base_and_adapter_path(
+    tmp_path: Path, content: str, base: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
+    expected = f"write model.path={base} adapter=lora adapter.path={tmp_path}"
+    assert refused(tmp_path) == f"is an adapter, not a model; {expected}"
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints/step_4"])
+def test_run_folder_given_as_model_is_answered_with_weights_and_export(
+    tmp_path: Path, inside: str
+) -> None:
+    folder = tmp_path / inside
+    folder.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "config.yaml").write_text("adapter: null\n")
+    assert refused(folder) == (
+        f"is a run, not a model; write the model.path of the run and model.weights={folder}, "
+        f"or model.path=FOLDER after axonlaunch checkpoint export {folder} FOLDER"
+    )
+    (tmp_path / "config.yaml").write_text(json.dumps({"adapter": {"name": "lora"}}))
+    assert refused(folder) == (
+        "is an adapter, not a model; write model.path=BASE adapter=lora adapter.path=FOLDER, "
+        f"after axonlaunch checkpoint export {folder} FOLDER"
+    )
+
+
+def test_other_folder_given_as_model_lacks_config_json(tmp_path: Path) -> None:
+    assert refused(tmp_path).startswith("has no config.json; give the folder of a model")

@@ -1,0 +1,72 @@
+"""Routers whose choice differs between a layout and one process, by rounding or by a bug."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import without_folder
+from torch import Tensor
+
+from axonlaunch.engines.build import _Plan
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.result import ParityResult
+
+LAYOUT = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"]
+SETTINGS = ["train.global_batch_size=4", "train.steps=10", "optimizer.lr=3e-3"]
+
+
+def compare(*more: str) -> ParityResult:
+    overrides = without_folder("qwen3_moe", *SETTINGS, *LAYOUT, *more)
+    return on_mock(run_config(overrides), ComparisonPlan(steps=2))
+
+
+def shift_scores_of_ranks(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """Give experts 0 and 1 equal scores, except for a shift with opposite signs in the layout and
+    in one process.
+    """
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    linear = torch.nn.functional.linear
+
+    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = linear(hidden, self.weight)
+        sign = 1 if threading.current_thread() is threading.main_thread() else -1
+        scores = torch.cat([scores[:, :1], scores[:, :1] + sign * size, scores[:, 2:]], dim=1)
+        values, experts = torch.topk(scores.softmax(-1), self.top_k)
+        return scores, values / values.sum(-1, keepdim=True), experts
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
+
+
+def test_token_that_rounding_sends_to_other_experts_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shift_scores_of_ranks(monkeypatch, 1e-7)
+    result = compare()
+    assert result.passed, result.differences
+    [note] = [note for note in result.notes if "other experts" in note]
+    assert note.startswith("rounding sends ")
+    assert note.endswith("everything else was compared with equal choices")
+    assert result.max_gradient_difference < 1e-5
+
+
+def test_other_experts_of_clearly_different_scores_are_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shift_scores_of_ranks(monkeypatch, 1e-2)
+    result = compare()
+    assert not result.passed
+    assert " go to other experts; scores differ by 0.0" in result.differences[0]
+
+
+def test_recomputation_that_chooses_experts_again_is_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Plan, "most_experts", lambda *_: 0)
+    result = compare("train.activation_checkpointing=full")
+    assert "CheckpointError" in str(result.failure)
