@@ -5,8 +5,8 @@ Gradients are left in the parameters. The engine averages and clips them and upd
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.config import ConfigError
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.expert.routing import InvalidRouteError
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 
 if TYPE_CHECKING:  # importing it imports torch's compiler
@@ -68,11 +69,11 @@ class LocalForwardBackward:
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch."""
-        losses = []
+        losses: list[Tensor] = []
         remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
             remaining -= 1
-            with self._synchronise(last=not remaining):
+            with self._synchronise(last=not remaining), _locating(micro_batch, len(losses)):
                 micro_batch_loss = self._loss(micro_batch, loss)
                 micro_batch_loss.backward()
             losses.append(micro_batch_loss.detach())
@@ -105,6 +106,18 @@ class LocalForwardBackward:
         if isinstance(self._forward, DDP) and not last:
             return self._forward.no_sync()
         return nullcontext()
+
+
+@contextmanager
+def _locating(micro_batch: MicroBatch, number: int) -> Iterator[None]:
+    """Add the row in this rank's batch to an error about a token of a micro-batch."""
+    try:
+        yield
+    except InvalidRouteError as error:
+        if isinstance(micro_batch, Batch) and micro_batch.inputs.ndim > 1:
+            samples, positions = micro_batch.inputs.shape[:2]
+            error.row = number * samples + error.token // positions
+        raise
 
 
 class PipelineForwardBackward:
