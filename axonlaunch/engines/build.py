@@ -390,6 +390,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
             model.forward = _replicated_arithmetic(plan, model)(model.forward)
+        if plan.spec.mixes_samples == "batch":  # with the loss in its outputs outside of an engine
+            model.forward = RouterLoss(lambda _: None).running("off")(model.forward)
 
     return plan.source.boundaries(divide, stages)
 
