@@ -209,6 +209,12 @@ if TYPE_CHECKING:
     from axonlaunch.launch.commands.python_api import (
         verify as verify,
     )
+    from axonlaunch.launch.commands.run_data import (
+        RunData as RunData,
+    )
+    from axonlaunch.launch.commands.run_data import (
+        load_run as load_run,
+    )
     from axonlaunch.launch.registry import register_launcher as register_launcher
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
@@ -313,6 +319,7 @@ _NAMES_BY_MODULE = {
         "train",
         "verify",
     ),
+    "axonlaunch.launch.commands.run_data": ("RunData", "load_run"),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.models.specs.custom_loss": ("register_loss",),

@@ -56,10 +56,10 @@ def test_help_imports_no_torch_and_no_hydra() -> None:
 
 
 def test_help_imports_few_modules() -> None:
-    """The time to help is the time of its imports: 210 modules, most of them Python's own."""
+    """The time to help is the time of its imports, most of them Python's own; a command is one."""
     # Python imports some itself, and more if an environment has .pth files.
     alone, helping = (
         sum("|" in line for line in _run("-X", "importtime", *arguments).stderr.splitlines())
         for arguments in (("-c", ""), ("-m", "axonlaunch", "--help"))
     )
-    assert helping - alone < 220
+    assert helping - alone <= 220

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +126,8 @@ def _restored_terminal() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
+    import termios
+
     settings = termios.tcgetattr(sys.stdin)
     try:
         yield

@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from axonlaunch.system.node import cgroup_memory
-
 
 def memory_bytes() -> int:
     """Return the memory of this node in bytes, or less if cgroups allow this process less."""
+    from axonlaunch.system.node import cgroup_memory  # not needed for --help
+
     return min(physical_memory_bytes(), cgroup_memory.limit_bytes() or sys.maxsize)
 
 
@@ -24,6 +24,8 @@ def free_memory_bytes() -> int:
 
     All memory is available if the system does not say how much is free.
     """
+    from axonlaunch.system.node import cgroup_memory
+
     allowed = cgroup_memory.free_limit_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,0 +1,42 @@
+"""``ax.load_run``: a run's folder as columns, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import run_folder
+
+import axonlaunch as ax
+
+
+def test_metrics_and_evaluations_are_columns(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=4, loss=lambda step: 1.0 / step)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 0.5, "loads": [1, 2]}) + "\n")
+        file.write(json.dumps({"step": 5, "eval_loss": 0.75, "eval_accuracy": 0.5}) + "\n")
+    run = ax.load_run(folder)
+    assert run.metrics["step"].tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(run.metrics["loss"], [1, 1 / 2, 1 / 3, 1 / 4, 0.5])
+    assert run.metrics["loads"].tolist() == [None] * 4 + [[1, 2]]
+    assert np.isnan(run.metrics["tokens_per_s"][-1])
+    assert run.evaluations["eval_accuracy"][-1] == 0.5
+    assert "eval_loss" not in run.metrics
+    assert (run.name, run.config["train.steps"]) == ("run", 4)
+
+
+def test_frame_of_pandas_has_a_row_per_logged_step(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = ax.load_run(str(run_folder(tmp_path / "run", steps=3)))
+    frame = run.frame()
+    assert len(frame) == 3
+    assert frame["loss"].tolist() == run.metrics["loss"].tolist()
+
+
+def test_folder_without_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "runs/demo")
+    with pytest.raises(ax.ConfigError, match=r"demo: .*; did you mean runs/demo\?"):
+        ax.load_run("demo")
