@@ -139,9 +139,9 @@ def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command
         run_folder(served.folder / "runs" / name)
     served("report", "runs/a")
     own = (served.folder / "runs/a/report.html").read_bytes()
-    assert served("report", "runs/a", "runs/b").stdout == "runs/report.html\n"
+    assert served("report", "runs/a", "runs/b").stdout == "runs/report-a-b.html\n"
     assert (served.folder / "runs/a/report.html").read_bytes() == own
-    assert (served.folder / "runs/report.html").read_bytes() != own
+    assert (served.folder / "runs/report-a-b.html").read_bytes() != own
 
 
 def test_runs_lists_images_per_second(served: Command) -> None:
