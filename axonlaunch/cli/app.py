@@ -15,6 +15,7 @@ from axonlaunch.cli.command_help import Command, CommandGroups
 from axonlaunch.cli.configuration import completion, config, data, doctor, init, inspect, ls
 from axonlaunch.cli.configuration import help as help_pages
 from axonlaunch.cli.conversion import convert
+from axonlaunch.cli.jobs import jobs, logs, resume, stop
 from axonlaunch.cli.planning import estimate, plan, schedule, verify
 from axonlaunch.cli.reports import compare, diff, report, runs
 from axonlaunch.cli.shared.options import print_problems
@@ -58,6 +59,7 @@ COMMAND_GROUPS: dict[str, dict[str, Any]] = {
         "diff": diff,
         "profile": profile,
     },
+    "Jobs": {"jobs": jobs, "logs": logs, "stop": stop, "resume": resume},
     "Results": {"sample": sample, "checkpoint": checkpoint.checkpoint_app},
 }
 """Commands by the groups in which ``--help`` lists them."""

@@ -5,8 +5,8 @@ Gradients are left in the parameters. The engine averages and clips them and upd
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.config import ConfigError
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.expert.routing import InvalidRouteError
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 
 if TYPE_CHECKING:  # importing it imports torch's compiler
@@ -68,11 +69,11 @@ class LocalForwardBackward:
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch."""
-        losses = []
+        losses: list[Tensor] = []
         remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
             remaining -= 1
-            with self._synchronise(last=not remaining):
+            with self._synchronise(last=not remaining), _locating(micro_batch, len(losses)):
                 micro_batch_loss = self._loss(micro_batch, loss)
                 micro_batch_loss.backward()
             losses.append(micro_batch_loss.detach())
@@ -107,6 +108,18 @@ class LocalForwardBackward:
         return nullcontext()
 
 
+@contextmanager
+def _locating(micro_batch: MicroBatch, number: int) -> Iterator[None]:
+    """Add the row in this rank's batch to an error about a token of a micro-batch."""
+    try:
+        yield
+    except InvalidRouteError as error:
+        if isinstance(micro_batch, Batch) and micro_batch.inputs.ndim > 1:
+            samples, positions = micro_batch.inputs.shape[:2]
+            error.row = number * samples + error.token // positions
+        raise
+
+
 class PipelineForwardBackward:
     """Runs this rank's stages of a pipeline, in rounds of its schedule."""
 
@@ -129,7 +142,7 @@ class PipelineForwardBackward:
         losses = []
         for start in range(0, len(batch), round_size):
             part = batch.rows(start, start + round_size)
-            packing = _packing_arguments(part.positions, self._pipeline.device)
+            packing = self._named_inputs(part)
             losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **packing)
         return losses
 
@@ -139,17 +152,18 @@ class PipelineForwardBackward:
         losses = []
         for start in range(0, len(batch), self._size):
             part = batch.rows(start, start + self._size)
-            packing = _packing_arguments(part.positions, self._pipeline.device)
+            packing = self._named_inputs(part)
             outputs = self._pipeline.forward(part.inputs, **packing)
             if outputs is not None:
                 losses.append(loss(outputs, part.targets.to(outputs.device)))
         return losses
 
+    def _named_inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the named inputs of every stage: positions in packed rows, and padding."""
+        _, named = batch.forward_arguments(self.modules[0])
+        device = self._pipeline.device
+        return {name: value.to(device, non_blocking=True) for name, value in named.items()}
+
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the last stage's outputs on every rank."""
         return self._pipeline.predict(inputs)
-
-
-def _packing_arguments(positions: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """Return the forward's keyword arguments for packed rows; empty without packing."""
-    return {} if positions is None else {"positions": positions.to(device, non_blocking=True)}

@@ -197,6 +197,9 @@ class MeshEngine:
             total /= parts.layout.gradient_ranks
             if scale is not None:
                 total /= scale.value
+        if parts.router_loss is not None and parts.mesh.coordinate("tp") == 0:
+            attached = parts.router_loss.attached_loss()
+            total += 0.0 if attached is None else attached
         summing = self._sum_async(total)
         self._synchronise()
         _wait(counting)
@@ -384,7 +387,7 @@ class MeshEngine:
         return {} if counts is None else counts.loads()
 
     def _count_choices(self, batch: AnyBatch) -> None:
-        """Count the routers' choices before a step with several micro-batches.
+        """Count the routers' choices before a step with several micro-batches or stages.
 
         The loss of the first micro-batch depends on the choices of the last one.
         """
@@ -392,7 +395,13 @@ class MeshEngine:
         if loss is None:
             return
         loss.begin_step()
-        if layout.micro_batches == 1:
+        scale = self._parts.loss_scale
+        loss.gradient = torch.full(
+            (), float(layout.gradient_ranks), device=self._parts.world.device
+        )
+        if scale is not None:
+            loss.gradient *= scale.value
+        if layout.micro_batches == layout.pipeline == 1:
             return
         nothing = torch.zeros((), device=self._parts.world.device)
         with torch.no_grad(), loss.running("count"):

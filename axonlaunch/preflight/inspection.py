@@ -5,9 +5,11 @@ The model is built on the meta device, without storage.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -46,6 +48,27 @@ class LayoutAnswer:
 
 
 @dataclass(frozen=True)
+class InspectedExperts:
+    """Modules of experts that are alike in all blocks that have them.
+
+    Attributes:
+        modules: Name of the modules, with ``*`` for the number of the block.
+        count: Number of the modules.
+        num_experts: Number of experts of each module.
+        router: Name of the modules that choose experts; empty if unknown.
+        shared: Names of modules beside them that every token passes through.
+        degrees: Degrees that divide the experts.
+    """
+
+    modules: str
+    count: int
+    num_experts: int
+    router: str
+    shared: list[str]
+    degrees: list[int]
+
+
+@dataclass(frozen=True)
 class Inspection:
     """A model's structure.
 
@@ -60,6 +83,7 @@ class Inspection:
         ties: Tied weights as ``{other name: first name}``.
         tensor_plan: Tensor plan as ``{pattern: style}``: that of the model, otherwise the one
             that the model's library includes.
+        experts: Modules of experts, by name.
         layouts: Checked layouts.
         notes: Properties that could not be determined, with the reason.
     """
@@ -73,6 +97,7 @@ class Inspection:
     last: list[str]
     ties: dict[str, str]
     tensor_plan: dict[str, str]
+    experts: list[InspectedExperts]
     layouts: list[LayoutAnswer]
     notes: list[str]
 
@@ -100,9 +125,39 @@ def inspect(config: RunConfig) -> Inspection:
         last=list(last),
         ties=tied_names(model),
         tensor_plan=spec.plan(model) or source.published_plan(),
+        experts=_experts(spec, model),
         layouts=list(_layouts(config, spec, model)),
         notes=[uncut] if uncut else [],
     )
+
+
+def _experts(spec: ModelSpec, model: nn.Module) -> list[InspectedExperts]:
+    """Return the modules of experts, with those that choose experts and those beside them."""
+    alike: Counter[tuple[str, int, str, tuple[str, ...]]] = Counter()
+    blocks = spec.blocks(model)
+    for name in spec.experts(model):
+        module: Any = model.get_submodule(name)
+        parent = name.rpartition(".")[0]
+        beside = [other for other, _ in model.get_submodule(parent).named_children()]
+        routers = [other for other in beside if other == "gate" or "router" in other]
+        block = next((block for block in blocks if name.startswith(f"{block}.")), parent)
+        shared = [
+            f"{block}.{other}"
+            for other, _ in model.get_submodule(block).named_modules()
+            if "shared" in (last := other.rpartition(".")[2]) and "gate" not in last
+        ]
+        router = f"{parent}.{routers[0]}" if routers else ""
+        key = (_pattern(name), module.num_experts, _pattern(router), tuple(map(_pattern, shared)))
+        alike[key] += 1
+    degrees = expert_degrees(spec, model)
+    return [
+        InspectedExperts(modules, count, num_experts, router, [*shared], degrees)
+        for (modules, num_experts, router, shared), count in alike.items()
+    ]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:

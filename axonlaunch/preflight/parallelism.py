@@ -191,8 +191,15 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the biases of routers can't balance the experts of the model."""
+    """Yield the reasons why experts can't be compiled, or balanced by the biases of routers."""
     described: Any = config.model
+    is_included = source_of(config).code == "included" and spec.experts(model)
+    precision = precision_of(config)
+    is_bf16 = precision.compute.is_low and not precision.needs_loss_scale
+    if is_included and config.train.compile and not is_bf16:
+        message = "torch compiles products of experts only in bf16; use train.precision=bf16"
+        yield ConfigIssue("train.compile", message, True)
+        return
     balance = getattr(described, "balance", "none")
     if balance == "none":
         return

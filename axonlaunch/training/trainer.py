@@ -38,6 +38,7 @@ from axonlaunch.events import (
 from axonlaunch.models.specs.metrics import Metric
 from axonlaunch.training.callbacks import Callbacks, Moment
 from axonlaunch.training.ending.early_stop import EvaluationHistory
+from axonlaunch.training.ending.invalid_routes import naming_sample
 from axonlaunch.training.ending.nonfinite import (
     raise_if_nonfinite,
     raise_if_nonfinite_parameters,
@@ -270,7 +271,8 @@ class _Loop:
             batch = self._read()
             self._begin("stepping")
             with parts.peak_memory.step(engine):
-                loss, tokens = (parts.tracer or engine).backward(batch)
+                with naming_sample(parts.loader, step=step - 1):
+                    loss, tokens = (parts.tracer or engine).backward(batch)
                 norm = None
                 if is_saved or (is_logged and not is_scaled):
                     norm = raise_if_nonfinite(

@@ -44,6 +44,7 @@ LAYOUTS: dict[str, list[str]] = {
         "strategy.pipeline.schedule=zbv_zero_bubble",
     ],
     "context 2": ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"],
+    "expert 2 x 2": ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"],
     "hybrid 2x2x2": [
         *("strategy=hybrid", "strategy.tensor.degree=2", "strategy.pipeline.degree=2"),
         "launch.nproc=8",

@@ -42,6 +42,8 @@ def write(
 ) -> None:
     """Write the package's data file, with one line per class."""
     head = {"versions": dict(versions), "classes": classes, "layouts": dict(layouts)}
+    columns = list(layouts)
+    rows = sorted(rows, key=lambda row: columns.index(row.layout))
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     families = [f"  {json.dumps(kind)}: {json.dumps(family)}" for kind, family in _families(rows)]
     lines += [' "families": {', ",\n".join(families), " }"]

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from axonlaunch import data
 from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.models.build import build_model
@@ -90,6 +91,13 @@ def test_losses_norms_and_biases_of_experts_equal_plain_torch(layout: str) -> No
     assert biases.keys() == expected_biases.keys()
     for name, bias in biases.items():
         torch.testing.assert_close(bias, expected_biases[name], rtol=0, atol=1e-7)
+
+
+def test_compiled_experts_in_fp32_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_config([*SETTINGS, *LAYOUTS["fsdp"], "train.compile=true"])
+    message = "torch compiles products of experts only in bf16; use train.precision=bf16"
+    assert str(refused.value) == f"train.compile=true: {message}"
 
 
 @pytest.mark.slow(keep=1)

@@ -307,6 +307,31 @@ def test_requeued_job_saves_and_continues_in_its_folder(
     assert axonlaunch.losses("job") == axonlaunch.losses("whole")
 
 
+@pytest.mark.slow
+def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
+    axonlaunch(*overrides, "name=whole")
+    job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
+    there = By(axonlaunch.folder, [], cluster)
+    follower = there.start(*job, "model.arguments={pause:0.2}")
+    logged(axonlaunch.folder / "runs/job/metrics.jsonl", 5)
+    second = there("train", *job[1:], status=2)
+    assert "of this folder is running; follow it with axonlaunch logs job -f" in second.stderr
+    assert "job" in there("jobs").stdout
+    assert "saves a checkpoint and ends" in there("stop", "job").stdout
+    follower.communicate(timeout=60)
+    assert axonlaunch.summary("job")["status"] == "interrupted"
+    assert "has ended" in there("stop", "job", status=2).stderr
+    assert "it resumes in" in there("resume", "job").stdout
+    log = there("logs", "job", "--follow").stdout
+    assert "step 30" in log
+    assert axonlaunch.losses("job") == axonlaunch.losses("whole")
+    assert there("logs", "job", "--rank", "1").stdout
+
+
 @pytest.mark.slow  # the local launcher's are in test_train_command.py
 def test_finished_run_is_not_repeated_and_killed_run_is_completed(
     axonlaunch: Command, served: Command, server: Server

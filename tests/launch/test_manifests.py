@@ -11,11 +11,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from pod_runs import loaded
 
 from axonlaunch import config as configuration
-from axonlaunch.config import RunConfig
 from axonlaunch.launch.external.kubernetes import manifests
-from axonlaunch.launch.external.kubernetes.checks import read_patch, with_folder_of_pods
+from axonlaunch.launch.external.kubernetes.checks import read_patch
 from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 
@@ -40,11 +40,6 @@ JOBS = {
         "checkpoint.path=s3://bucket/big",
     ],
 }
-
-
-def loaded(*overrides: str) -> RunConfig:
-    named = ["launch=kubernetes", "name=big", "launch.kubernetes.image=registry.example/train:1"]
-    return with_folder_of_pods(configuration.load([*named, *overrides]))
 
 
 def built(*overrides: str) -> manifests.RunObjects:

@@ -6,14 +6,22 @@ from dataclasses import replace
 
 import pytest
 from configured import estimate_config
+from hf_families import FAMILIES
 
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput.analytic_work import scaled
-from axonlaunch.planning.throughput.operations import AttentionOp, CollectiveOp, Product, Work
+from axonlaunch.planning.throughput.operations import (
+    AttentionOp,
+    CollectiveOp,
+    HostWait,
+    Product,
+    Work,
+)
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
@@ -206,3 +214,56 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
     assert quarters < halves < full
     states = 4 * work.first.step_ends.gradient_bytes
     assert full - halves == pytest.approx(states / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["strategy.expert.degree=4"],
+        ["strategy.expert.degree=4", "strategy.tensor.degree=2", "estimate.imbalance=1.5"],
+        ["strategy.expert.degree=2", "train.activation_checkpointing=full"],
+    ],
+)
+def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> None:
+    content = {**FAMILIES["qwen3_moe"], "num_experts": 16, "num_hidden_layers": 4}
+    model = ["model=hf", "model.init=random", f"model.config={plain(content)}", *MODEL[4:]]
+    chosen = estimate_config([*model, "strategy=fsdp", "launch.nproc=4", *overrides])
+    single, layout = on_one_device(chosen), Layout.of(chosen, world_size=4)
+    formulas = analytic.Formulas(
+        forked_map.map_forked([lambda: step_work(single, world_size=1)])[0],
+        {},
+        TrainingShares.of(chosen),
+    )
+    reported = scaled(
+        formulas.single_device,
+        chosen,
+        layout,
+        layers=(4,),
+        experts=formulas.experts(chosen, layout),
+    )
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=4)])
+    expected, seen = reported.first.micro_layer.work, counted.first.micro_layer.work
+    assert experts_flops(expected) == pytest.approx(experts_flops(seen), rel=0.07)
+    assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.05)
+    waits = [
+        sum(amount.count for key, amount in work.items() if isinstance(key, HostWait))
+        for work in (expected, seen)
+    ]
+    assert waits[0] == pytest.approx(waits[1])
+
+
+def experts_flops(work: Work) -> float:
+    return sum(
+        2 * key.batch * key.m * key.n * key.k * amount.count
+        for key, amount in work.items()
+        if isinstance(key, Product) and key.tokens is not None
+    )
+
+
+def exchanged(work: Work) -> float:
+    return sum(
+        amount.num_bytes
+        for key, amount in work.items()
+        if isinstance(key, CollectiveOp) and key.kind == "all_to_all"
+    )

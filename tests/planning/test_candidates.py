@@ -174,3 +174,37 @@ def test_optimizer_with_shard_exchange_gets_no_offload_candidates() -> None:
     choices = [*candidates(chosen, devices=2, in_node=2, fixed={}, offloads=True)]
     assert {c.offload for c in choices} == {"none"}
     assert "fsdp" in {c.layout.data_parallel for c in choices}
+
+
+def test_candidates_shard_over_parts_of_a_node_and_several_nodes() -> None:
+    chosen = config.load([*TINY, "train.global_batch_size=64"])
+    choices = candidates(chosen, devices=32, in_node=4, fixed={"strategy.pipeline.degree": 1})
+    shards = {
+        c.layout.dp_shard
+        for c in choices
+        if c.config.strategy.fsdp.sharding == "hybrid_shard" and c.layout.tensor == 1
+    }
+    assert shards == {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(("kind", "degrees"), [("qwen3", {1, 2, 4}), ("llama", {1, 2, 4})])
+def test_tensor_ranks_of_a_model_of_transformers_may_share_key_value_heads(
+    kind: str, degrees: set[int]
+) -> None:
+    # 4 heads, 2 key-value heads
+    chosen = config.load(without_folder(kind, "train.global_batch_size=4"))
+    choices = candidates(chosen, devices=4, in_node=4, fixed={})
+    assert {c.layout.tensor for c in choices} == degrees
+
+
+def test_candidates_divide_experts_inside_a_node_and_over_full_nodes() -> None:
+    chosen = config.load(without_folder("qwen3_moe", "train.global_batch_size=16", num_experts=64))
+    choices = [*candidates(chosen, devices=16, in_node=4, fixed={"strategy.pipeline.degree": 1})]
+    assert {c.layout.expert for c in choices} == {1, 2, 4, 8, 16}
+    for c in choices:
+        assert find_rule_violations(c.config) == []
+        assert broken_world_rules(c.config, world_size=16) == []
+    kinds = {c.layout.data_parallel for c in choices if c.layout.expert > 1}
+    assert kinds == {"fsdp"}
+    compiled = config.with_values(chosen, {"train.compile": True})
+    assert {c.layout.expert for c in candidates(compiled, devices=4, in_node=4, fixed={})} == {1}

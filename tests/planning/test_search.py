@@ -68,6 +68,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
             process_bytes=size,
             single_device=SimpleNamespace(layers=(4,)),
             experts=lambda *_: None,
+            head_layers=0.5,
         )
         monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
         monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
@@ -88,6 +89,12 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert best.fits
     assert best.process_bytes == 3 * GIB  # not the smallest, which is slower
     assert len(plan.candidates) <= search.TRIED
+
+
+def test_last_stage_of_formulas_has_fewer_layers_if_head_takes_long() -> None:
+    assert search._layers(32, 4, 0.0) == (8, 8, 8, 8)
+    assert search._layers(32, 4, 2.4) == (9, 9, 8, 6)
+    assert search._layers(32, 1, 2.4) == (32,)
 
 
 def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:

@@ -23,6 +23,8 @@ from served import Server
 SUPPORT = Path(__file__).parent
 SCRIPTS = SUPPORT.parents[1] / "scripts"
 BIN = Path(sys.executable).parent
+_NOT_BUILT = 3
+"""Exit status of scripts/kube-up without its programs."""
 
 
 def needs(*programs: str, root: bool = True) -> None:
@@ -260,6 +262,27 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         yield {"SLURM_CONF": str(folder / "slurm.conf")}
     finally:
         subprocess.run([SCRIPTS / "slurm-up", "--down", folder], check=True, timeout=60)
+
+
+@contextmanager
+def kubernetes(folder: Path) -> Iterator[Path]:
+    """Run a cluster whose pods are processes of this machine; yield its folder."""
+    needs("openssl", "unshare")
+    path = f"{BIN}:{os.environ['PATH']}"
+    started = subprocess.run(
+        [SCRIPTS / "kube-up", folder],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    if started.returncode == _NOT_BUILT:
+        pytest.skip(started.stderr.strip().removeprefix("error: "))
+    assert started.returncode == 0, started.stderr
+    try:
+        yield folder
+    finally:
+        subprocess.run([SCRIPTS / "kube-up", "--down", folder], check=True, timeout=60)
 
 
 def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, str]]:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from configured import run_config
 from hf_families import FAMILIES
+from torch import Tensor
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines import build
 from axonlaunch.engines.precision.policy import keep_parameters_in
+from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.verification.comparison import compare
-from axonlaunch.verification.references import reference
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
@@ -56,13 +57,16 @@ def test_it_passes(kind: str, overrides: list[str], changes: dict[str, Any]) -> 
     assert verdict.passed, verdict.differences
 
 
-def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches as large as a rank's share, because one process would use the whole batch."""
-    from dataclasses import replace
+def test_router_loss_that_depends_on_the_micro_batch_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss of each rank's own choices, weighted so that equal choices would give the same."""
 
-    from axonlaunch.models.hf.spec import SPEC
+    class OwnChoices(RouterLoss):
+        def share(self, *inputs: Any, **named: Any) -> Tensor:
+            return super().share(*inputs, **named) / 2
 
-    monkeypatch.setattr(reference, "spec_for", lambda config: replace(SPEC, mixes_samples="none"))
+    monkeypatch.setattr(build, "_router_loss", lambda plan: OwnChoices(lambda counts: None))
     verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
     assert not verdict.passed
 

@@ -16,7 +16,7 @@ from axonlaunch.system.text.terminal import console_on
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.preflight.inspection import Inspection
+    from axonlaunch.preflight.inspection import InspectedExperts, Inspection
 
 HELP = "Show a model's blocks and valid layouts. Tied weights and the tensor plan, too."
 EXAMPLES = """Examples:
@@ -98,9 +98,18 @@ def _show(inspection: Inspection, console: Console) -> None:
         table.add_row("" if number else "tensor plan", escape(line))
     if len(plan) > SHOWN:
         table.add_row("", f"{len(plan) - SHOWN} more; use --json to list all")
+    for number, experts in enumerate(inspection.experts):
+        table.add_row("" if number else "experts", escape(_experts_line(experts)))
     for number, layout in enumerate(inspection.layouts):
         answer = "yes" if layout.legal else f"no: {layout.reason}"
         table.add_row("" if number else "layouts", escape(f"{layout.layout}: {answer}"))
     for note in inspection.notes:
         table.add_row("note", escape(note))
     console.print(table)
+
+
+def _experts_line(experts: InspectedExperts) -> str:
+    parts = [f"{experts.count} x {experts.num_experts} in {experts.modules}"]
+    parts += [f"router {experts.router}"] if experts.router else []
+    parts += [f"shared {name}" for name in experts.shared]
+    return "; ".join(parts)

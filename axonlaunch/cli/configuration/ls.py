@@ -150,9 +150,9 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     from rich.table import Table
 
     shown = Table(box=None, padding=(0, 1, 0, 0))
-    shown.add_column("model_type", style="bold", overflow="fold")
+    shown.add_column("model\ntype", style="bold", overflow="fold")
     for layout in table.layouts:
-        shown.add_column(layout.replace(" ", "\n"), no_wrap=True)
+        shown.add_column(layout.replace(" x ", "x").replace(" ", "\n"), no_wrap=True)
     for kind, family in families.items():
         shown.add_row(
             kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)

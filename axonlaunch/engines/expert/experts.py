@@ -48,10 +48,12 @@ class DispatchedExperts(ReadsLocally):
             hidden, experts, weights = (
                 self._part(value, self.tensor_group) for value in (hidden, experts, weights)
             )
+        # Weights are checked with the experts, because each check makes the host wait.
+        experts = experts.masked_fill(~weights.detach().isfinite(), -1)
         try:
             rows, local_experts, ticket = self.dispatch.send(hidden, experts)
         except InvalidRouteError as error:
-            raise InvalidRouteError(f"{self.layer}: {error}") from None
+            raise self._explain(error, weights.detach()) from None
         ones = torch.ones_like(local_experts, dtype=weights.dtype).unsqueeze(-1)
         results = super().forward(rows, local_experts.unsqueeze(-1), ones)
         combined = self.dispatch.combine(results, weights, ticket)
@@ -61,6 +63,17 @@ class DispatchedExperts(ReadsLocally):
         if len(combined) != tokens:
             combined = combined[:tokens].clone()
         return combined if hidden_states.ndim == 2 else combined.view_as(hidden_states).clone()
+
+    def _explain(self, error: InvalidRouteError, weights: Tensor) -> InvalidRouteError:
+        """Return the error with the layer and the token's index among all tokens."""
+        token, group = error.token, self.tensor_group
+        reason = str(error)
+        if not weights[token].isfinite().all():
+            reason = f"the weights of its experts are {weights[token].tolist()}"
+        if group is not None:
+            token += group.rank * len(weights)
+        message = f"the router of {self.layer} gives an invalid route to token {token}: {reason}"
+        return InvalidRouteError(message, token=token)
 
     def _part(self, value: Tensor, group: ProcessGroup) -> Tensor:
         """Return this tensor rank's part of all tokens, padded to equal parts."""

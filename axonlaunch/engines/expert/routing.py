@@ -12,7 +12,16 @@ from axonlaunch.comm.autograd import exchange_rows
 
 
 class InvalidRouteError(RuntimeError):
-    """A router chose an expert that does not exist."""
+    """A router chose an expert that does not exist, or gave it a weight that is not finite.
+
+    Attributes:
+        token: Index of the token in the micro-batch, whose samples follow each other.
+        row: Index of its sample in this rank's batch; None if unknown.
+    """
+
+    def __init__(self, message: str, *, token: int, row: int | None = None) -> None:
+        super().__init__(message)
+        self.token, self.row = token, row
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,8 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
     sent, received = read_counts(counts, theirs, experts=experts, group=group)
     if sent[num_experts]:
         row = int((~is_valid).nonzero()[0])
-        raise InvalidRouteError(
-            f"expert {int(rows[row])} of row {row} does not exist; there are {num_experts}, "
-            "counted from 0"
-        )
+        message = f"expert {int(rows[row])} does not exist; there are {num_experts}, from 0 on"
+        raise InvalidRouteError(message, token=row // experts.shape[-1])
     local = torch.arange(per_rank, device=experts.device).repeat(group.size)
     return Routes(
         order=rows.argsort(stable=True),

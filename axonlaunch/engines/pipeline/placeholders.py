@@ -80,11 +80,18 @@ class PassingBlock(Placeholder):
 
 
 class LeavingBlock(Placeholder):
-    """Placeholder for the next stage's first block, which ends this stage's forward."""
+    """Placeholder for the next stage's first block, which ends this stage's forward.
+
+    Models with a method ``leave`` can replace the hidden states that the stage returns.
+    """
+
+    def __init__(self, absent: nn.Module, *, model: nn.Module) -> None:
+        super().__init__(absent)
+        self._leave = getattr(model, "leave", None)
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> None:
         """End the forward with the hidden states."""
-        raise _Leaving(hidden)
+        raise _Leaving(hidden if self._leave is None else self._leave(hidden))
 
 
 class End(Placeholder):
@@ -135,7 +142,7 @@ def cut_out(
     micro_batch = _MicroBatch()
     for number, name in enumerate(blocks):
         if number == last:
-            _replace(model, name, LeavingBlock(model.get_submodule(name)))
+            _replace(model, name, LeavingBlock(model.get_submodule(name), model=model))
         elif not first <= number < last:
             _replace(
                 model,

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TextIO
 
 _INTERRUPTED = 130
 _POLL_S = 1.0
@@ -34,22 +34,56 @@ class FollowedJob(Protocol):
     """A submitted job."""
 
     @property
+    def name(self) -> str:
+        """Name of the run."""
+
+    @property
+    def scheduler(self) -> str:
+        """The job in words."""
+
+    @property
+    def run_dir(self) -> str:
+        """Run folder, as the job sees it."""
+
+    @property
     def left(self) -> str:
         """Line for the user after Ctrl-C, which does not end the job."""
 
     def state(self) -> JobState:
         """Return the current state."""
 
-    def read_log(self) -> str:
-        """Return what was added to the log since the last call."""
+    def read_log(self, *, rank: int = 0) -> str:
+        """Return what was added since the last call to the log of a rank."""
+
+    def stop(self) -> str:
+        """Let the run save a checkpoint and end; return a line for the user.
+
+        Raises:
+            ConfigError: The scheduler refuses it, or the job has ended.
+        """
+
+    def resume(self) -> str:
+        """Continue a stopped run in the same folder; return a line for the user.
+
+        Raises:
+            ConfigError: The scheduler refuses it, or the job has not been stopped.
+        """
 
 
-def follow_job(job: FollowedJob, announce: Callable[[str], None]) -> tuple[int, str]:
-    """Print the log of a job to standard error until it ends or Ctrl-C is pressed.
+def follow_job(
+    job: FollowedJob,
+    announce: Callable[[str], None],
+    *,
+    rank: int = 0,
+    log: TextIO | None = None,
+) -> tuple[int, str]:
+    """Print the log of a job until it ends or Ctrl-C is pressed.
 
     Args:
         job: The job.
         announce: Receives the notes of new states.
+        rank: Rank whose log is printed.
+        log: Stream that receives the log; None: standard error.
 
     Returns:
         The exit status, 130 after Ctrl-C, and the name of the last state.
@@ -61,9 +95,10 @@ def follow_job(job: FollowedJob, announce: Callable[[str], None]) -> tuple[int, 
             if now.status is None and now.note not in ("", noted):
                 announce(now.note)
             noted = now.note
-            if added := job.read_log():
-                sys.stderr.write(added)
-                sys.stderr.flush()
+            if added := job.read_log(rank=rank):
+                stream = log or sys.stderr
+                stream.write(added)
+                stream.flush()
             if now.status is not None:
                 announce(now.note)
                 return now.status, now.name

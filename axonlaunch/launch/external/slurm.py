@@ -23,11 +23,13 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.launch.multinode import token
-from axonlaunch.system.storage.files import replace_text
+from axonlaunch.system.storage.files import read_text, replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
 TOKEN = "token"
+NUMBER = "job.number"
+"""File in the run folder with the number of the last job."""
 UNKNOWN = "UNKNOWN"
 """State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
@@ -157,19 +159,47 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     """
     with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
-        script = _write(config, folder)
-    command = ["sbatch", "--parsable", str(script)]
-    submitted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if submitted.returncode:
-        reason = " ".join(submitted.stderr.replace("sbatch: error:", "").split())
-        raise ConfigError([ConfigIssue("launch", f"sbatch failed: {reason}")])
-    job = submitted.stdout.strip().partition(";")[0]
+        refuse_second_job(folder)
+        _write(config, folder)
+    job = _submit_script(folder)
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
-    status, state = follow_job(SlurmJob(job, folder / f"slurm-{job}.out"), announce)
+    status, state = follow_job(SlurmJob(folder, job), announce)
     return status, {"job_id": int(job), "run_dir": config.run_dir, "state": state}
 
 
-def _write(config: RunConfig, folder: Path) -> Path:
+def refuse_second_job(folder: Path) -> None:
+    """Refuse to submit a run while an earlier job of its folder waits or runs.
+
+    Raises:
+        ConfigError: There is such a job.
+    """
+    job = SlurmJob.of_folder(folder)
+    state = None if job is None else job.state()
+    if job is not None and state is not None and state.status is None:
+        message = (
+            f"job {job.number} of this folder is {state.name.lower()}; follow it with axonlaunch "
+            f"logs {job.name} -f, or stop it with axonlaunch stop {job.name}"
+        )
+        raise ConfigError([ConfigIssue("run_dir", message, str(folder))])
+
+
+def _submit_script(folder: Path) -> str:
+    """Submit the script of a run folder, and return the number of the job.
+
+    Raises:
+        ConfigError: ``sbatch`` failed.
+    """
+    command = ["sbatch", "--parsable", str(folder / SCRIPT)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        reason = " ".join(ran.stderr.replace("sbatch: error:", "").split())
+        raise ConfigError([ConfigIssue("launch", f"sbatch failed: {reason}")])
+    job = ran.stdout.strip().partition(";")[0]
+    replace_text(folder / NUMBER, f"{job}\n")
+    return job
+
+
+def _write(config: RunConfig, folder: Path) -> None:
     if config.launch.token_file is None:
         # The run folder is on a file system shared by the nodes of the job.
         token.create_token(folder / TOKEN)
@@ -179,7 +209,6 @@ def _write(config: RunConfig, folder: Path) -> Path:
     replace_text(folder / JOB, configuration.to_yaml(config))
     (folder / CONFIG).unlink()  # the run has not begun yet
     replace_text(folder / SCRIPT, render(config))
-    return folder / SCRIPT
 
 
 def _job_issues(config: RunConfig) -> list[ConfigIssue]:
@@ -199,13 +228,42 @@ class SlurmJob:
     """A submitted job.
 
     Attributes:
+        folder: Run folder.
         number: Number of the job.
-        log: Its output, which is followed.
     """
 
+    folder: Path
     number: str
-    log: Path
     _read: int = 0
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> SlurmJob | None:
+        """Return the last job that was submitted in a run folder; None if there is none."""
+        try:
+            number = read_text(folder / NUMBER, at_most=64).strip()
+        except (OSError, ValueError):
+            return None
+        return cls(folder, number) if number.isdigit() else None
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder."""
+        return self.folder.name
+
+    @property
+    def scheduler(self) -> str:
+        """The job in words."""
+        return f"SLURM job {self.number}"
+
+    @property
+    def run_dir(self) -> str:
+        """Path of the run folder."""
+        return str(self.folder.absolute())
+
+    @property
+    def log(self) -> Path:
+        """Output of the job, with the log of rank 0."""
+        return self.folder.absolute() / f"slurm-{self.number}.out"
 
     @property
     def left(self) -> str:
@@ -236,15 +294,42 @@ class SlurmJob:
         )
         return JobState(UNKNOWN, note, 1)
 
-    def read_log(self) -> str:
-        """Return what was added to the log since the last call."""
-        if not self.log.exists():
+    def read_log(self, *, rank: int = 0) -> str:
+        """Return what was added since the last call to the log of a rank."""
+        log = self.folder / "logs" / f"rank_{rank}.log" if rank else self.log
+        if not log.exists():
             return ""
-        with self.log.open("rb") as stream:
+        with log.open("rb") as stream:
             stream.seek(self._read)
             content = stream.read()
         self._read += len(content)
         return content.decode(errors="replace")
+
+    def stop(self) -> str:
+        """Let the run save a checkpoint and end; return a line for the user.
+
+        Raises:
+            ConfigError: ``scancel`` failed, or the job has ended.
+        """
+        now = self.state()
+        if now.status is not None:
+            raise ConfigError([ConfigIssue("", now.note)])
+        # Its steps get SIGTERM and save; scancel without a signal kills them after KillWait.
+        signal = [] if now.name == "PENDING" else ["--signal=TERM"]
+        _, error = _ask("scancel", *signal, self.number)
+        if error:
+            raise ConfigError([ConfigIssue("", f"job {self.number}: {error}")])
+        return f"job {self.number} saves a checkpoint and ends; axonlaunch resume {self.name}"
+
+    def resume(self) -> str:
+        """Submit the script of the run folder again; return a line for the user.
+
+        Raises:
+            ConfigError: ``sbatch`` failed, or the job has not ended.
+        """
+        refuse_second_job(self.folder)
+        self.number = _submit_script(self.folder)
+        return f"job {self.number} submitted; it resumes in {self.folder}"
 
     def _state_of(self, name: str, code: str) -> JobState:
         if name == "PENDING":

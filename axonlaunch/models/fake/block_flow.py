@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.spec import BlockFlow, Dim, ModelOutputs
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
@@ -113,7 +115,11 @@ class _Run:
                     self._watch.fixed.add(storage_key(parameter))
             tokens = torch.zeros(self._sample, dtype=torch.int64)
             self._watch.depend(tokens)
-            with self._watch:
+            # An engine computes a router's loss in parts, so the model only returns logits.
+            loss: AbstractContextManager[None] = nullcontext()
+            if getattr(self._model, "shares_router_loss", False):
+                loss = RouterLoss(lambda _: None).running("off")
+            with self._watch, loss:
                 outputs = self._model(tokens)
         if len(self.returns) < len(self._blocks):
             raise _ImpassableError(f"{self._layers}.{len(self.returns)} is not called")

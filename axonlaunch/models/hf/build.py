@@ -95,6 +95,22 @@ class RoutedCausalLM(CausalLM):
         with library.router_loss_without_padding(present):
             return super().forward(input_ids, positions)
 
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Attach the auxiliary loss of the blocks of a pipeline stage to its hidden states."""
+        loss = current_router_loss()
+        if loss is None or not self.shares_router_loss:
+            return hidden
+        if not (logits := library.recorded_router_logits()):
+            return hidden
+        model: Any = self
+        share = loss.share(
+            logits,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            mask=library.present_tokens(),
+        )
+        return loss.attach(hidden, share * _coefficient(model))
+
 
 def build_recorded(config: TransformersModel) -> tuple[nn.Module, dict[str, Initializer]]:
     """Build a model and return it with the initializers of its parameters.

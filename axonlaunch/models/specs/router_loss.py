@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +29,15 @@ def current_router_loss() -> RouterLoss | None:
 class RouterLoss:
     """Sums the choices of a step over its micro-batches and ranks, and returns shares of the loss.
 
-    Models call ``share`` and ``add`` in their forward. With several micro-batches, the engine first
-    runs all of them without gradients to count the choices.
+    Models call ``share`` and ``add`` in their forward, or ``attach`` on a pipeline stage that
+    returns hidden states. With several micro-batches or stages, the engine first runs all
+    micro-batches without gradients to count the choices.
+
+    Attributes:
+        gradient: Gradient of attached shares, 0-dim; the engine sets it for each step.
     """
+
+    gradient: Tensor
 
     def __init__(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
         """Create the loss of an engine.
@@ -42,27 +48,31 @@ class RouterLoss:
         self._sum_over_ranks = sum_over_ranks
         self._mode: RoutingMode = "off"
         self._counts: Tensor | None = None
-        self._is_summed = False
         self._share: Tensor | None = None
+        self._attached: Tensor | None = None
 
     @contextmanager
     def running(self, mode: RoutingMode) -> Iterator[None]:
         """Return a context for forwards.
 
         Args:
-            mode: ``count`` counts choices; ``share`` computes the loss, from these counts or from
-                those of the first forward; ``off`` does neither.
+            mode: ``count`` counts choices, and sums them over ranks at the end; ``share`` computes
+                the loss, from these counts or from those of the first forward; ``off`` does
+                neither.
         """
         token, self._mode = _CURRENT.set(self), mode
         try:
             yield
+            if mode == "count":
+                assert self._counts is not None, "no forward called share()"
+                self._sum_over_ranks(self._counts)
         finally:
             self._mode = "off"
             _CURRENT.reset(token)
 
     def begin_step(self) -> None:
         """Forget the counts of the last step."""
-        self._counts, self._is_summed, self._share = None, False, None
+        self._counts = self._share = self._attached = None
 
     def share(
         self, gate_logits: Sequence[Tensor], *, num_experts: int, top_k: int, mask: Tensor | None
@@ -88,23 +98,51 @@ class RouterLoss:
             counts[num_experts] += is_counted.sum()
             weighted = chances.float() * is_counted.unsqueeze(-1)
             probabilities = probabilities + weighted.sum(0)
-        if self._mode == "count" or self._counts is None:
-            self._counts = counts if self._counts is None else self._counts + counts
         if self._mode == "count":
+            self._counts = counts if self._counts is None else self._counts + counts
             return probabilities.new_zeros(())
-        if not self._is_summed:
-            self._sum_over_ranks(self._counts)
-            self._is_summed = True
+        if self._counts is None:
+            self._sum_over_ranks(counts)
+            self._counts = counts
         tokens = self._counts[num_experts].clamp(min=1)
         frequencies = self._counts[:num_experts] / tokens
         return num_experts * (frequencies * probabilities / tokens).sum()
 
     def add(self, loss: Tensor) -> None:
-        """Add a forward's weighted share."""
-        if self._mode == "share":
+        """Add a forward's weighted share to the loss of its micro-batch."""
+        if self._mode == "share" and torch.is_grad_enabled():
             self._share = loss if self._share is None else self._share + loss
+
+    def attach(self, hidden: Tensor, loss: Tensor) -> Tensor:
+        """Return hidden states whose backward also computes the gradients of a weighted share."""
+        if self._mode != "share" or not torch.is_grad_enabled():
+            return hidden
+        value = loss.detach()
+        self._attached = value if self._attached is None else self._attached + value
+        attached: Tensor = _attach(hidden, loss, self.gradient)
+        return attached
+
+    def attached_loss(self) -> Tensor | None:
+        """Return the sum of the step's attached shares; None if there are none."""
+        return self._attached
 
     def take(self) -> Tensor | None:
         """Return the share that was added since the last call; None if there is none."""
         share, self._share = self._share, None
         return share
+
+
+class _Attach(torch.autograd.Function):
+    """Returns hidden states, and gives a loss that they don't depend on a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, loss.dtype
+        return hidden.clone()  # torch's stages detach their outputs in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, ctx.gradient.to(ctx.dtype), None
+
+
+_attach: Any = _Attach.apply

@@ -11,6 +11,7 @@ is at most 13% off. With two tensor ranks it is 13% above, with a pipeline of fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
+from axonlaunch.planning.throughput.operations import Product
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
@@ -101,6 +103,15 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         return cls(work, by_mode, TrainingShares.of(config))
+
+    @functools.cached_property
+    def head_layers(self) -> float:
+        """Matrix products outside of the layers, relative to those of a layer."""
+        ends, layer = (
+            sum(amount.flops for key, amount in share.work.items() if isinstance(key, Product))
+            for share in (self.single_device.first.micro_ends, self.single_device.first.micro_layer)
+        )
+        return ends / layer if layer else 0.0
 
     def experts(self, config: RunConfig, layout: Layout) -> ExpertShare:
         """Return the tokens and parameters of a rank's experts, for step times."""
@@ -260,6 +271,8 @@ def peak_bytes(
     end_activations = (
         saved.ends if layers else stage_fraction * in_flight * saved.ends
     ) / layout.tensor
+    if (chunk := config.train.loss_chunk) is not None:
+        end_activations *= min(1.0, chunk / max(1.0, samples * work.sample_length))
     layer_activations = layers * in_flight * kept_per_layer
     moments = analytic_states.moments(
         config,

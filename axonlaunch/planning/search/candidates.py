@@ -32,6 +32,8 @@ _MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG_SEQUENCE = 32_768
 """Sequence length from which context parallelism is considered even if there are enough samples."""
+_SHORTEST_PART = 16_384
+"""Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTATION = ("none", "selective", "full")
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
@@ -90,7 +92,8 @@ def candidates(
     if can_divide:
         usual["tp"] = _power_of_two_divisors(in_node)
     if not spec.undivided_sequences():
-        usual["cp"] = _power_of_two_divisors(in_node)
+        most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
+        usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
@@ -141,6 +144,8 @@ def candidates(
             if all(settings[key] == value for key, value in fixed.items()):
                 candidate_config = with_values(config, {**settings, **settings_for_ranks(devices)})
                 layout = Layout.of(candidate_config, world_size=devices)
+                if math.prod(layout.axes.values()) != devices:
+                    continue  # replicas do not divide the ranks that read different samples
                 if not any(layout_problems(candidate_config, layout)):
                     yield Candidate(candidate_config, layout, settings)
 

@@ -28,6 +28,8 @@ TOGETHER = 3
 TRACED = 8
 """Maximum number of changes to estimate, because the user is waiting."""
 
+_CHUNK = 1024
+"""Value of ``train.loss_chunk`` to suggest."""
 _SHARDING = "strategy.fsdp.sharding"
 _TOLERANCE = 1.15
 """Changes that need more than this multiple of device memory by the formulas are skipped."""
@@ -60,6 +62,7 @@ def candidate_changes(config: RunConfig) -> list[Options]:
     return [
         _micro_batches(layout),
         _recomputing(config),
+        _loss_chunk(config, layout),
         _experts(layout),
         _sharding(config, layout),
         _sequence_parallel(config),
@@ -200,6 +203,16 @@ def _recomputing(config: RunConfig) -> Options:
         Option({key: "full"}, "recomputes the forward: about 1/3 more compute"),
     ]
     return options[("none", "selective", "full").index(current) :]
+
+
+def _loss_chunk(config: RunConfig, layout: Layout) -> Options:
+    """Return the option to compute the head and the loss for some tokens at a time."""
+    train, length = config.train, config.sequence_length
+    if train.loss_chunk or train.loss or length is None or spec_for(config).head is None:
+        return []
+    if length * layout.micro_batch_size // layout.divisor("sequences") <= _CHUNK:
+        return []
+    return [Option({"train.loss_chunk": _CHUNK}, "recomputes the head, without most logits")]
 
 
 def _sharding(config: RunConfig, layout: Layout) -> Options:

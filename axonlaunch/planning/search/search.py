@@ -280,6 +280,7 @@ def _preselect(
     families: dict[tuple[Any, ...], list[_Preselected]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: _Preselected | None = None
+    head = formulas.head_layers
     for candidate in layouts:
         layout = candidate.layout
         size = formulas.process_bytes(candidate.config, layout)
@@ -291,7 +292,7 @@ def _preselect(
         counts[group] += 1
         if counts[group] > _CHANCES:
             continue  # earlier ones of the group recompute less
-        layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
+        layers = _layers(sum(formulas.single_device.layers), layout.num_stages, head)
         work = scaled(
             formulas.single_device,
             candidate.config,
@@ -315,7 +316,21 @@ def _fastest_and_smaller(family: Sequence[_Preselected]) -> list[_Preselected]:
     return [fastest, *sorted(smaller, key=lambda choice: choice.step_s)[: _CHANCES - 1]]
 
 
-def _layers(depth: int, stages: int) -> tuple[int, ...]:
+def _layers(depth: int, stages: int, head: float) -> tuple[int, ...]:
+    """Return the number of layers of each stage if all stages take equally long.
+
+    Args:
+        depth: Number of layers of the model.
+        stages: Number of stages.
+        head: Work of the head in the last stage, in layers.
+    """
+    if stages == 1 or depth < stages:
+        return _evenly(depth, stages)
+    last = max(1, round((depth + head) / stages - head))
+    return (*_evenly(depth - last, stages - 1), last)
+
+
+def _evenly(depth: int, stages: int) -> tuple[int, ...]:
     return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
 
 

@@ -196,12 +196,16 @@ class _Scaled:
         """
         layout, work = self._layout, Work()
         width = self._reference.hidden_size
-        rows = sum(
-            amount.count * key.batch * key.m
+        products = [
+            (key, amount.count * key.batch * key.m)
             for key, amount in self._reference.first.micro_layer.work.items()
-            if isinstance(key, Product)
-            and (key.phase, key.tokens, key.k) == ("forward", "m", width)
-            and key.n != width
+            if isinstance(key, Product) and (key.phase, key.tokens) == ("forward", "m")
+        ]
+        # One product of an expert ends with the width of the hidden states. The others may too, but
+        # not if they also begin with it.
+        rows = min(
+            sum(count for key, count in products if key.k == width),
+            sum(count for key, count in products if key.n == width),
         )
         if layout.expert == 1 or not rows:
             return work

@@ -18,6 +18,8 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.experts import dispatch_experts
+from axonlaunch.preflight.inspection import inspect
+from axonlaunch.training.ending.invalid_routes import naming_sample
 
 EXPERT = ["strategy=fsdp", "strategy.expert.degree=2"]
 LAYOUTS = {
@@ -137,14 +139,66 @@ def test_rank_without_tokens_gets_gradients_of_zero() -> None:
     assert (gradient, empty) == ([6.0, 3.0], [0.0, 0.0])
 
 
-def test_router_with_invalid_expert_is_named() -> None:
+@pytest.mark.parametrize(
+    ("experts", "weights", "reason"),
+    [
+        ([[1], [4]], [[1.0], [1.0]], "expert 4 does not exist; there are 4, from 0 on"),
+        ([[1], [3]], [[1.0], [float("inf")]], "the weights of its experts are [inf]"),
+    ],
+)
+def test_router_with_invalid_route_is_named(
+    experts: list[list[int]], weights: list[list[float]], reason: str
+) -> None:
     def run(world: World) -> str:
         with pytest.raises(RuntimeError) as failure:
-            divided(world)(torch.ones(2, 2), torch.tensor([[1], [4]]), torch.ones(2, 1))
+            divided(world)(torch.ones(2, 2), torch.tensor(experts), torch.tensor(weights))
         return str(failure.value)
 
-    message = "experts: expert 4 of row 1 does not exist; there are 4, counted from 0"
+    message = f"the router of experts gives an invalid route to token 1: {reason}"
     assert World.mock(2).run(run) == [message, message]
+
+
+def test_sample_with_an_invalid_route_is_named() -> None:
+    one_by_one = ["train.global_batch_size=8", "train.micro_batch_size=1"]
+    chosen = run_config([*SETTINGS, family("qwen3_moe"), *LAYOUTS["fsdp"], *one_by_one])
+
+    def run(world: World) -> tuple[str, str]:
+        engine, loader = rank_engine(chosen, world)
+        batch = loader.batch(0)
+        wrong = int(batch.inputs[1, 9])  # a token of this rank's second sample
+        row, position = (batch.inputs == wrong).nonzero()[0].tolist()
+        [model] = engine.modules
+        spoiled: list[Tensor] = []
+
+        def find(_module: Any, inputs: Any, _output: Tensor) -> None:
+            spoiled[:] = [(inputs[0] == wrong).unsqueeze(-1)]
+
+        def spoil(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+            return output.masked_fill(spoiled[0], float("nan"))
+
+        model.get_submodule("model.embed_tokens").register_forward_hook(find)
+        block = model.get_submodule("model.layers.1")
+        block.get_submodule("post_attention_layernorm").register_forward_hook(spoil)
+        with pytest.raises(RuntimeError) as failure, naming_sample(loader, step=0):
+            engine.backward(batch)
+        expected = (
+            f"the router of model.layers.1.mlp.experts gives an invalid route to token {position}: "
+            f"the weights of its experts are [nan, nan] (step 1, sample {loader.indices(0)[row]} "
+            "of the data set)"
+        )
+        return str(failure.value), expected
+
+    for actual, expected in World.mock(4).run(run):
+        assert actual == expected
+
+
+def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
+    model = plain({**ROUTED["deepseek_v3"], "n_routed_experts": 6})
+    [experts] = inspect(run_config([*SETTINGS, f"model.config={model}"])).experts
+    assert (experts.modules, experts.count) == ("model.layers.*.mlp.experts", 2)
+    assert experts.router == "model.layers.*.mlp.gate"
+    assert experts.shared == ["model.layers.*.mlp.shared_experts"]
+    assert (experts.num_experts, experts.degrees) == (6, [1, 2, 3, 6])
 
 
 @pytest.mark.parametrize(

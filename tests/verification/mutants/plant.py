@@ -28,7 +28,6 @@ SMALL = [
 ]
 SHARE = 0.95
 """Fraction of the bugs that must be found."""
-SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Found:
     """The report of verify.
 
     Attributes:
-        verdict: The verdict, or ``error``.
+        verdict: The verdict, ``error``, or ``late`` after the time limit.
         first: The first line that differs.
         module: The first module that differs, and how; empty if none was named.
     """
@@ -103,19 +102,22 @@ def _write(file: Path, text: str) -> None:
     os.utime(file, (later, later))
 
 
-def verify(arguments: list[str], copy: Path) -> Found:
+def verify(arguments: list[str], copy: Path, *, seconds: float) -> Found:
     """Run the command on the copy."""
     paths = f"{copy}{os.pathsep}{ROOT / 'tests' / 'support'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "axonlaunch", "verify", *arguments, "--json"],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "axonlaunch", "verify", *arguments, "--json"],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Found("late", f"took more than {seconds:.0f} s")
     try:
         content = json.loads(ran.stdout)
     except json.JSONDecodeError:
@@ -131,6 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="those whose claim or file holds this text")
     parser.add_argument("--from", dest="first", type=int, default=0, help="skip those before")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of one command")
     chosen = parser.parse_args()
     every = [m for m in mutants() if chosen.only in m.claim or chosen.only in m.file]
     num_found, named, right, wanted = 0, 0, 0, 0
@@ -142,9 +145,10 @@ def main() -> int:
         for number, mutant in enumerate(every[chosen.first :], start=chosen.first):
             began, arguments = time.monotonic(), tuple(mutant.arguments)
             if arguments not in passes:
-                passes[arguments] = verify(mutant.arguments, copy).verdict == "passed"
+                right_code = verify(mutant.arguments, copy, seconds=chosen.seconds)
+                passes[arguments] = right_code.verdict == "passed"
             with planted(mutant, copy):
-                seen = verify(mutant.arguments, copy)
+                seen = verify(mutant.arguments, copy, seconds=chosen.seconds)
             # A command finds nothing if the correct code does not pass it.
             is_found = passes[arguments] and seen.verdict in ("failed", "nothing proved")
             is_named, has_module = bool(seen.module), mutant.module != "none"

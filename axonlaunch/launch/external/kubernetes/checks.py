@@ -153,32 +153,28 @@ def read_patch(options: KubernetesConfig) -> dict[str, Any] | None:
     return patch
 
 
-def patched_issues(job: dict[str, Any], options: KubernetesConfig, name: str) -> list[ConfigIssue]:
-    """Return the problems of an object after the patch, which a server would find late or never."""
-    key, issues = f"{_KEY}.patch", []
+def rule_problems(job: dict[str, Any], kind: str, name: str) -> list[str]:
+    """Return the problems of a patched object that no schema finds.
 
-    def refuse(message: str) -> None:
-        issues.append(ConfigIssue(key, message, options.patch))
-
+    Args:
+        job: Job, JobSet or TrainJob that follows the schema.
+        kind: Value of ``launch.kubernetes.kind``.
+        name: Name of the run's objects.
+    """
+    problems = []
     if job.get("metadata", {}).get("name") != name:
-        refuse(f"changes metadata.name; write name=... for the run instead of {name}")
-    template = pod_template(job, options.kind)
-    containers = [] if template is None else template.get("spec", {}).get("containers", [])
-    if CONTAINER not in [container.get("name") for container in containers]:
-        refuse(f"removes the container {CONTAINER}, which trains")
-    policy = None if template is None else template.get("spec", {}).get("restartPolicy")
-    if options.kind != "trainjob" and policy != "Never":
-        refuse("changes restartPolicy; the failure policy needs Never")
-    if options.kind == "trainjob":
-        trainer = job.get("spec", {}).get("trainer", {})
-        reserved = [
-            variable["name"]
-            for variable in trainer.get("env", [])
-            if str(variable.get("name", "")).startswith(_RESERVED)
-        ]
-        if reserved:
-            refuse(f"sets {', '.join(reserved)}, which Kubeflow Trainer sets itself")
-    return issues
+        problems.append(f"changes metadata.name; write name=... for the run instead of {name}")
+    pod = (pod_template(job, kind) or {}).get("spec") or {}
+    if CONTAINER not in [container.get("name") for container in pod.get("containers") or []]:
+        problems.append(f"removes the container {CONTAINER}, which trains")
+    if kind != "trainjob" and pod.get("restartPolicy") != "Never":
+        problems.append("changes restartPolicy; the failure policy needs Never")
+    if kind == "trainjob":
+        variables = job["spec"].get("trainer", {}).get("env") or []
+        names = [str(variable.get("name", "")) for variable in variables]
+        if reserved := [each for each in names if each.startswith(_RESERVED)]:
+            problems.append(f"sets {', '.join(reserved)}, which Kubeflow Trainer sets itself")
+    return problems
 
 
 def pod_template(job: dict[str, Any], kind: str) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.launch import KubernetesConfig
 
 _TIMEOUT_S = 30.0
-_LEAST_ERROR = 400
+_LEAST_ERROR, _TOO_MANY, _SERVER_ERROR = 400, 429, 500
+"""HTTP statuses."""
 _MANAGER = "axonlaunch"
 KEYS = {
     "Job": "job",
@@ -56,6 +57,11 @@ class RefusedError(Exception):
     def message(self) -> str:
         """Message of the server on one line."""
         return " ".join(str(self.content.get("message", "")).split())
+
+    @property
+    def is_unknown_kind(self) -> bool:
+        """Whether the server has no API of this kind of job."""
+        return self.status == 404 and "details" not in self.content and bool(self.kind)
 
 
 class Cluster:
@@ -219,8 +225,11 @@ class Cluster:
             )
         except HTTPError as error:
             raise UnreachableError(_short(str(getattr(error, "reason", None) or error))) from None
+        if answer.status >= _SERVER_ERROR or answer.status == _TOO_MANY:
+            raise UnreachableError(f"HTTP status {answer.status}")
         if answer.status >= _LEAST_ERROR:
-            kind = next((kind for kind in KEYS if kind in action), "")
+            kinds = sorted(KEYS, key=len, reverse=True)  # the others contain Job
+            kind = next((kind for kind in kinds if kind in action), "")
             raise RefusedError(answer.status, _content(answer.data), action, kind)
         data: bytes = answer.data
         return data
@@ -242,7 +251,7 @@ class Cluster:
         if status == 403:
             text = f"{self.server} does not allow to {refused.action}: {message}"
             return [ConfigIssue("launch.kubernetes.namespace", text, self.namespace)]
-        if status == 404 and "details" not in refused.content:
+        if refused.is_unknown_kind:
             return [self._missing_kind(refused.kind)]
         if status == 404 and re.search(r'namespaces? "', message):
             text = f"there is no such namespace at {self.server}; create it, or write another"

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.kubernetes.cluster import (
+    KEYS,
     Cluster,
     RefusedError,
     UnreachableError,
 )
-from axonlaunch.launch.external.kubernetes.manifests import CONTAINER, RUN_LABEL
+from axonlaunch.launch.external.kubernetes.manifests import (
+    CONTAINER,
+    MANAGED_BY,
+    NPROC,
+    RUN_DIR,
+    RUN_LABEL,
+)
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _CONFIGURATION_ERROR = 2
@@ -31,15 +39,30 @@ class ClusterJob:
         cluster: The API server.
         kind: ``Job``, ``JobSet`` or ``TrainJob``.
         name: Name of the object.
-        node: Number of the pod whose log is read.
+        run_dir: Run folder, as the pods see it.
+        nproc: Number of ranks of a pod.
     """
 
     cluster: Cluster
     kind: str
     name: str
-    node: int = 0
+    run_dir: str = ""
+    nproc: int = 1
     _times: dict[str, str] = field(default_factory=dict)
     _is_lost: bool = False
+
+    @classmethod
+    def of_object(cls, cluster: Cluster, job: dict[str, Any]) -> ClusterJob:
+        """Return the run of an object that axonlaunch has made."""
+        metadata = job["metadata"]
+        about = metadata.get("annotations") or {}
+        nproc = int(about.get(NPROC, 1))
+        return cls(cluster, job["kind"], metadata["name"], about.get(RUN_DIR, ""), nproc)
+
+    @property
+    def scheduler(self) -> str:
+        """The object and its namespace, in words."""
+        return f"{self.kind} in {self.cluster.namespace}"
 
     @property
     def title(self) -> str:
@@ -69,14 +92,51 @@ class ClusterJob:
             return JobState(now.name, now.note or f"{self.title}: connected again", now.status)
         return now
 
-    def read_log(self) -> str:
-        """Return the lines of the pod's log since the last call; empty if it can't be read now."""
+    def read_log(self, *, rank: int = 0) -> str:
+        """Return what was added since the last call to the log of the pod of a rank.
+
+        It is empty while the pod has no log and while the server does not answer.
+        """
         try:
-            pods = self.pods()
-            running = [pod for pod in pods if _index(pod) == self.node and _has_log(pod)]
+            pods, node = self.pods(), rank // self.nproc
+            running = [pod for pod in pods if _index(pod) == node and _has_log(pod)]
             return "".join(self._new_lines(pod) for pod in running)
         except (RefusedError, UnreachableError):
             return ""
+
+    def stop(self) -> str:
+        """Suspend the job: its pods save a checkpoint and end. Return a line for the user.
+
+        Raises:
+            ConfigError: The server refuses it or does not know it, or the job has ended.
+        """
+        self._suspend(True)
+        return f"{self.title} saves a checkpoint and is suspended; axonlaunch resume {self.name}"
+
+    def resume(self) -> str:
+        """Let a suspended job run again, in the same folder. Return a line for the user.
+
+        Raises:
+            ConfigError: The server refuses it, or the job has ended.
+        """
+        self._suspend(False)
+        return f"{self.title} resumes; axonlaunch logs {self.name} -f follows it"
+
+    def _suspend(self, is_suspended: bool) -> None:
+        now = self.state()
+        if now.status is not None or now.name == LOST:
+            raise ConfigError([ConfigIssue("", now.note)])
+        if (now.name == "SUSPENDED") == is_suspended:
+            raise ConfigError([ConfigIssue("", now.note or f"{self.title} is running")])
+        change = {"spec": {"suspend": is_suspended}}
+        request = partial(self.cluster.patch, self.kind, self.name, change)
+        job = retry(request, self.cluster, self.name)
+        if is_suspended and not job["spec"].get("suspend"):
+            message = (
+                f"{self.cluster.server} is too old to suspend a {self.kind}; kubectl delete "
+                f"{self.kind.lower()} {self.name} ends it after a checkpoint"
+            )
+            raise ConfigError([ConfigIssue("", message)])
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods of the run, the oldest first.
@@ -144,14 +204,32 @@ class ClusterJob:
         return "".join(lines)
 
 
+def cluster_jobs(cluster: Cluster) -> list[ClusterJob]:
+    """Return the runs of a namespace, the oldest first.
+
+    Raises:
+        RefusedError: The server does not allow to list them.
+        UnreachableError: The server does not answer.
+    """
+    ((label, value),) = MANAGED_BY.items()
+    found: list[dict[str, Any]] = []
+    for kind in KEYS:
+        try:
+            # An entry of a list has no kind.
+            found += [{**job, "kind": kind} for job in cluster.find(kind, f"{label}={value}")]
+        except RefusedError as refused:
+            if not refused.is_unknown_kind:
+                raise
+    found.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
+    return [ClusterJob.of_object(cluster, job) for job in found]
+
+
 def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answer:
     """Send a request of a command that can't go on without its answer.
 
     Raises:
         ConfigError: The server refuses it or does not answer.
     """
-    from axonlaunch.config import ConfigIssue
-
     try:
         return request()
     except RefusedError as refused:

@@ -17,14 +17,14 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch.external.followed_job import follow_job
 from axonlaunch.launch.external.kubernetes.checks import (
-    patched_issues,
     read_patch,
+    rule_problems,
     setting_issues,
     with_folder_of_pods,
 )
 from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
-from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, retry
-from axonlaunch.launch.external.kubernetes.manifests import RunObjects, build_objects
+from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, cluster_jobs, retry
+from axonlaunch.launch.external.kubernetes.manifests import RUN_DIR, RunObjects, build_objects
 from axonlaunch.launch.external.kubernetes.resources import pod_resources
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
@@ -83,20 +83,17 @@ def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
     objects = build_objects(config, pod_resources(config, options.context), patch)
     if patch is None:
         return objects
-    issues = patched_issues(objects.job, choices, objects.name)
     try:
         from axonlaunch.launch.external.kubernetes.schema import schema_problems
 
         problems = schema_problems(objects.job, choices.kind)
     except ImportError:
-        message = "is checked by the package kubernetes: pip install 'axonlaunch[kubernetes]'"
-        issues.append(ConfigIssue("launch.kubernetes.patch", message, choices.patch))
-        problems = []
-    issues += [
-        ConfigIssue("launch.kubernetes.patch", f"{problem}", choices.patch) for problem in problems
-    ]
-    if issues:
-        raise ConfigError(issues)
+        problems = ["is checked by the package kubernetes: pip install 'axonlaunch[kubernetes]'"]
+    # The rules read an object that follows the schema.
+    problems = problems or rule_problems(objects.job, choices.kind, objects.name)
+    key = "launch.kubernetes.patch"
+    if problems:
+        raise ConfigError([ConfigIssue(key, problem, choices.patch) for problem in problems])
     return objects
 
 
@@ -138,7 +135,7 @@ def submit_objects(
         f"{kind} {name} submitted to {cluster.namespace} at {cluster.server}; axonlaunch stop "
         f"{name} stops it, Ctrl-C here only stops following it"
     )
-    status, state = follow_job(ClusterJob(cluster, kind, name), announce)
+    status, state = follow_job(ClusterJob.of_object(cluster, objects.job), announce)
     about = {"name": name, "namespace": cluster.namespace, "run_dir": config.run_dir}
     return status, {**about, "state": state}
 
@@ -156,6 +153,7 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         others.insert(0, _secret(objects))
     for each in [*others, job]:
         retry(partial(cluster.create, each, dry=True), cluster, name)
+    _refuse_shared_folder(job, cluster, name)
     created: list[dict[str, Any]] = []
     try:
         for each in [*others, job]:
@@ -172,6 +170,19 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
             with suppress(RefusedError, UnreachableError):
                 cluster.delete(each["kind"], each["metadata"]["name"])
         raise
+
+
+def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> None:
+    """Refuse a run whose folder another job of the namespace uses.
+
+    Raises:
+        ConfigError: There is such a job that has not ended.
+    """
+    folder = job["metadata"]["annotations"][RUN_DIR]
+    for other in retry(partial(cluster_jobs, cluster), cluster, name):
+        if other.run_dir == folder and other.state().status is None:
+            message = f"{other.title} uses it; stop and delete that one, or choose another"
+            raise ConfigError([ConfigIssue("run_dir", message, folder)])
 
 
 def _secret(objects: RunObjects) -> dict[str, Any]:

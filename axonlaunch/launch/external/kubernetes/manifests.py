@@ -19,8 +19,11 @@ from axonlaunch.launch.external.kubernetes.resources import PodResources
 RUN_LABEL = "axonlaunch/run"
 """Label of all objects of a run; its value is the name of the object."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "axonlaunch"}
+"""Label of all objects that axonlaunch makes."""
 RUN_DIR = "axonlaunch/run-dir"
 """Annotation with the run folder, as the pods see it."""
+NPROC = "axonlaunch/nproc"
+"""Annotation with the number of ranks of a pod."""
 CONTAINER = "node"
 """Name of the container, which Kubeflow's runtimes use too."""
 PORT = 29500
@@ -91,7 +94,8 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
     labels = _labels(name)
     if options.queue:
         labels["kueue.x-k8s.io/queue-name"] = options.queue
-    metadata = {"name": name, "labels": labels, "annotations": {RUN_DIR: config.run_dir}}
+    about = {RUN_DIR: config.run_dir, NPROC: str(config.launch.nproc)}
+    metadata = {"name": name, "labels": labels, "annotations": about}
     version, kind = _API[options.kind]
     job = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": job}
     if patch is not None:

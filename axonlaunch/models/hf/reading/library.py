@@ -133,6 +133,18 @@ def shares_router_loss(module_name: str) -> bool:
     return parameters == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
+def recorded_router_logits() -> tuple[Tensor, ...]:
+    """Return the router logits that a running forward has recorded so far."""
+    capturing: Any = importlib.import_module("transformers.utils.output_capturing")
+    recorded = capturing._active_collector.get() or {}
+    return tuple(logits for logits in recorded.get("router_logits", ()) if logits is not None)
+
+
+def present_tokens() -> Tensor | None:
+    """Return whether each token is not padding, in a context that sets it; None: none is."""
+    return _PRESENT.get()
+
+
 def document_positions() -> Tensor | None:
     """Return the positions of tokens in their documents, [samples, tokens]; None if not packed."""
     return _DOCUMENTS.get()

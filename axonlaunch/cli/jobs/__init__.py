@@ -1,0 +1,1 @@
+"""Commands for jobs of SLURM and Kubernetes."""

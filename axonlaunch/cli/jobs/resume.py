@@ -1,0 +1,19 @@
+"""``axonlaunch resume``."""
+
+from __future__ import annotations
+
+from axonlaunch.cli.jobs.options import Context, Namespace, RunName
+
+HELP = "Resume a stopped job of SLURM or Kubernetes in its folder."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch resume gpt-fsdp
+"""
+
+
+def command(run: RunName, context: Context = None, namespace: Namespace = None) -> None:
+    """Continue a stopped run from its last checkpoint."""
+    from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
+
+    print(find_job(run, cluster_of(context, namespace)).resume())

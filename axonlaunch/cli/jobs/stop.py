@@ -1,0 +1,19 @@
+"""``axonlaunch stop``."""
+
+from __future__ import annotations
+
+from axonlaunch.cli.jobs.options import Context, Namespace, RunName
+
+HELP = "Stop a job of SLURM or Kubernetes after a checkpoint."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch stop gpt-fsdp
+"""
+
+
+def command(run: RunName, context: Context = None, namespace: Namespace = None) -> None:
+    """Let the run save a checkpoint and end. axonlaunch resume continues it."""
+    from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
+
+    print(find_job(run, cluster_of(context, namespace)).stop())

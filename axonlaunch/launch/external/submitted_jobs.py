@@ -1,0 +1,72 @@
+"""Finds the jobs of runs that were submitted to SLURM or Kubernetes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.launch.external.followed_job import FollowedJob
+from axonlaunch.launch.external.kubernetes.cluster import Cluster
+from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retry
+from axonlaunch.launch.external.slurm import NUMBER, SlurmJob
+
+_DEPTH = ("*", "*/*")
+"""Where run folders are below a folder: runs, and runs of sweeps."""
+
+
+def find_jobs(folder: Path, cluster: Cluster | None) -> list[FollowedJob]:
+    """Return all jobs of run folders below a folder, and of a namespace of a cluster.
+
+    Args:
+        folder: Folder with run folders.
+        cluster: The API server and namespace; None to look only for jobs of SLURM.
+
+    Raises:
+        ConfigError: The API server refuses the request or does not answer.
+    """
+    files = [file for depth in _DEPTH for file in folder.glob(f"{depth}/{NUMBER}")]
+    jobs: list[FollowedJob] = [
+        job for file in sorted(files) if (job := SlurmJob.of_folder(file.parent)) is not None
+    ]
+    if cluster is not None:
+        jobs += retry(lambda: cluster_jobs(cluster), cluster, "")
+    return jobs
+
+
+def find_job(run: str, cluster: Cluster | None) -> FollowedJob:
+    """Return the job of a run, which is named by its folder or its name.
+
+    Args:
+        run: Run folder, its name below ``runs``, or the name of the run on Kubernetes.
+        cluster: The API server and namespace; None if there is no kubeconfig.
+
+    Raises:
+        ConfigError: There is no such job, or it can't be looked for.
+    """
+    for folder in (Path(run), Path("runs", run)):
+        job = SlurmJob.of_folder(folder)
+        if job is not None:
+            return job
+    if cluster is not None:
+        for found in retry(lambda: cluster_jobs(cluster), cluster, run):
+            if found.name == run:
+                return found
+    where = "no run folder has a job of SLURM"
+    if cluster is not None:
+        where = f"neither a run folder nor the namespace {cluster.namespace} has a job"
+    message = f"{run}: {where} of this name; axonlaunch jobs lists them"
+    raise ConfigError([ConfigIssue("", message)])
+
+
+def cluster_of(context: str | None, namespace: str | None) -> Cluster | None:
+    """Return the cluster of the kubeconfig; None if there is none and none was requested.
+
+    Raises:
+        ConfigError: A context or namespace was requested that can't be used.
+    """
+    try:
+        return Cluster(context, namespace)
+    except ConfigError:
+        if context is None and namespace is None:
+            return None
+        raise

@@ -1,0 +1,284 @@
+"""What is said about a run on Kubernetes: its states, its log and the refusals of the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external import followed_job
+from axonlaunch.launch.external.followed_job import JobState, follow_job
+from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
+from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+class Canned:
+    """An API server with prepared answers.
+
+    Attributes:
+        job: The object of the run; None if it has been deleted.
+        pods: Pods of the run.
+        refusal: Raised by the next request; None if it succeeds.
+    """
+
+    namespace, server, context = "research", "https://cluster.example", "work"
+
+    def __init__(self, **spec: Any) -> None:
+        self.job: dict[str, Any] | None = {"spec": spec, "metadata": {"name": "big"}}
+        self.pods: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        self.refusal: Exception | None = None
+        self.knows_suspend = True
+
+    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
+        return self.job
+
+    def find(self, kind: str, labels: str) -> list[dict[str, Any]]:
+        return self.pods
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return self.failures
+
+    def log(self, pod: str, container: str, *, since: str) -> str:
+        return "".join(line for line in self.lines if line[:19] >= since[:19])
+
+    def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        assert self.job is not None
+        if self.knows_suspend:
+            self.job["spec"] |= change["spec"]
+        return self.job
+
+    def to_issue(self, refused: RefusedError, name: str) -> Any:
+        return Cluster.to_issue(self, refused, name)  # type: ignore[arg-type]
+
+
+def job_of(cluster: Canned) -> ClusterJob:
+    return ClusterJob(cluster, "Job", "big", "/runs/big", nproc=2)  # type: ignore[arg-type]
+
+
+def pod(index: int = 0, **status: Any) -> dict[str, Any]:
+    metadata = {"name": f"big-{index}-x", "annotations": {INDEX: str(index)}}
+    return {"metadata": metadata, "status": status}
+
+
+def condition(name: str, **more: str) -> dict[str, Any]:
+    return {"type": name, "status": "True", **more}
+
+
+def container(**state: Any) -> list[dict[str, Any]]:
+    return [{"name": "node", "state": state}]
+
+
+def test_running_job_has_no_note() -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running")]
+    assert job_of(cluster).state() == JobState("RUNNING")
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "reason": "Unschedulable",
+                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+                    }
+                ]
+            },
+            "Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        ),
+        (
+            {
+                "containerStatuses": container(
+                    waiting={"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
+                )
+            },
+            "ImagePullBackOff: Back-off pulling image",
+        ),
+        (
+            {
+                "containerStatuses": container(
+                    waiting={
+                        "reason": "CreateContainerConfigError",
+                        "message": 'secret "hub-token" not found',
+                    }
+                )
+            },
+            'CreateContainerConfigError: secret "hub-token" not found',
+        ),
+    ],
+)
+def test_waiting_pod_gives_its_reason(status: dict[str, Any], reason: str) -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running"), pod(1, phase="Pending", **status)]
+    assert job_of(cluster).state() == JobState("PENDING", f"Job big waits: big-1-x: {reason}")
+
+
+def test_exceeded_quota_is_the_reason_of_missing_pods() -> None:
+    cluster = Canned()
+    message = "pods big-0 is forbidden: exceeded quota: team, limited: pods=1"
+    cluster.failures = [{"reason": "FailedCreate", "message": message}]
+    assert job_of(cluster).state() == JobState("PENDING", f"Job big waits: {message}")
+
+
+def test_suspended_job_names_its_queue() -> None:
+    cluster = Canned(suspend=True)
+    assert cluster.job is not None
+    cluster.job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
+    assert job_of(cluster).state().note == "Job big is suspended; waits for the queue gpus"
+
+
+def test_complete_job_succeeded() -> None:
+    for name in ("Complete", "Completed"):
+        cluster = Canned()
+        assert cluster.job is not None
+        cluster.job["status"] = {"conditions": [condition(name)]}
+        assert job_of(cluster).state().status == 0
+
+
+@pytest.mark.parametrize(("code", "status"), [(1, 1), (2, 2), (137, 1)])
+def test_failed_job_has_the_exit_status_of_a_configuration_error(code: int, status: int) -> None:
+    cluster = Canned()
+    assert cluster.job is not None
+    failed = condition("Failed", reason="PodFailurePolicy", message="Container node exited")
+    cluster.job["status"] = {"conditions": [failed]}
+    ended = container(terminated={"exitCode": code})
+    cluster.pods = [pod(phase="Failed", containerStatuses=ended)]
+    now = job_of(cluster).state()
+    note = "Job big: failed (PodFailurePolicy: Container node exited)"
+    assert now == JobState("FAILED", note, status)
+
+
+def test_deleted_job_ends_the_follower() -> None:
+    cluster = Canned()
+    cluster.job = None
+    assert job_of(cluster).state() == JobState("DELETED", "Job big has been deleted", 1)
+
+
+def test_follower_reconnects_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed_job, "_POLL_S", 0.0)
+    cluster = Canned()
+    cluster.refusal = UnreachableError("Connection refused")
+    cluster.pods = [pod(phase="Running")]
+    said: list[str] = []
+
+    def announce(text: str) -> None:
+        said.append(text)
+        if "again" in text and "trying" not in text:
+            assert cluster.job is not None
+            cluster.job["status"] = {"conditions": [condition("Complete")]}
+
+    assert follow_job(job_of(cluster), announce) == (0, "COMPLETED")
+    assert said == [
+        "Job big: https://cluster.example does not answer (Connection refused); trying again",
+        "Job big: connected again",
+        "Job big: completed",
+    ]
+
+
+def test_lines_of_a_log_are_printed_once_also_within_a_second() -> None:
+    cluster, time = Canned(), "2026-11-28T10:00:0"
+    cluster.pods = [pod(phase="Running"), pod(1, phase="Running")]
+    job = job_of(cluster)
+    cluster.lines = [f"{time}0.1Z step 1\n", f"{time}0.2Z step 2\n"]
+    assert job.read_log() == "step 1\nstep 2\n"
+    cluster.lines.append(f"{time}0.3Z step 3\n")
+    assert job.read_log() == "step 3\n"
+    assert job.read_log() == ""
+    # A rotated log has only its last lines.
+    cluster.lines = [f"{time}9.1Z step 9\n"]
+    assert job.read_log() == "step 9\n"
+
+
+def test_log_of_a_rank_is_that_of_its_pod() -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running"), pod(1, phase="Running")]
+    asked: list[str] = []
+
+    def log(name: str, container: str, *, since: str) -> str:
+        asked.append(name)
+        return ""
+
+    cluster.log = log  # type: ignore[method-assign]
+    job_of(cluster).read_log(rank=3)
+    assert asked == ["big-1-x"]
+
+
+def test_stop_suspends_and_resume_continues() -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running")]
+    job = job_of(cluster)
+    assert job.stop() == "Job big saves a checkpoint and is suspended; axonlaunch resume big"
+    with pytest.raises(ConfigError, match="is suspended"):
+        job.stop()
+    assert job.resume() == "Job big resumes; axonlaunch logs big -f follows it"
+    with pytest.raises(ConfigError, match="is running"):
+        job.resume()
+
+
+def test_server_that_drops_suspend_is_reported() -> None:
+    cluster = Canned()
+    cluster.knows_suspend = False
+    with pytest.raises(ConfigError, match="is too old to suspend a Job; kubectl delete job big"):
+        job_of(cluster).stop()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "line"),
+    [
+        (
+            401,
+            {"message": "Unauthorized"},
+            "launch.kubernetes.context: https://cluster.example does not accept the credentials of "
+            "the context work; log in again",
+        ),
+        (
+            403,
+            {"message": 'jobs.batch is forbidden: User "eve" cannot create resource "jobs"'},
+            "launch.kubernetes.namespace=research: https://cluster.example does not allow to "
+            'create the Job big: jobs.batch is forbidden: User "eve" cannot create resource "jobs"',
+        ),
+        (
+            403,
+            {"message": "exceeded quota: team, requested: count/jobs.batch=1"},
+            "launch.kubernetes.namespace=research: exceeded quota: team, requested: "
+            "count/jobs.batch=1",
+        ),
+        (
+            404,
+            {"message": 'namespaces "research" not found', "details": {"name": "research"}},
+            "launch.kubernetes.namespace=research: there is no such namespace at "
+            "https://cluster.example; create it, or write another",
+        ),
+        (
+            409,
+            {"message": 'jobs.batch "big" already exists', "details": {"name": "big"}},
+            "name=Big: research has one of this name already (could not create the Job big); "
+            "choose another name, or end that run with axonlaunch stop and kubectl delete",
+        ),
+        (
+            422,
+            {
+                "message": "invalid",
+                "details": {"causes": [{"field": "spec.completions", "message": "must be > 0"}]},
+            },
+            "https://cluster.example refuses spec.completions: must be > 0",
+        ),
+    ],
+)
+def test_refusal_names_the_setting_to_change(
+    status: int, content: dict[str, Any], line: str
+) -> None:
+    refused = RefusedError(status, content, "create the Job big", "Job")
+    assert [str(issue) for issue in Canned().to_issue(refused, "Big")] == [line]
