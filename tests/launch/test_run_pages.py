@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 from served import Server
 
-from axonlaunch.cli.reports.runs import RunName
+from axonlaunch.cli.reports.runs import BreakableName
 from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.cli.training.watch import await_run, has_runs
 from axonlaunch.cli.training.watch import command as watch_command
@@ -189,7 +189,7 @@ def test_folder_without_run_is_refused_in_one_line(command: str, served: Command
 
 
 def test_name_of_a_run_breaks_between_its_words() -> None:
-    name = RunName("qwen3-0.6b-lora_chat/learning-rate")
+    name = BreakableName("qwen3-0.6b-lora_chat/learning-rate")
     assert name.lines(80) == [name.text]
     assert name.lines(16) == ["qwen3-0.6b-lora_", "chat/learning-", "rate"]
     assert name.lines(6) == ["qwen3-", "0.6b-", "lora_", "chat/", "learni", "ng-", "rate"]

@@ -179,7 +179,7 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
         unit = row["counted"]
         speed = row[f"{unit}_per_s"]
         table.add_row(
-            RunName(str(Path(row["run"]).relative_to(folder))),
+            BreakableName(str(Path(row["run"]).relative_to(folder))),
             Text(row["status"], style=_COLOURS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
             "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
@@ -191,7 +191,7 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
 
 
 @dataclass(frozen=True)
-class RunName:
+class BreakableName:
     """A name that a narrow column breaks after ``-``, ``_``, ``.`` and ``/``, not in words."""
 
     text: str
