@@ -25,7 +25,7 @@ from axonlaunch.config.composition.random_search import interval_problems, rando
 from axonlaunch.config.composition.user_file import read_user_file, split_file
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
-from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS, UNSUPPORTED
+from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
 from axonlaunch.config.values.plain import flatten, read_yaml
@@ -347,8 +347,6 @@ class Composer:
         group, value = override.key_or_group, override.value()
         if value is None or self._is_option(group, str(value)):
             return []
-        if message := UNSUPPORTED.get(f"{group}={value}".lower()):
-            return [ConfigIssue(group, message, value)]
         if isinstance(value, list):
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"
