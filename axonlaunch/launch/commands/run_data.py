@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-Columns = Mapping[str, "np.ndarray[Any, Any]"]
+MetricColumns = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class RunData:
         name: Name of the run.
         status: running, done, interrupted, failed, killed, unknown or unreadable.
         config: Configuration by dotted key, ``config["optimizer.lr"]``.
-        metrics: Columns of the logged steps by name: ``step``, ``loss``, ``lr``, ... Numbers are
+        metrics: MetricColumns of the logged steps by name: ``step``, ``loss``, ``lr``, ... Numbers are
             float64, NaN where a step has no value; other values are objects.
-        evaluations: Columns of the evaluations: ``step``, ``eval_loss``, ``eval_accuracy``, ...
+        evaluations: MetricColumns of the evaluations: ``step``, ``eval_loss``, ``eval_accuracy``, ...
         summary: Content of ``summary.json``; {} if there is none.
         estimate: Estimated peak memory with its parts; None if nothing was estimated.
         crash: Report of the rank that failed first; None if no rank failed.
@@ -40,8 +40,8 @@ class RunData:
     name: str
     status: RunStatus
     config: dict[str, Any]
-    metrics: Columns
-    evaluations: Columns
+    metrics: MetricColumns
+    evaluations: MetricColumns
     summary: dict[str, Any]
     estimate: dict[str, Any] | None
     crash: dict[str, Any] | None
@@ -88,7 +88,7 @@ def load_run(path: str | Path) -> RunData:
     )
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> Columns:
+def _columns(lines: Sequence[Mapping[str, Any]]) -> MetricColumns:
     """Return the values of each key of the lines as an array [lines]."""
     import numpy as np
 
