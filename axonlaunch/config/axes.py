@@ -96,6 +96,8 @@ PRINTED = (*INNER, *OUTER)
 """All axes in the order in which layouts are printed, after data parallelism."""
 LIKE_DATA = tuple(axis.name for axis in INNER if axis.same_parameters)
 """Names of the axes that the mesh of a run merges into a data axis."""
+LAYER_AXES = (*(axis.name for axis in AXES if axis.divides == "layers"), EXPERT)
+"""Names of the axes with ranks that compute with their parts of the parameters of a layer."""
 DATA_AXES = (DP_REPLICATE, DP_SHARD, *LIKE_DATA)
 """Names of the axes with ranks that hold the same parameters or shards of them."""
 

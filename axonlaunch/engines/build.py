@@ -72,6 +72,11 @@ from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, without_modules
+from axonlaunch.models.adapters.quantized_base import (
+    quantized_names,
+    read_values_in,
+    recomputing_weights,
+)
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
@@ -79,6 +84,7 @@ from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
 
 Divide = Callable[[nn.Module], None]
@@ -151,6 +157,7 @@ class _Plan:
             has_adapter = self.config.adapter is not None
             dtype = torch_dtype(stored)
             keep_parameters_in(model, dtype, frozen_only=has_adapter)
+        read_values_in(model, torch_dtype(PRECISIONS[self.config.train.precision].compute))
         return model
 
 
@@ -178,7 +185,7 @@ def build_engine(
     if layout.context > 1:
         plan.context = ContextAxis(merged_group(world, layout, "cp"))
     model = plan.construct()
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(logical_numel(p) for p in model.parameters())
     flops = ModelFlops.of(model)
     facts, ties = parameter_facts(plan.spec, model), tied_names(model)
     num_experts = {name: _num_experts(model, name) for name in plan.spec.experts(model)}
@@ -383,6 +390,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
             model.forward = _replicated_arithmetic(plan, model)(model.forward)
+        if plan.spec.mixes_samples == "batch":  # with the loss in its outputs outside of an engine
+            model.forward = RouterLoss(lambda _: None).running("off")(model.forward)
 
     return plan.source.boundaries(divide, stages)
 
@@ -403,6 +412,10 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
+    if quantized_names(model):
+        is_checkpointed = bool(blocks) and train.activation_checkpointing != "none"
+        for block in blocks or [model]:
+            block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
     num_experts = 0 if train.compile else plan.most_experts(model)
     apply_activation_checkpointing(
         blocks, mode=train.activation_checkpointing, num_experts=num_experts

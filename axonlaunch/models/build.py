@@ -16,7 +16,13 @@ from torch import nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.model import MODELS
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
-from axonlaunch.models.adapters.lora import adapter_initializers, add_adapters, start_magnitudes
+from axonlaunch.models.adapters.lora import (
+    adapter_initializers,
+    add_adapters,
+    linear_layers,
+    start_magnitudes,
+)
+from axonlaunch.models.adapters.quantized_base import quantize_base
 from axonlaunch.models.specs.source import model_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import choose_trainable
@@ -91,9 +97,12 @@ def _call_builder(spec: ModelSpec, config: Any) -> nn.Module:
     if isinstance(config, RunConfig):
         if config.adapter is not None:
             add_adapters(module, config.adapter, spec)
-            if spec.initializers is None:
-                _fill_adapters(module, seed=config.seed)
         choose_trainable(module, config.train)
+        if config.adapter is not None and config.adapter.base is not None:
+            layers = linear_layers(module, spec)
+            quantize_base(module, config.adapter.base, spec, layers=layers)
+        if config.adapter is not None and spec.initializers is None:
+            _fill_adapters(module, seed=config.seed)
     return module
 
 

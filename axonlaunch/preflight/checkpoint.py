@@ -292,6 +292,9 @@ def _resumable(
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)
+    if differing := [*_other_base(config, checkpoint)]:
+        yield from differing
+        return
     frozen = not_saved(config, model)
     differences = reader.model_differences(checkpoint, model, without=frozen)
     if differences:
@@ -299,6 +302,21 @@ def _resumable(
             f"{checkpoint.path} was saved with a different model: {weights.first(differences)}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
+
+
+def _other_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[ConfigIssue]:
+    """Yield a problem if an adapter was trained on a base in another format."""
+    if config.adapter is None:
+        return
+    try:
+        began = frozen_settings(checkpoint.path.parent.parent / CONFIG)
+    except (OSError, ValueError):
+        return  # reported where the run is resumed
+    was, now = began.get("adapter.base"), config.adapter.base
+    if began.get("adapter.name") == config.adapter.name and was != now:
+        shown = "null" if was is None else was
+        message = f"{checkpoint.path} was trained on a base with adapter.base={shown}; use that"
+        yield ConfigIssue("adapter.base", message, now)
 
 
 def _other_states(

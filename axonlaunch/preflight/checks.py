@@ -33,10 +33,11 @@ from axonlaunch.data.hub.repository import Downloading
 from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
 from axonlaunch.preflight.checkpoint import (
     changed_data_problems,
@@ -313,16 +314,15 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
 
     Activations are not counted.
     """
-    count = sum(p.numel() for p in model.parameters())
-    parameters = count // layout.parameter_divisor
-    element = config.train.parameter_bytes
+    count = sum(logical_numel(p) for p in model.parameters())
+    stored = stored_bytes(model, element=config.train.parameter_bytes)
     shares = TrainingShares.of(config)
-    per_element = element * (
+    per_byte = (
         1 / layout.parameter_shards
         + shares.gradients / layout.gradient_shards
         + shares.states / layout.optimizer_shards
     )
-    per_rank = int(parameters * per_element)
+    per_rank = int(stored // layout.parameter_divisor * per_byte)
     memory, owner = min(_memory_limits(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
@@ -346,13 +346,13 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield a problem if the checkpoints do not fit on the disk."""
     if not config.checkpoint.every:
         return
-    count = sum(p.numel() for p in model.parameters())
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
     shares = TrainingShares.of(config)
     saved = 1 if config.saves_frozen else shares.gradients
-    per_checkpoint = count * config.train.parameter_bytes * (saved + shares.states)
+    stored = stored_bytes(model, element=config.train.parameter_bytes)
+    per_checkpoint = stored * (saved + shares.states)
     needed = int(per_checkpoint) * num_checkpoints
     path = config.checkpoint.path or config.run_dir
     if is_url(path):  # the free space of remote storage is not known

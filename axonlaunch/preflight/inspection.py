@@ -23,6 +23,7 @@ from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
 from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, expert_degrees, sharding_problems
 
@@ -117,7 +118,7 @@ def inspect(config: RunConfig) -> Inspection:
     uncut = spec.flow().problem if spec.flow is not None else ""
     return Inspection(
         model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(logical_numel(parameter) for parameter in model.parameters()),
         layers=spec.layers,
         blocks=dict(Counter(source.block_kinds(blocks.values()))),
         cut_points=list(blocks)[1:],

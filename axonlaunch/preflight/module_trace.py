@@ -12,6 +12,7 @@ from torch import nn
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
 from axonlaunch.models.fake.output_shapes import output_shapes
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.text.formatting import size
 
@@ -27,7 +28,7 @@ def trace_problems(config: RunConfig, model: nn.Module, dataset: Dataset) -> Ite
         dataset: Dataset of the run; only the shape of its samples is used.
     """
     train = config.train
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(logical_numel(parameter) for parameter in model.parameters())
     shapes = output_shapes(copy.deepcopy(model), sample_inputs(dataset)).values()
     outputs = sum(math.prod(shape.full(train.global_batch_size)) for shape in shapes)
     # Each tensor is written with its gradient.

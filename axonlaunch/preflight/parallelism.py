@@ -35,6 +35,7 @@ from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.source import source_of
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import format_of
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -83,12 +84,13 @@ def sharding_problems(
         )
         yield ConfigIssue(key, message, kind)
     # Each block is gathered separately, and all other parameters together. All parameters of a
-    # gather must have the same type.
+    # gather must have the same type, except quantized ones, which are gathered as bytes.
     blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
     units: dict[str, dict[torch.dtype, str]] = {}
     for name, parameter in model.named_parameters():
         unit = next((prefix for prefix in blocks if name.startswith(prefix)), "")
-        units.setdefault(unit, {}).setdefault(parameter.dtype, name)
+        if format_of(parameter) is None:
+            units.setdefault(unit, {}).setdefault(parameter.dtype, name)
     for types in units.values():
         if len(types) > 1:
             dtypes = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())

@@ -336,11 +336,10 @@ def test_each_line_of_an_experiment_names_the_key_of_its_origin(
     ("tool", "added", "key"),
     [
         ("axolotl", "rl: dpo", "rl"),
-        ("axolotl", "load_in_4bit: true", "load_in_4bit"),
         ("axolotl", "neftune_noise_alpha: 5", "neftune_noise_alpha"),
         ("axolotl", "lr_scheduler: rex", "lr_scheduler"),
         ("llamafactory", "stage: dpo", "stage"),
-        ("llamafactory", "quantization_bit: 4", "quantization_bit"),
+        ("llamafactory", "quantization_bit: 3", "quantization_bit"),
         ("llamafactory", "use_galore: true", "use_galore"),
         ("llamafactory", "dataset: unlisted", "dataset"),
         ("llamafactory", "template: mistral", "template"),
@@ -357,6 +356,27 @@ def test_a_key_without_counterpart_is_left_out(
     translation = converted(FILES[tool], added)
     assert [*left_out(translation)] == [key]
     assert translation.changes_training
+
+
+@pytest.mark.parametrize(
+    ("tool", "added", "base"),
+    [
+        ("axolotl", "load_in_4bit: true\nadapter: qlora", "nf4"),
+        ("axolotl", "load_in_8bit: true", "int8"),
+        ("llamafactory", "quantization_bit: 4\nquantization_method: bitsandbytes", "nf4"),
+        ("torchtune", "model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b}", "nf4"),
+        ("trl", "use_peft: true\nload_in_4bit: true", "nf4"),
+    ],
+)
+def test_qlora_becomes_a_quantized_base(tool: str, added: str, base: str, converted: Write) -> None:
+    translation = converted(FILES[tool], added)
+    assert translation.settings["adapter.base"].value == base
+    assert not translation.changes_training
+
+
+def test_a_quantized_base_without_adapter_is_left_out(converted: Write) -> None:
+    translation = converted(FILES["trl"], "use_peft: false\nload_in_4bit: true")
+    assert [*left_out(translation)] == ["load_in_4bit"]
 
 
 @pytest.mark.parametrize(

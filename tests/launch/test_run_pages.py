@@ -16,8 +16,10 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 from served import Server
 
+from axonlaunch.cli.reports.runs import BreakableName
 from axonlaunch.cli.shared.run_screen import screen_of
-from axonlaunch.cli.training.watch import await_run
+from axonlaunch.cli.training.watch import await_run, has_runs
+from axonlaunch.cli.training.watch import command as watch_command
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
 from axonlaunch.system.text.formatting import size
@@ -139,9 +141,9 @@ def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command
         run_folder(served.folder / "runs" / name)
     served("report", "runs/a")
     own = (served.folder / "runs/a/report.html").read_bytes()
-    assert served("report", "runs/a", "runs/b").stdout == "runs/report.html\n"
+    assert served("report", "runs/a", "runs/b").stdout == "runs/report-a-b.html\n"
     assert (served.folder / "runs/a/report.html").read_bytes() == own
-    assert (served.folder / "runs/report.html").read_bytes() != own
+    assert (served.folder / "runs/report-a-b.html").read_bytes() != own
 
 
 def test_runs_lists_images_per_second(served: Command) -> None:
@@ -184,6 +186,33 @@ def test_folder_without_run_is_refused_in_one_line(command: str, served: Command
     assert errors[0] == "error: empty: contains neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
+
+
+def test_name_of_a_run_breaks_between_its_words() -> None:
+    name = BreakableName("qwen3-0.6b-lora_chat/learning-rate")
+    assert name.lines(80) == [name.text]
+    assert name.lines(16) == ["qwen3-0.6b-lora_", "chat/learning-", "rate"]
+    assert name.lines(6) == ["qwen3-", "0.6b-", "lora_", "chat/", "learni", "ng-", "rate"]
+
+
+def test_watch_of_a_folder_shows_the_table_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        run_folder(tmp_path / "runs" / name)
+    assert has_runs(tmp_path / "runs")
+    assert not has_runs(tmp_path / "runs/one")
+
+    def interrupt(seconds: float) -> None:
+        assert seconds >= 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        watch_command(tmp_path / "runs")
+    shown = capsys.readouterr().out
+    assert re.search(r"^two +done", shown, flags=re.MULTILINE)
+    assert re.search(r"^one +done", shown, flags=re.MULTILINE)
 
 
 def test_watch_waits_for_a_run_that_starts_later(

@@ -119,7 +119,8 @@ def test_sweep_runs_in_sequence_in_separate_folders(served: Command) -> None:
     assert losses[0] != losses[1]
     lines = [line.strip() for line in ran.stdout.splitlines()]
     assert "run 2 of 2: seed=1" in lines
-    table = [line.split()[:2] for line in lines[-2:]]
+    assert sum(" (best)" in line for line in lines[-2:]) == 1
+    table = [line.replace(" (best)", "").split()[:2] for line in lines[-2:]]
     assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
 
 

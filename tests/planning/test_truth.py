@@ -18,6 +18,12 @@ pytestmark = pytest.mark.usefixtures("server")
 PIPELINE = "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
+WIDE = (
+    "model=llama_debug model.hidden_size=128 model.intermediate_size=256 "
+    "model.num_attention_heads=4 model.num_key_value_heads=2"
+)
+"""Sizes of which two ranks have whole blocks of 64 values."""
+NF4 = f"adapter=lora adapter.base=nf4 {WIDE}"
 CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp strategy.ddp.sync=synchronous train.precision=fp16 model=llama_debug",
@@ -61,6 +67,11 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*]",
         f"strategy=fsdp adapter=lora adapter.dora=true {BF16}",
         "strategy=ddp adapter=lora",
+        f"strategy=ddp {NF4}",
+        f"strategy=fsdp {NF4} train.precision=bf16",
+        f"strategy=fsdp {NF4} train.activation_checkpointing=full",
+        f"strategy=tensor adapter=lora adapter.base=int8 adapter.dora=true {WIDE}",
+        f"{PIPELINE}=1f1b {NF4}",
         "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj] adapter.dora=true",
         "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",

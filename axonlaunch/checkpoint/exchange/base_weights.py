@@ -79,8 +79,18 @@ def kept_dtype(config: RunConfig) -> torch.dtype:
     return torch_dtype(NUMBER_FORMATS[config.train.param_dtype])
 
 
+def values_of(config: RunConfig, saved: Tensor) -> Tensor:
+    """Return the values of a saved parameter, which may be quantized."""
+    from axonlaunch.models.tensors.packed_blocks import format_of
+
+    stored = format_of(saved)
+    return saved if stored is None else stored.dequantize(saved, kept_dtype(config))
+
+
 def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield full pretrained tensors by name, with few in memory at the same time.
+
+    Weights of a quantized base have the values that the run computes with.
 
     Args:
         config: Configuration of a run whose checkpoints leave them out.
@@ -93,7 +103,10 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
 
     from axonlaunch.checkpoint.exchange.safetensors import Reader
     from axonlaunch.checkpoint.loading.reader import in_one_process
+    from axonlaunch.models.adapters.quantized_base import quantized_names
+    from axonlaunch.models.build import on_meta
 
+    formats, dtype = quantized_names(on_meta(config, seed=config.seed)), kept_dtype(config)
     shapes = Reader(_folder(config), config.model).shapes()
     batch: dict[str, Tensor] = {}
     for number, name in enumerate(names, 1):
@@ -102,7 +115,10 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
             with in_one_process():
                 source = Reader(_folder(config), config.model)
                 dcp.load({"model": batch}, storage_reader=source, no_dist=True)
-            yield from ((name, tensor.to(kept_dtype(config))) for name, tensor in batch.items())
+            for read, tensor in batch.items():
+                stored = formats.get(read)
+                packed = tensor if stored is None else stored.quantize(tensor)
+                yield read, values_of(config, packed).to(dtype)
             batch = {}
 
 

@@ -83,21 +83,37 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
 
 
 def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
-    """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors."""
+    """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors.
+
+    Quantized parameters are read one at a time: each rank reads and quantizes its part.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    from axonlaunch.checkpoint.exchange.safetensors import Reader
+    from axonlaunch.checkpoint.loading.dcp_reader import source
+    from axonlaunch.checkpoint.loading.planners import ReadsBoxes
+    from axonlaunch.comm.mesh import local_part
+    from axonlaunch.models.tensors.packed_blocks import empty_values, format_of
+
     folder = storage_path(path)
     checkpoint = reader.find_for_all(folder, world=world)
+    files: Any = Reader(folder, config) if checkpoint is None else source(checkpoint.path)
+    saved = files.shapes() if checkpoint is None else reader.shapes(checkpoint)
+    values = {
+        name: (packed, stored)
+        for name, packed in state.items()
+        if (stored := format_of(packed)) is not None and saved.get(name) != tuple(packed.shape)
+    }
+    rest = {name: tensor for name, tensor in state.items() if name not in values}
     if checkpoint is not None:
-        reader.load_checkpoint(checkpoint, {"model": state}, world=world)
+        reader.load_checkpoint(checkpoint, {"model": rest}, world=world)
     else:
-        import torch.distributed.checkpoint as dcp
-
-        from axonlaunch.checkpoint.exchange.safetensors import Reader
-        from axonlaunch.checkpoint.loading.planners import ReadsBoxes
-
-        source = Reader(folder, config)
-        saved = source.shapes()
-        present = {name: tensor for name, tensor in state.items() if name in saved}
-        dcp.load({"model": present}, storage_reader=source, planner=ReadsBoxes())
+        present = {name: tensor for name, tensor in rest.items() if name in saved}
+        dcp.load({"model": present}, storage_reader=files, planner=ReadsBoxes())
+    for name, (packed, stored) in values.items():
+        part = empty_values(packed)
+        dcp.load({"model": {name: part}}, storage_reader=files, planner=ReadsBoxes())
+        local_part(packed).copy_(stored.quantize(local_part(part)))
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
@@ -122,7 +138,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     added = adapter_names(model)
     checkpoint = step_folders.find_checkpoint(path)
     if checkpoint is not None:
-        return reader.model_differences(checkpoint, model, without=added)
+        return reader.model_differences(checkpoint, model, without=added, quantizes=True)
     from axonlaunch.checkpoint.exchange.safetensors import CONFIG_FILE, Reader, read_json
 
     is_ours, file = isinstance(model_of(config), GPTConfig | LlamaConfig), path / CONFIG_FILE
@@ -131,7 +147,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
         raise ConfigError([ConfigIssue("", message)])
     buffers = {name for name, _ in model.named_buffers()}
     saved = Reader(path, config).shapes()
-    return reader.mismatches(saved, model, optional=buffers, without=added)
+    return reader.mismatches(saved, model, optional=buffers, without=added, quantizes=True)
 
 
 def export_weights(
@@ -193,7 +209,10 @@ def _write_model(
     saved = [name for name in names if name not in left_out]
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in saved], contents)
     others = base_weights.base_tensors(config, [name for name in names if name in left_out])
-    in_order = ((name, next(others)[1] if name in left_out else next(read)) for name in names)
+    in_order = (
+        (name, next(others)[1] if name in left_out else base_weights.values_of(config, next(read)))
+        for name in names
+    )
     tensors = adapters.merged(checkpoint, config, in_order)
     written = safetensors.write_safetensors(
         folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
@@ -210,7 +229,9 @@ def _write_model(
         if config.tokenizer.special:
             ids = _special_ids(run_dir, [*config.tokenizer.special])
             source_of(config).set_special_tokens(content, folder, ids)
-    kept = base_weights.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
+    kept = base_weights.kept_dtype(config)
+    if not left_out and entries[names[0]].properties.dtype.is_floating_point:
+        kept = entries[names[0]].properties.dtype
     content["dtype"] = str(dtype or kept).removeprefix("torch.")
     text = json.dumps(without_environment(content), indent=1) + "\n"
     (folder / safetensors.CONFIG_FILE).write_text(text)

@@ -245,8 +245,17 @@ def is_of_a_run(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
+def shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a checkpoint's parameters and buffers by name."""
+    return {name: tuple(entry.size) for name, entry in parameters(checkpoint).items()}
+
+
 def model_differences(
-    checkpoint: Checkpoint, model: nn.Module, *, without: Collection[str] = ()
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    *,
+    without: Collection[str] = (),
+    quantizes: bool = False,
 ) -> list[str]:
     """Return the differences between a checkpoint and a model's parameters; [] if none.
 
@@ -254,10 +263,11 @@ def model_differences(
         checkpoint: Checkpoint to compare.
         model: The full model.
         without: Parameters that the checkpoint need not have.
+        quantizes: Whether quantized parameters can be filled from saved values.
     """
-    saved = {name: tuple(entry.size) for name, entry in parameters(checkpoint).items()}
+    saved = shapes(checkpoint)
     buffers = {name for name, _ in model.named_buffers()}
-    return mismatches(saved, model, optional=buffers, without=without)
+    return mismatches(saved, model, optional=buffers, without=without, quantizes=quantizes)
 
 
 def mismatches(
@@ -266,6 +276,7 @@ def mismatches(
     *,
     optional: Collection[str] = (),
     without: Collection[str] = (),
+    quantizes: bool = False,
 ) -> list[str]:
     """Return the differences between saved shapes and a model's parameters; [] if none.
 
@@ -274,9 +285,15 @@ def mismatches(
         model: Model with the expected parameters.
         optional: Names that may be missing from the model.
         without: Parameters that are not expected.
+        quantizes: Whether quantized parameters can be filled from saved values.
     """
-    named = model.named_parameters()
-    expected = {name: tuple(tensor.shape) for name, tensor in named if name not in without}
+    from axonlaunch.models.tensors.packed_blocks import logical_shape
+
+    named = {name: tensor for name, tensor in model.named_parameters() if name not in without}
+    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    if quantizes:
+        values = {name: logical_shape(tensor) for name, tensor in named.items()}
+        expected |= {name: shape for name, shape in values.items() if saved.get(name) == shape}
     problems = [f"{name} is missing" for name in expected if name not in saved]
     problems += [
         f"{name} is unexpected" for name in saved if name not in expected and name not in optional

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,9 @@ EXAMPLES = """Examples:
   axonlaunch report runs/gpt-fsdp
   axonlaunch report runs/gpt-fsdp runs/gpt-ddp --output both.html --open
 """
+_PAGE = "report.html"
+_LONGEST = 80
+"""Most characters of the names of runs in the name of their page."""
 
 
 def command(
@@ -33,8 +37,8 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File to write. Default: report.html in the run's folder; for several runs, in "
-            "the folder that contains the first run.",
+            help="File to write. Default: report.html in the run's folder; for several runs, "
+            "report-A-B.html beside the first run.",
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
@@ -54,7 +58,7 @@ def command(
         records = read_runs(runs)
         page = page_of(page_data(records), title=", ".join(labels(records)))
     if output is None:
-        output = _default_output(records) / "report.html"
+        output = _default_output(records)
     with writing("--output", output):
         replace_text(output, page)
     if as_json:
@@ -68,12 +72,14 @@ def command(
 
 
 def _default_output(records: list[RunRecord]) -> Path:
-    """Return the folder of the report: a single run's folder, or the parent of the first run."""
+    """Return the file of the report: in a single run's folder, or beside the first run."""
     from axonlaunch.config.values.url import is_url
 
     folder = records[0].path
-    if is_url(str(folder)):
-        return Path()
     if len(records) == 1:
-        return folder
-    return folder.resolve().parent if folder.name in ("", "..") else folder.parent
+        return (Path() if is_url(str(folder)) else folder) / _PAGE
+    names = "-".join(re.sub(r"[^\w.-]", "_", Path(record.name).name) for record in records)
+    page = Path(_PAGE).with_stem(f"report-{names[:_LONGEST]}")
+    if is_url(str(folder)):
+        return page
+    return (folder.resolve().parent if folder.name in ("", "..") else folder.parent) / page

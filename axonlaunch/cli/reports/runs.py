@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,10 @@ from axonlaunch.system.storage.files import modified_at, why_no_folder
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.measure import Measurement
+    from rich.table import Table
+
     from axonlaunch.diagnostics.report.run_record import RunRecord
 
 HELP = "List runs: status, layout, step, loss, speed, age."
@@ -72,7 +78,7 @@ def command(
         if all(condition.holds(run) for condition in conditions):
             runs.append(run)
     _check_conditions(conditions, keys, folder)
-    rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
+    rows = sorted((row_of(run) for run in runs), key=lambda row: -row["changed_at"])
     if as_json:
         print_json({"runs": rows})
     elif rows:
@@ -110,7 +116,8 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
             refuse(f"--where {condition.key}={condition.value}: {reason}")
 
 
-def _row(run: RunRecord) -> dict[str, Any]:
+def row_of(run: RunRecord) -> dict[str, Any]:
+    """Return what ``axonlaunch runs`` shows of a run."""
     from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.run_timeline import cost
     from axonlaunch.system.storage.run_files import EVENTS, METRICS
@@ -137,6 +144,22 @@ def _row(run: RunRecord) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], folder: Path) -> None:
+    from rich.text import Text
+
+    console = console_on()
+    console.print(table_of(rows, folder))
+    for row in rows:
+        for note in row["notes"]:
+            console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))
+
+
+def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
+    """Return the table of runs.
+
+    Args:
+        rows: Results of ``row_of``.
+        folder: Folder that contains the runs.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -145,13 +168,18 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "status", "layout", "step", "loss", "speed", "age"):
         is_text = name in ("run", "status", "layout", "age")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=name in ("status", "step", "loss", "age"),
+        )
     for row in rows:
         loss = row["loss"] if isinstance(row["loss"], float) else None
         unit = row["counted"]
         speed = row[f"{unit}_per_s"]
         table.add_row(
-            Text(str(Path(row["run"]).relative_to(folder))),
+            BreakableName(str(Path(row["run"]).relative_to(folder))),
             Text(row["status"], style=_COLOURS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
             "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
@@ -159,8 +187,31 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
             f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
             ago(time.time() - row["changed_at"]),
         )
-    console = console_on()
-    console.print(table)
-    for row in rows:
-        for note in row["notes"]:
-            console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))
+    return table
+
+
+@dataclass(frozen=True)
+class BreakableName:
+    """A name that a narrow column breaks after ``-``, ``_``, ``.`` and ``/``, not in words."""
+
+    text: str
+
+    def lines(self, width: int) -> list[str]:
+        """Return the name in lines of at most this width; longer words are cut."""
+        lines = [""]
+        for word in re.split(r"(?<=[-_./])", self.text):
+            if lines[-1] and len(lines[-1] + word) > width:
+                lines.append("")
+            lines[-1] += word
+        return [part for line in lines for part in re.findall(f".{{1,{max(1, width)}}}", line)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        yield Text("\n".join(self.lines(options.max_width)), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        longest = max(map(len, re.split(r"(?<=[-_./])", self.text)))
+        return Measurement(min(longest, options.max_width), min(len(self.text), options.max_width))

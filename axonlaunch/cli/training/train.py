@@ -27,6 +27,7 @@ from axonlaunch.cli.shared.options import (
     Overrides,
     print_json,
     problems_to_json,
+    refuse,
 )
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from axonlaunch.launch.commands.dry_run import DryRun
 
+MOST_SAMPLES = 1000
+"""Largest number of runs of a sweep."""
 HELP = "Train a model."
 EXAMPLES = """Examples:
 
@@ -50,6 +53,7 @@ EXAMPLES = """Examples:
   axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 \\
       launch.slurm.partition=gpu --render
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
+  axonlaunch train -m --samples 8 'optimizer.lr=tag(log,interval(1e-4,1e-2))'
 """
 
 
@@ -65,6 +69,16 @@ def command(
             help="Sweep: run every combination of comma-separated values, one after another.",
         ),
     ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=MOST_SAMPLES,
+            help="With -m: N runs drawn at random from values, ranges and interval(LOW,HIGH).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -83,9 +97,13 @@ def command(
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.text import streams
 
+    if samples is not None and not multirun:
+        refuse("--samples: draws the runs of a sweep; add -m")
     if dry_run:
         raise typer.Exit(
-            _dry_run(overrides or [], config_dir or [], config_name, multirun, render, as_json)
+            _dry_run(
+                overrides or [], config_dir or [], config_name, multirun, samples, render, as_json
+            )
         )
     limits.allow_open_files()
     # A run continues after its console is closed.
@@ -106,6 +124,7 @@ def command(
             config_name=config_name,
             config_dirs=config_dir or [],
             multirun=multirun,
+            samples=samples,
         )
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)
@@ -154,6 +173,7 @@ def _dry_run(
     config_dirs: list[Path],
     config_name: str,
     multirun: bool,
+    samples: int | None,
     render: bool,
     as_json: bool,
 ) -> int:
@@ -178,6 +198,7 @@ def _dry_run(
             config_name=config_name,
             config_dirs=config_dirs,
             multirun=multirun,
+            samples=samples,
         )
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)

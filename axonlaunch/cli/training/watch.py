@@ -25,9 +25,12 @@ EXAMPLES = """Examples:
   axonlaunch watch runs/gpt-fsdp --open
   axonlaunch watch --tui
   axonlaunch watch big                   # waits until runs/big has started
+  axonlaunch watch runs/sweep            # the table of many runs
 """
 _WAIT_S = 0.2
 """Seconds between two looks for a run that has not started."""
+_REST = 20.0
+"""Seconds between two tables per second of work; limits the load to a twentieth of a core."""
 
 
 def command(
@@ -35,8 +38,8 @@ def command(
         Path | None,
         typer.Argument(
             metavar="RUN",
-            help="Folder or name of the run, which may start later; default: the newest run in "
-            "./runs.",
+            help="Folder or name of the run, which may start later, or a folder of runs, whose "
+            "table is shown; default: the newest run in ./runs.",
             show_default=False,
         ),
     ] = None,
@@ -54,6 +57,9 @@ def command(
     from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
     path = _newest(Path("runs")) if run is None else await_run(run)
+    if has_runs(path):
+        _follow_table(path)
+        return
     [record] = read_runs([str(path)])
     data = LivePageData([record.path])
     if tui:
@@ -100,6 +106,33 @@ def await_run(path: Path) -> Path:
                 read_run(folder)
                 return folder
         time.sleep(_WAIT_S)
+
+
+def has_runs(folder: Path) -> bool:
+    """Return whether a folder is no run but contains runs."""
+    from axonlaunch.config import CONFIG
+    from axonlaunch.diagnostics.report.run_record import find_runs
+
+    return not (folder / CONFIG).exists() and next(find_runs(folder), None) is not None
+
+
+def _follow_table(folder: Path) -> None:
+    """Show the table of the runs in a folder, newest first, until Ctrl-C."""
+    from rich.live import Live
+
+    from axonlaunch.cli.reports.runs import row_of, table_of
+    from axonlaunch.diagnostics.report.run_record import find_runs
+
+    def table() -> Any:
+        rows = sorted(map(row_of, find_runs(folder)), key=lambda row: -row["changed_at"])
+        return table_of(rows, folder)
+
+    console = console_on()
+    with Live(table(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            began = time.thread_time()
+            live.update(table(), refresh=True)
+            time.sleep(max(1.0, _REST * (time.thread_time() - began)))
 
 
 def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:

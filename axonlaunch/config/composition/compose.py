@@ -21,10 +21,11 @@ from axonlaunch.config.composition.override_text import (
     why_unread,
     without_spaces,
 )
+from axonlaunch.config.composition.random_search import interval_problems, random_runs
 from axonlaunch.config.composition.user_file import read_user_file, split_file
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
-from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS, UNSUPPORTED
+from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
 from axonlaunch.config.values.plain import flatten, read_yaml
@@ -208,8 +209,13 @@ class Composer:
         named = {str(key): value for key, value in tree.items()}
         return Composed(named, overrides.origins, in_files, problems, preset=preset)
 
-    def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
+    def sweep(self, overrides: Sequence[str], *, samples: int | None = None) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.
+
+        Args:
+            overrides: Hydra overrides.
+            samples: Number of runs that are drawn at random, also from ``interval``; None for every
+                combination.
 
         Returns:
             The overrides of each run: ``a=1,2 b=3`` gives ``[["a=1", "b=3"], ["a=2", "b=3"]]``.
@@ -221,10 +227,15 @@ class Composer:
 
         rest, file = split_file(overrides, "")
         parsed, problems = self._parse(rest)
+        common = [] if file is None else [str(file)]
+        if samples is not None:
+            problems += [ConfigIssue("", text) for text in interval_problems(parsed)]
+            if problems:
+                raise ConfigError(problems)
+            return [[*common, *run] for run in random_runs(parsed, samples)]
         if problems := problems or sweep_issues(parsed):
             raise ConfigError(problems)
         batches = BasicSweeper.split_arguments(parsed, None)
-        common = [] if file is None else [str(file)]
         return [[*common, *overrides] for batch in batches for overrides in batch]
 
     def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
@@ -336,8 +347,6 @@ class Composer:
         group, value = override.key_or_group, override.value()
         if value is None or self._is_option(group, str(value)):
             return []
-        if message := UNSUPPORTED.get(f"{group}={value}".lower()):
-            return [ConfigIssue(group, message, value)]
         if isinstance(value, list):
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"

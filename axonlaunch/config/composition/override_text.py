@@ -100,6 +100,8 @@ def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
             runs *= count
         else:
             message = f"{text}: gives no value to run with; write {override.key_or_group}=1,2"
+            if override.is_interval_sweep():
+                message += ", or add --samples N to draw N runs from it"
             issues.append(ConfigIssue("", message))
     if runs > MOST_RUNS:
         message = f"-m: {runs:,} runs are too many for one sweep; use {MOST_RUNS:,} at most"

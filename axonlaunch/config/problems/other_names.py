@@ -4,6 +4,7 @@ from __future__ import annotations
 
 FOREIGN_OPTIONS = {
     "adapter=dora": "adapter=lora adapter.dora=true",
+    "adapter=qlora": "adapter=lora adapter.base=nf4",
     "adapter=rslora": "adapter=lora adapter.rslora=true",
     "strategy=context_parallel": "strategy.context.degree=2",
     "strategy=data_parallel": "ddp",
@@ -20,6 +21,12 @@ FOREIGN_OPTIONS = {
 """Maps other tools' names of an option to the option here."""
 
 FOREIGN_NAMES = {
+    "bnb_4bit_quant_type": "adapter.base",
+    "load_in_4bit": "adapter.base=nf4",
+    "load_in_8bit": "adapter.base=int8",
+    "quantization_bit": "adapter.base",
+    "quantization_config": "adapter.base",
+    "quantize_base": "adapter.base=nf4",
     "accelerator": "launch.device",
     "accumulate_grad_batches": "train.global_batch_size",
     "activation_checkpoint.mode": "train.activation_checkpointing",
@@ -94,15 +101,3 @@ FOREIGN_NAMES = {
 
 Names of tools whose files ``axonlaunch convert`` reads are in ``validation.other_tools``.
 """
-
-_NO_QUANTISED_BASE = (
-    "a quantised base (QLoRA) is not supported: torchao's 4-bit weights change when a layout cuts "
-    "them, and it can't cut them by inputs; use adapter=lora train.precision=bf16 "
-    "train.param_dtype=bf16"
-)
-UNSUPPORTED = {
-    "adapter=qlora": _NO_QUANTISED_BASE,
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantize_base"), _NO_QUANTISED_BASE),
-    **dict.fromkeys(("bnb_4bit_quant_type", "quantization_config"), _NO_QUANTISED_BASE),
-}
-"""Maps options and keys that are not supported to the reason and the alternative."""

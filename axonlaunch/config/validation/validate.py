@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain, value_problems
-from axonlaunch.config.problems.other_names import FOREIGN_NAMES, UNSUPPORTED
+from axonlaunch.config.problems.other_names import FOREIGN_NAMES
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
 from axonlaunch.config.validation.group_options import typed_groups
@@ -287,8 +287,6 @@ def _unknown_name(
     """Return the problem of an unknown key, with a suggestion from this group or another one."""
     key = _below(prefix, name)
     shown = ... if isinstance(value, dict) else value
-    if name in UNSUPPORTED:
-        return ConfigIssue(key, UNSUPPORTED[name], shown)
     paths = _paths(root)
     elsewhere = [path for path in paths if path.rsplit(".", 1)[-1] == name]
     if key in elsewhere:

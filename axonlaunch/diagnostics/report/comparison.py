@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.run_timeline import cost
-from axonlaunch.system.text.formatting import size
+from axonlaunch.system.text.formatting import quantity, size
 from axonlaunch.system.text.units import rate_in
 
 _UNIQUE = ("name", "run_dir")
@@ -53,6 +55,68 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("predicted step (s)", [run.summary.get("predicted_step_s") for run in runs]),
     ]
     return [row for row in rows if any(value is not None for value in row[1])]
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A row of the table of several runs.
+
+    Attributes:
+        run: Number of the run among all, counted from 0.
+        is_best: Whether the run has the lowest evaluation loss, or the lowest loss if no run was
+            evaluated.
+        cells: Texts by column.
+    """
+
+    run: int
+    is_best: bool
+    cells: list[str]
+
+
+def run_table(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[list[str], list[RunRow]]:
+    """Return the head and the rows of a table of runs, the best first, those without a loss last.
+
+    The last columns are the settings in which the runs differ.
+
+    Args:
+        runs: Two or more runs.
+        names: Their labels.
+    """
+    settings, metrics = (
+        changed_settings(runs),
+        dict.fromkeys(k for run in runs for k in run.metrics),
+    )
+    losses = [_number(_last_evaluation(run, "eval_loss")) for run in runs]
+    if all(loss is None for loss in losses):
+        losses = [_number(_last(run, "loss")) for run in runs]
+    ranked = [math.inf if loss is None else loss for loss in losses]
+    order = sorted(range(len(runs)), key=ranked.__getitem__)
+    head = [
+        "run",
+        "status",
+        "step",
+        "loss",
+        "evaluation loss",
+        *map(metric_title, metrics),
+        "speed",
+    ]
+    rows = []
+    for number in order:
+        run, rate = runs[number], rate_of(runs[number])
+        values = [_last(run, "loss"), _last_evaluation(run, "eval_loss")]
+        values += [_last_evaluation(run, key) for key in metrics]
+        texts = ["" if _number(value) is None else f"{value:.4f}" for value in values]
+        speed = "" if _number(rate) is None else f"{quantity(rate)} {run.unit}/s"
+        step = str(_last(run, "step") or 0)
+        cells = [names[number], run.status, step, *texts, speed]
+        is_best = number == order[0] and losses[number] is not None
+        rows.append(RunRow(number, is_best, cells + [texts[number] for _, texts in settings]))
+    return head + [key for key, _ in settings], rows
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
 from axonlaunch.config.problems.errors import plain
@@ -17,6 +18,7 @@ from axonlaunch.diagnostics.report.comparison import (
     metric_title,
     rate_of,
     results,
+    run_table,
     with_units,
 )
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
@@ -63,9 +65,15 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
         },
         "counted": " or ".join(dict.fromkeys(run.unit for run in runs)),
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
+        "table": _table(runs) if len(runs) > 1 else None,
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
         "results": with_units(results(runs)) if len(runs) > 1 else [],
     }
+
+
+def _table(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    head, rows = run_table(runs, labels(runs))
+    return {"head": head, "rows": [asdict(row) for row in rows]}
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -90,9 +98,13 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         *((metric_title(key), _short(run.evaluations[-1].get(key))) for key in run.metrics),
         ("layout", started.get("layout")),
         ("ranks", started.get("world_size")),
-        ("model", run.config.get("model.name")),
+        ("model", _model(run.config)),
         ("parameters", _thousands(started.get("parameters"))),
         ("data", run.config.get("data.name")),
+        ("optimizer", run.config.get("optimizer.name")),
+        ("learning rate", _text(run.config.get("optimizer.lr"))),
+        ("global batch", _text(run.config.get("train.global_batch_size"))),
+        ("precision", run.config.get("train.precision")),
         ("device", started.get("device")),
         ("nodes", ", ".join(nodes_of_run(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
@@ -115,6 +127,19 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("folder", str(run.path)),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _model(config: Mapping[str, Any]) -> Any:
+    """Return the model's name: of its folder or code, where these say more than hf or custom."""
+    name = config.get("model.name")
+    path, target = config.get("model.path"), config.get("model.target")
+    if name == "hf" and isinstance(path, str):
+        return path.rstrip("/").rpartition("/")[2]
+    return target if name == "custom" and isinstance(target, str) else name
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else plain(value)
 
 
 def _of_run(run: RunRecord, label: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import divisor_of
@@ -19,6 +19,7 @@ from axonlaunch.engines.tensor.divided_layers.heads import indivisible_heads, ke
 from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, empty_part
 from axonlaunch.models.modules.attention import Attention
+from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of, logical_shape
 
 STYLES = (
     *("column", "row", "vocabulary", "sequence", "region", "replicated"),
@@ -138,9 +139,9 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cu
         if parameter is None or style not in _CUTS:
             continue
         if style.endswith("column"):
-            cuts[key] = Cut(max(0, parameter.ndim - 2), pieces)
+            cuts[key] = Cut(max(0, len(logical_shape(parameter)) - 2), pieces)
         elif parameter.ndim > 1:
-            cuts[key] = Cut(parameter.ndim - 1, pieces)
+            cuts[key] = Cut(len(logical_shape(parameter)) - 1, pieces)
     return cuts
 
 
@@ -269,7 +270,11 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
 
 def _indivisible(entry: Styled, degree: int) -> str | None:
     for key, cut in entry.cuts.items():
-        size = entry.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
+        parameter = entry.module._parameters[key]
+        assert parameter is not None
+        if message := _divides_blocks(f"{entry.name}.{key}", parameter, cut, degree):
+            return message
+        size = logical_shape(parameter)[cut.dim]
         if size % (degree * cut.pieces):
             use = divisor_of(size // cut.pieces)
             return (
@@ -279,11 +284,40 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
     size, unit = _divided_size(entry)
     if entry.style == "vocabulary":
         return empty_part(f"{entry.name}'s {unit}", size, degree)
+    if message := _quantized_layer_problem(entry, degree):
+        return message
     heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
     if size % (degree * entry.pieces) == 0 or (heads and degree % heads == 0):
         return None
     use = divisor_of(size // entry.pieces)
     return f"{entry.name} has {size} {unit}, which {degree} does not divide; use a degree of {use}"
+
+
+def _quantized_layer_problem(entry: Styled, degree: int) -> str | None:
+    """Return an error message if the style of a linear layer would divide a quantized block."""
+    sizes, weight = linear_sizes(entry.module), entry.module._parameters.get("weight")
+    if sizes is None or weight is None:
+        return None
+    is_of_inputs = entry.style in ("row", "row_split")
+    if is_of_inputs == sizes.transposed:  # rows are whole
+        return None
+    if not is_of_inputs and entry.style not in (*COLUMN_STYLES, "column_gathered"):
+        return None
+    return _divides_blocks(f"{entry.name}.weight", weight, Cut(1, entry.pieces), degree)
+
+
+def _divides_blocks(name: str, parameter: Tensor, cut: Cut, degree: int) -> str | None:
+    """Return an error message if a cut would divide a block of a quantized parameter."""
+    if format_of(parameter) is None or cut.dim != len(logical_shape(parameter)) - 1:
+        return None
+    blocks = parameter.shape[cut.dim]
+    if blocks % (degree * cut.pieces) == 0:
+        return None
+    use = divisor_of(blocks // cut.pieces)
+    return (
+        f"{name} has rows of {blocks} quantized blocks of {BLOCK} values, which {degree} does not "
+        f"divide; use a degree of {use}, or adapter.base=null"
+    )
 
 
 def _divided_size(entry: Styled) -> tuple[int, str]:

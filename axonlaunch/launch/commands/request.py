@@ -26,12 +26,14 @@ class Request:
         config_name: Name of the primary config.
         config_dirs: Folders with the user's YAML files.
         multirun: Whether the overrides describe a sweep.
+        samples: Number of runs of a sweep that are drawn at random; None for every combination.
     """
 
     overrides: Sequence[str]
     config_name: str = "config"
     config_dirs: Sequence[Path] = ()
     multirun: bool = False
+    samples: int | None = None
     _composed: dict[tuple[str, ...], Composed] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -45,6 +47,7 @@ class Request:
             "axonlaunch",
             "train",
             *(["-m"] if self.multirun else []),
+            *([] if self.samples is None else ["--samples", str(self.samples)]),
             *options,
             *self.overrides,
         ]
@@ -67,7 +70,8 @@ class Request:
         """
         if not self.multirun:
             return [list(self.overrides)]
-        return Composer(config_dirs=self.config_dirs).sweep(self.overrides)
+        composer = Composer(config_dirs=self.config_dirs)
+        return composer.sweep(self.overrides, samples=self.samples)
 
     def compose(self, overrides: Sequence[str]) -> Composed:
         """Compose the overrides of one run; the same overrides are composed once.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-Columns = Mapping[str, "np.ndarray[Any, Any]"]
+MetricColumns = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class RunData:
     name: str
     status: RunStatus
     config: dict[str, Any]
-    metrics: Columns
-    evaluations: Columns
+    metrics: MetricColumns
+    evaluations: MetricColumns
     summary: dict[str, Any]
     estimate: dict[str, Any] | None
     crash: dict[str, Any] | None
@@ -88,7 +88,7 @@ def load_run(path: str | Path) -> RunData:
     )
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> Columns:
+def _columns(lines: Sequence[Mapping[str, Any]]) -> MetricColumns:
     """Return the values of each key of the lines as an array [lines]."""
     import numpy as np
 

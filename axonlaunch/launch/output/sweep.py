@@ -64,7 +64,7 @@ def print_sweep_table(
     metric: str = "loss",
     is_highest: bool = False,
 ) -> None:
-    """Print the results of all runs; the best run by ``train.best_metric`` is printed in bold.
+    """Print the results of all runs; the best run by ``train.best_metric`` is marked.
 
     Args:
         variations: Overrides that distinguish each run from the others.
@@ -86,8 +86,9 @@ def print_sweep_table(
     for label, summary, (unit, rate) in zip(variations, summaries, rates, strict=False):
         speed = "" if rate is None else quantity(rate)
         failed = "" if summary["status"] == "done" else f" ({summary['status']})"
+        mark = " (best)" if summary is best and len(summaries) > 1 else ""
         table.add_row(
-            label + failed,
+            label + failed + mark,
             _loss(summary.get("loss")),
             _loss(summary.get("eval_loss")),
             *(_loss(_metrics(summary).get(name)) for name in metrics),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.options.adapter import MAGNITUDE
 from axonlaunch.models.tensors.dtensor_regions import local_boxes, squares_along
+from axonlaunch.models.tensors.packed_blocks import format_of
+
+_FP32 = torch.float32
 
 
 class LoraMagnitude(nn.Module):
@@ -83,7 +87,11 @@ def fill_magnitudes(state: Mapping[str, Tensor], *, transposed: Container[str]) 
         if not name.endswith(MAGNITUDE):
             continue
         layer = name.removesuffix(MAGNITUDE)
-        squares = squares_along(state[f"{layer}.weight"], dim=0 if layer in transposed else 1)
+        weight, dim = state[f"{layer}.weight"], 0 if layer in transposed else 1
+        if (stored := format_of(weight)) is None:
+            squares = squares_along(weight, dim=dim)
+        else:
+            squares = squares_along(weight, dim=dim, read=partial(stored.dequantize, dtype=_FP32))
         local = local_part(magnitude)
         for box in local_boxes(magnitude):
             [(start, length)] = box.region

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config.options.adapter import EXPERTS, LoraConfig
 from axonlaunch.models.adapters.lora_matrix import LoraMatrix
+from axonlaunch.models.tensors.packed_blocks import logical_shape
 
 
 class ExpertMatrices(nn.Module):
@@ -109,7 +110,7 @@ def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         if type(owner).forward is not nn.Module.forward
         and not type(owner).__module__.startswith("torch.nn.")
         for key, parameter in owner._parameters.items()
-        if name and parameter is not None and parameter.ndim == 3
+        if name and parameter is not None and len(logical_shape(parameter)) == 3
     }
 
 

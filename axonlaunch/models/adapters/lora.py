@@ -29,6 +29,7 @@ from axonlaunch.models.adapters.expert_lora import (
     packed_experts,
 )
 from axonlaunch.models.adapters.lora_matrix import LoraMatrix
+from axonlaunch.models.adapters.quantized_base import base_problems
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer, Uniform
 
@@ -117,7 +118,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
         spec: Spec of the model.
     """
     module.requires_grad_(False)
-    for name, layer in _linear_layers(module, spec).items():
+    for name, layer in linear_layers(module, spec).items():
         if _is_target(name, config, spec):
             inputs, outputs = _sizes(layer)
             layer.__class__ = _adapted_classes(cast("Any", type(layer)))
@@ -196,7 +197,7 @@ def adapter_problems(
         config: Configuration of the adapters.
         spec: Spec of the model.
     """
-    layers, experts = _linear_layers(module, spec), packed_experts(module)
+    layers, experts = linear_layers(module, spec), packed_experts(module)
     if config.targets == "all-linear" and not any(_is_target(n, config, spec) for n in layers):
         yield ConfigIssue("adapter.targets", "the model has no linear layer except its head")
         return
@@ -207,6 +208,8 @@ def adapter_problems(
         if not any(_matches(name, pattern) for name in [*layers, *experts]):
             message = _explain_no_match(pattern, module, layers, spec)
             yield ConfigIssue("adapter.targets", f"{pattern} {message}")
+    if config.base is not None:
+        yield from base_problems(module, config.base, spec, layers=layers)
 
 
 def _experts_problems(adapted: list[str], config: LoraConfig) -> Iterator[ConfigIssue]:
@@ -239,7 +242,7 @@ def _explain_no_match(
     return f"matches no {kinds}{explain_unmatched(pattern, [*layers, *experts])}"
 
 
-def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
+def linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     """Return layers that can be adapted: linear, not the head, and not tied to an embedding."""
     tables = {
         id(submodule.weight)
@@ -249,7 +252,9 @@ def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if _is_linear(layer) and name != spec.head and id(layer.weight) not in tables
+        if _is_linear(layer)
+        and name != spec.head
+        and id(layer._parameters.get("weight")) not in tables
     }
 
 

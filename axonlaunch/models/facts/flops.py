@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from axonlaunch.models.tensors.packed_blocks import logical_numel, logical_shape
+
 _ATTENTION = ("Attention", "Attn")
 _WITHOUT_SCORES = ("Linear", "Lightning", "Rwkv")
 """Parts of class names of attention with a cost per token that is independent of the length."""
@@ -71,7 +73,7 @@ class ModelFlops:
         """
         tables, shares = _looked_up(model), _expert_shares(model)
         counted = [
-            (parameter, parameter.numel() * shares.get(id(parameter), Fraction(1)))
+            (parameter, logical_numel(parameter) * shares.get(id(parameter), Fraction(1)))
             for parameter in model.parameters()
             if id(parameter) not in tables
         ]
@@ -146,7 +148,7 @@ def _num_experts(path: str, module: nn.Module) -> int:
         return len(module) if name == "experts" else 0
     if name != "experts" and "Expert" not in type(module).__name__:
         return 0
-    packed = [p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3]
+    packed = [p.shape[0] for p in module.parameters(recurse=False) if len(logical_shape(p)) == 3]
     return packed[0] if packed else 0
 
 

@@ -105,7 +105,7 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
     model = on_meta(config, seed=config.seed)
     spec = spec_for(config)
     facts = parameter_facts(spec, model)
-    total_bytes = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
+    total_bytes = max(1, stored_bytes(model, element=element))
     trained = element if config.adapter is None else _FP32
     gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
@@ -130,5 +130,19 @@ def small_bytes(model: nn.Module, *, element: int) -> int:
         model: Model with the parameters.
         element: Bytes of one element.
     """
-    sizes = (element * parameter.numel() for parameter in model.parameters())
+    sizes = (_bytes_of(parameter, element) for parameter in model.parameters())
     return sum(size for size in sizes if size < LARGE)
+
+
+def stored_bytes(model: nn.Module, *, element: int) -> int:
+    """Return the total bytes of all parameters; quantized ones take fewer than the others.
+
+    Args:
+        model: Model with the parameters.
+        element: Bytes of one element of a parameter that is not quantized.
+    """
+    return sum(_bytes_of(parameter, element) for parameter in model.parameters())
+
+
+def _bytes_of(parameter: nn.Parameter, element: int) -> int:
+    return parameter.numel() * (element if parameter.is_floating_point() else parameter.itemsize)

@@ -6,7 +6,7 @@ DTensor's placements are evaluated here; parts that are not boxes of the full te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -126,18 +126,29 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
+def squares_along(
+    tensor: Tensor, *, dim: int, read: Callable[[Tensor], Tensor] = lambda part: part
+) -> Tensor:
     """Return sums of squares of a full matrix along a dimension, on every rank.
 
     All ranks of the mesh must call this; only the sums are communicated. The result is in fp32, or
     in fp64 for an fp64 matrix.
+
+    Args:
+        tensor: The matrix, or a tensor that stores it with an equal number of columns per index of
+            its second dimension.
+        dim: Dimension of the sums.
+        read: Returns the matrix that a part of the tensor stores.
     """
     local = local_part(tensor)
-    dtype = torch.promote_types(local.dtype, torch.float32)
-    total = torch.zeros(tensor.shape[1 - dim], dtype=dtype, device=local.device)
-    for box in local_boxes(tensor):
-        start, length = box.region[1 - dim]
-        norms = torch.linalg.vector_norm(box.of(local), dim=dim, dtype=dtype)
+    parts = [(box, read(box.of(local))) for box in local_boxes(tensor)]
+    dtype = torch.promote_types(parts[0][1].dtype, torch.float32)
+    columns = parts[0][1].shape[1] // max(1, parts[0][0].region[1][1])
+    unit = 1 if dim else columns
+    total = torch.zeros(tensor.shape[1 - dim] * unit, dtype=dtype, device=local.device)
+    for box, part in parts:
+        start, length = (number * unit for number in box.region[1 - dim])
+        norms = torch.linalg.vector_norm(part, dim=dim, dtype=dtype)
         total[start : start + length] += norms.square()
     if not isinstance(tensor, DTensor):
         return total

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
+from axonlaunch.models.tensors.packed_blocks import empty_values, format_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
 # Small enough that torch draws a block on one thread (its grain size is as large), and large enough
@@ -170,6 +171,11 @@ def fill(
     local = local_part(parameter)
     if local.numel() == 0:
         return
+    if (stored := format_of(parameter)) is not None:
+        values = empty_values(parameter)
+        fill(values, initializer, seed=seed, name=name, staging=staging)
+        local.copy_(stored.quantize(local_part(values)))
+        return
     for box in local_boxes(parameter):
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
         # For a device, draw in host memory that it reads directly, then copy once.
@@ -240,7 +246,7 @@ def materialize(module: nn.Module, *, device: torch.device | str) -> None:
         setattr(owner, key, buffer.to(device, copy=True))
     for (first_owner, first_key), *others in uses_by_parameter.values():
         for owner, key in others:
-            setattr(owner, key, getattr(first_owner, first_key))
+            setattr(owner, key, first_owner._parameters[first_key])
     reset_buffers(module)
 
 

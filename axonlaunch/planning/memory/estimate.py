@@ -15,6 +15,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.devices import cuda_attention
@@ -179,7 +180,7 @@ class _Run:
         return Estimate(
             world_size=self.reduced.world_size,
             mesh=self.reduced.layout.axes,
-            parameters=sum(p.numel() for p in self.reduced.model.parameters()),
+            parameters=sum(logical_numel(p) for p in self.reduced.model.parameters()),
             peak_bytes=highest.peak_bytes,
             reserved_bytes=reserved,
             process_bytes=process_bytes,

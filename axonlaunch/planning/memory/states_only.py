@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
-
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.flops import looked_up_parameters
-from axonlaunch.models.facts.parameter_facts import TrainingShares, parameter_facts, small_bytes
+from axonlaunch.models.facts.parameter_facts import (
+    TrainingShares,
+    parameter_facts,
+    small_bytes,
+    stored_bytes,
+)
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.planning.memory.analytic_states import moments, states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -38,7 +42,7 @@ def estimate_states(config: RunConfig) -> Estimate:
     return Estimate(
         world_size=reduced.world_size,
         mesh=reduced.layout.axes,
-        parameters=sum(p.numel() for p in reduced.model.parameters()),
+        parameters=sum(logical_numel(p) for p in reduced.model.parameters()),
         peak_bytes=peak,
         reserved_bytes=peak,
         process_bytes=peak,
@@ -53,9 +57,11 @@ def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
         stages = parts(reduced.counts)
         modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(pp_rank)]
     element = config.train.parameter_bytes
-    total = element * sum(_elements(module) for module in modules)
+    total = sum(stored_bytes(module, element=element) for module in modules)
     blocks = [
-        element * _elements(block) for module in modules for block in spec.blocks(module).values()
+        stored_bytes(block, element=element)
+        for module in modules
+        for block in spec.blocks(module).values()
     ]
     facts = parameter_facts(spec, reduced.model)
     tied = tied_names(reduced.model)
@@ -89,7 +95,3 @@ def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
         host_bytes=round(host),
         breakdown=breakdown,
     )
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

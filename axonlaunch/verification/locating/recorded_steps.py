@@ -217,15 +217,14 @@ def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Ten
     with preserving_global_state(config):
         run = PlainRun(config, plan)
         recorder = ModuleRecorder([run.model])
-        start = {name: _copy(parameter) for name, parameter in run.model.named_parameters()}
+        start = run.copy_parameters()
         steps = []
         for number in range(_STEPS):
             recorder.begin()
             done = run.step(number)
             step = _Step(recorder.record, skipped=done.skipped)
             step.gradients = {name: [((...,), g)] for name, g in done.gradients.items()}
-            for name, parameter in run.model.named_parameters():
-                step.parameters[name] = [((...,), _copy(parameter))]
+            step.parameters = {n: [((...,), p)] for n, p in run.copy_parameters().items()}
             steps.append(step)
         return start, steps
 

@@ -1,4 +1,4 @@
-"""Parts of the reference, in plain torch: losses, micro-batches, buffers, casts, balancing."""
+"""Parts of the reference, in plain torch: losses, micro-batches, casts, balancing, quantizing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from axonlaunch.models.build import on_meta
 from axonlaunch.models.specs.custom_loss import CustomLoss
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_internals import BatchNorm
 
+_BLOCK, _LARGEST_INT8 = 64, 127
+"""Values of a quantized block, and the largest code of int8."""
 _SMALL = 20_000_000
 """Models with fewer parameters compute on one thread."""
 
@@ -60,7 +63,7 @@ def threads_for(config: RunConfig) -> Iterator[None]:
         config: Configuration of the run.
     """
     threads = torch.get_num_threads()
-    parameters = sum(p.numel() for p in on_meta(config, seed=config.seed).parameters())
+    parameters = sum(logical_numel(p) for p in on_meta(config, seed=config.seed).parameters())
     if parameters < _SMALL:
         torch.set_num_threads(1)
     try:
@@ -273,6 +276,34 @@ def cast_parameters(
         else parameter.to(dtype)
         for name, parameter in model.named_parameters()
     }
+
+
+@torch.no_grad()
+def plain_quantized(values: Tensor, base: str) -> tuple[Tensor, Tensor]:
+    """Quantize a full weight.
+
+    Args:
+        values: The weight, fp32 of shape [..., n].
+        base: Value of ``adapter.base``.
+
+    Returns:
+        The values that are left, fp32; and what every layout together must store: for each block of
+        64 values the codes and the scale in fp32, uint8 of shape [..., n / 64, bytes].
+    """
+    if base == "nf4":
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        codes, state = quantize_4bit(values, blocksize=_BLOCK, quant_type="nf4")
+        scales, kept = state.absmax, dequantize_4bit(codes, state)
+    else:
+        blocks = values.unflatten(-1, (-1, _BLOCK))
+        scales = blocks.abs().amax(-1, keepdim=True) / _LARGEST_INT8
+        whole = torch.where(scales > 0, blocks / scales, 0).round()
+        codes, kept = whole.to(torch.int8), (whole * scales).flatten(-2)
+    size = values.shape[-1] // _BLOCK
+    parts = (codes, scales.contiguous().view(torch.int32))
+    stored = [part.view(torch.uint8).reshape(*values.shape[:-1], size, -1) for part in parts]
+    return kept, torch.cat(stored, -1)
 
 
 class PlainBalance:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from axonlaunch import data
 from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import state_format
@@ -26,6 +26,7 @@ from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
+from axonlaunch.models.adapters.quantized_base import quantized_names
 from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
@@ -48,6 +49,7 @@ from axonlaunch.verification.references.plain_model import (
     has_drawn_numbers,
     loss_sum,
     moves_buffers,
+    plain_quantized,
     reference_device,
     restore_buffers,
     saved_buffers,
@@ -106,6 +108,7 @@ class PlainRun:
         self._precision = precision_of(config)
         self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
         self._device = reference_device(config)
+        self._quantized: dict[str, Tensor] = {}
         self.model = self._build_model().to(self._device)
         comparison_inputs.move_vectors(self.model.named_parameters())
         self._spec.use_plain_experts(self.model)
@@ -116,7 +119,7 @@ class PlainRun:
         self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
-        self._start = _copies(self._parameters)
+        self._start = self.copy_parameters()
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
         self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
@@ -140,15 +143,18 @@ class PlainRun:
             self._balance = PlainBalance(self.model, experts, rate=rate)
 
     def _build_model(self) -> nn.Module:
-        config = self._config
+        base = None if self._config.adapter is None else self._config.adapter.base
+        config = self._config if base is None else with_values(self._config, {"adapter.base": None})
+        formats = quantized_names(on_meta(self._config, seed=config.seed))
         model = build_model(config, seed=config.seed)
         if self._plan.fp64:
             model.double()
         elif self._precision.parameters.is_low:
             dtype = torch_dtype(self._precision.parameters)
-            for parameter in model.parameters():
-                # The trained parameters of an adapter stay in fp32.
-                is_kept = config.adapter is not None and parameter.requires_grad
+            for name, parameter in model.named_parameters():
+                # The trained parameters of an adapter stay in fp32. Others are quantized from fp32.
+                is_trained = config.adapter is not None and parameter.requires_grad
+                is_kept = is_trained or name in formats
                 if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(dtype)
         if self._spec.initializers is not None:
@@ -157,6 +163,12 @@ class PlainRun:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
+        for name in formats:
+            parameter = model.get_parameter(name)
+            values, self._quantized[name] = plain_quantized(parameter.float(), formats[name].name)
+            parameter.data.copy_(values)
+        if formats and config.adapter is not None and config.adapter.path is None:
+            start_magnitudes(model)
         return model if model.training else model.train()  # keeps submodules in evaluation mode
 
     def _masters(self) -> dict[str, Tensor]:
@@ -189,7 +201,7 @@ class PlainRun:
             steps.append(self.step(number))
             if number + 1 == self._plan.saved:
                 saved = self._state()
-        end = _copies(self._parameters)
+        end = self.copy_parameters()
         return Reference(
             steps,
             self._start,
@@ -446,7 +458,11 @@ class PlainRun:
             for p, values in optimizer.state.items()
             for key, value in values.items()
         }
-        return _copies(self._parameters), _copies(saved_buffers(self.model)), states
+        return self.copy_parameters(), _copies(saved_buffers(self.model)), states
+
+    def copy_parameters(self) -> dict[str, Tensor]:
+        """Return copies of the parameters as layouts store them; quantized ones are uint8."""
+        return _copies({**self._parameters, **self._quantized})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

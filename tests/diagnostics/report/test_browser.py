@@ -279,6 +279,37 @@ def test_compare_page_overlays_runs_and_lists_differences(browser: Any, tmp_path
     assert complaints(browser) == []
 
 
+def test_page_of_several_runs_begins_with_a_table_that_switches_their_curves(
+    browser: Any, tmp_path: Path
+) -> None:
+    folders = [
+        run_folder(tmp_path / name, steps=10, loss=lambda step, scale=scale: scale / step)
+        for name, scale in ((HOSTILE.replace("/", ""), 3.0), ("b", 1.0), ("c", 2.0))
+    ]
+    for metrics in (folder / "metrics.jsonl" for folder in folders):
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(line for line in lines if "eval_loss" not in line))
+    opened(browser, folders)
+    names = [e.text for e in browser.find_elements("css selector", "#runs td:nth-child(2)")]
+    assert names == ["b (best)", "c", HOSTILE.replace("/", "")]
+    first, second = (
+        e.location["y"]
+        for e in (
+            browser.find_element("id", "runs"),
+            browser.find_element("css selector", "[data-curve=loss]"),
+        )
+    )
+    assert first < second
+    browser.find_elements("css selector", "#runs input")[1].click()
+    labels = [e.text for e in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
+    assert [label.split(" ")[0] for label in labels[1:]] == [names[2].split(" ")[0], "b"]
+    for box in browser.find_elements("css selector", "#runs input"):
+        if box.is_selected():
+            box.click()
+    assert browser.find_elements("css selector", "[data-curve]") == []
+    assert complaints(browser) == []
+
+
 def test_report_page_of_running_run_updates(browser: Any, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", steps=3, status=None)
     server = RunServer(LivePageData([folder]), title="demo")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from run_folders import run_folder
 
+from axonlaunch.diagnostics.report.comparison import run_table
 from axonlaunch.diagnostics.report.page import as_script_data, page_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
@@ -99,6 +100,44 @@ def test_two_runs_of_one_name_are_called_by_their_folders(tmp_path: Path) -> Non
 )
 def test_the_head_says(name: str, text: str, tmp_path: Path) -> None:
     assert dict(facts(read_run(run_folder(tmp_path / "demo"))))[name] == text
+
+
+def test_runs_are_ranked_by_their_evaluation_and_differences_are_columns(tmp_path: Path) -> None:
+    rates, evaluated = ("0.1", "0.2", "0.3"), (2.0, 1.0, None)
+    runs = []
+    for number, (rate, loss) in enumerate(zip(rates, evaluated, strict=True)):
+        extra = f"optimizer:\n  lr: {rate}\n"
+        folder = run_folder(tmp_path / str(number), steps=3, extra_config=extra)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "eval_loss": loss}) + "\n")
+        runs.append(read_run(folder))
+    head, rows = run_table(runs, ["a", "b", "c"])
+    assert head[-1] == "optimizer.lr"
+    assert [(row.run, row.is_best, row.cells[0], row.cells[-1]) for row in rows] == [
+        (1, True, "b", "0.2"),
+        (0, False, "a", "0.1"),
+        (2, False, "c", "0.3"),
+    ]
+    assert page_data(runs[:1])["table"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("name: hf\n  path: /models/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("name: hf\n  path: Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("name: custom\n  target: denoise:Denoiser", "denoise:Denoiser"),
+        ("name: gpt", "gpt"),
+    ],
+)
+def test_the_head_names_the_model_and_how_it_is_trained(
+    model: str, name: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "demo", extra_config="optimizer: {name: muon, lr: 0.02}\n")
+    file = folder / "config.yaml"
+    file.write_text(file.read_text().replace("name: gpt", model))
+    head = dict(facts(read_run(folder)))
+    assert (head["model"], head["optimizer"], head["learning rate"]) == (name, "muon", "0.02")
 
 
 def test_a_run_on_images_has_images_on_its_page_and_beside_others(tmp_path: Path) -> None:

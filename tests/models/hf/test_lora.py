@@ -14,7 +14,7 @@ from hf_loops import SETTINGS, STEPS, batches
 from rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
@@ -115,19 +115,38 @@ def test_lora_plus_equals_optimizer_of_peft(layout: str, tmp_path: Path) -> None
     compared("qwen3", layout, tmp_path, groups, loraplus=4.0, **options)
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("layout", "dora"),
+    [*((layout, False) for layout in LAYOUTS if layout != SHARED), ("tensor 2", True)],
+)
+def test_lora_on_nf4_base_equals_peft_with_bitsandbytes(
+    layout: str, dora: bool, tmp_path: Path
+) -> None:
+    options = {"target_modules": "all-linear", "use_dora": dora, "changes": WIDE, "nf4": True}
+    base = ("adapter.base=nf4", f"adapter.dora={dora}")
+    compared("qwen3", layout, tmp_path, *base, **options)
+
+
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+"""Sizes of which two ranks have whole blocks of 64 values."""
+
+
 def compared(
     kind: str,
     layout: str,
     folder: Path,
     *more: str,
     loraplus: float | None = None,
+    changes: dict[str, Any] | None = None,
+    nf4: bool = False,
     **options: Any,
 ) -> None:
     """Compare five steps of a layout with peft and the same options."""
-    save(kind, folder)
+    save(kind, folder, **(changes or {}))
     overrides = [*LORA, *more, f"model.path={folder}"]
     losses, gradients, start = by_axonlaunch([*overrides, *{**LAYOUTS, **DIVIDED_EXPERTS}[layout]])
-    expected, wanted = by_peft(folder, overrides, options, start, loraplus=loraplus)
+    expected, wanted = by_peft(folder, overrides, options, start, loraplus=loraplus, nf4=nf4)
     assert losses == pytest.approx(expected, rel=2e-5)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -164,9 +183,11 @@ def by_peft(
     start: dict[str, Tensor],
     *,
     loraplus: float | None,
+    nf4: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the same from a plain loop with the same initial adapters."""
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    load: dict[str, Any] = {"quantization_config": nf4_config()} if nf4 else {}
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **load)
     conv = type(base).__name__.startswith("GPT2")
     # Its import takes a second in every worker.
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -204,6 +225,11 @@ def by_peft(
         gradients = {_ours(name): p.grad.clone() for name, p in trained.items()}
         optimizer.step()
     return losses, gradients
+
+
+def nf4_config() -> BitsAndBytesConfig:
+    """Return the options with which bitsandbytes stores what ``adapter.base=nf4`` stores."""
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 def _ours(name: str) -> str:

@@ -16,7 +16,7 @@ from hf_loops import SETTINGS
 from rank_engine import rank_engine
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention
@@ -26,7 +26,7 @@ from axonlaunch.checkpoint.exchange.weights import export_weights, load_initial_
 from axonlaunch.checkpoint.loading import diff, reader
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 
 # peft 0.21 calls it, but it is deprecated in transformers 5.23.
@@ -102,6 +102,30 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     export(chosen, run_dir, tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_adapter_on_nf4_base_is_exported_merged_and_resumed(layout: str, tmp_path: Path) -> None:
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    save("qwen3", base, hidden_size=128, head_dim=32, intermediate_size=256)
+    quantized = [*LORA, "adapter.base=nf4", f"model.path={base}", "launch.nproc=2"]
+    chosen, expected = trained([*quantized, f"strategy={layout}"], run_dir)
+    export(chosen, run_dir, tmp_path / "peft", merge=False)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    options = {"dtype": torch.float32, "quantization_config": nf4}
+    plain = AutoModelForCausalLM.from_pretrained(base, **options)
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    assert torch.allclose(logits(loaded), expected, atol=1e-3)
+    export(chosen, run_dir, tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    (run_dir / "config.yaml").write_text(to_yaml(chosen))
+    resumed = continued([*SETTINGS, *quantized, "strategy=pipeline"], run_dir)
+    assert torch.allclose(resumed, expected, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"was trained on a base with adapter\.base=nf4"):
+        continued([*SETTINGS, *quantized, "strategy=ddp", "adapter.base=null"], run_dir)
 
 
 @pytest.mark.slow(keep=1)

@@ -10,7 +10,3 @@ NO_PREFERENCES = (
     "losses for preferences, rewards and reinforcement learning are not supported; use trl, or "
     "train.loss with a loss of yours"
 )
-NO_QUANTISED_BASE = (
-    "a quantised base is not supported, and weights are used as published; "
-    "train.param_dtype=bf16 stores them in 2 bytes, strategy=fsdp divides them over devices"
-)

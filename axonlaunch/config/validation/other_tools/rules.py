@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS, automatic_precision
@@ -10,6 +10,7 @@ from axonlaunch.config.validation.other_tools.translation import Rule, Translati
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "false", "no", "none", "None", "off", [], {})
 """Values with which most tools switch a feature off."""
+_BASES = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
 
 
 def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
@@ -72,6 +73,32 @@ def with_note(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
             translation.note(key, text)
 
     return Rule("not needed", apply)
+
+
+def base_bits() -> Rule:
+    """Return the rule of a key that quantizes frozen weights, for ``set_base``."""
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        if value in OFF:
+            translation.not_needed.append(key)
+
+    return Rule("expressed", apply)
+
+
+def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> None:
+    """Set the format of an adapter's frozen weights, after the adapter is set.
+
+    Args:
+        translation: Translation.
+        bases: Formats by the keys that choose them.
+    """
+    for key, base in bases.items():
+        if translation.get(key) in OFF:
+            continue
+        if "adapter" not in translation.options:
+            translation.leave_out(key, "quantized weights are frozen; use adapter=lora")
+        elif "adapter.base" not in translation.settings:
+            translation.set("adapter.base", base, key)
 
 
 def set_batch(translation: Translation, micro: str, accumulation: str, *, divided_by: int) -> None:

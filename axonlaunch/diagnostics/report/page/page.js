@@ -6,7 +6,7 @@
   const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
   const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828", node: "#b5479d" };
   const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
-  const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set() };
+  const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set(), hidden: new Set() };
   let charts = [];
   let range = null; // zoomed range of the horizontal axis in all charts; null shows everything
 
@@ -47,6 +47,7 @@
   function lines(key) {
     const found = [];
     data.runs.forEach((run, index) => {
+      if (view.hidden.has(run.label)) return;
       const name = data.runs.length > 1 ? `${run.label} ` : "";
       const stroke = COLOURS[index % COLOURS.length];
       const curve = run.series[key];
@@ -126,11 +127,12 @@
     charts.forEach((one) => one.destroy());
     holder.replaceChildren();
     charts = [];
-    const shown = Object.entries(data.curves).filter(([key]) => data.runs.some((run) => run.series[key]));
+    const shown = Object.entries(data.curves).filter(([key]) => data.runs.some((run) => run.series[key] && !view.hidden.has(run.label)));
     const boxes = shown.map(([key]) => element("div", { class: "chart", "data-curve": key }));
     holder.append(...boxes); // append all first, because the width of each depends on the others
     charts = shown.map(([key, title], index) => chart(boxes[index], key, title));
     const wholes = charts.map((one) => one.whole);
+    if (!charts.length) return;
     const all = [Math.min(...wholes.map((one) => one[0])), Math.max(...wholes.map((one) => one[1]))];
     charts.forEach((one) => { one.whole = all; });
     if (range) zoom(...range);
@@ -160,6 +162,28 @@
       element("span", { class: "faint" }, "drag to zoom, double-click for the whole range"));
     section("Curves", tools, holder);
     redraw();
+  }
+
+  // The table of several runs: the best first, with a box for each run's curves.
+  function overview() {
+    const holder = () => document.querySelector(".charts");
+    const rows = data.table.rows.map((row) => {
+      const { label } = data.runs[row.run];
+      const box = element("input", {
+        type: "checkbox", "aria-label": `curves of ${label}`,
+        onchange: (event) => {
+          if (event.target.checked) view.hidden.delete(label); else view.hidden.add(label);
+          if (holder()) drawCharts(holder());
+        },
+      });
+      box.checked = !view.hidden.has(label);
+      box.style.accentColor = COLOURS[row.run % COLOURS.length];
+      const cells = row.cells.map((text, index) => (index === 0 && row.is_best ? `${text} (best)` : text));
+      return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text) => element("td", {}, text)));
+    });
+    section("Runs", element("div", { class: "scroll" }, element("table", { id: "runs" },
+      element("thead", {}, element("tr", {}, element("th", {}, ""), ...data.table.head.map((text) => element("th", {}, text)))),
+      element("tbody", {}, ...rows))));
   }
 
   // A folded section that stays open when a live page is redrawn.
@@ -356,8 +380,10 @@
     page.replaceChildren();
     const several = data.runs.length > 1;
     if (several) page.append(element("h1", {}, `${data.runs.length} runs`));
-    data.runs.forEach((run) => headOf(run, several));
+    if (several) overview();
+    else headOf(data.runs[0], false);
     data.runs.forEach(crash);
+    if (several) curves();
     if (several) {
       const names = data.runs.map((run) => run.label);
       section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
@@ -365,7 +391,8 @@
         ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
         : element("p", {}, "none"));
     }
-    curves();
+    if (several) data.runs.forEach((run) => headOf(run, true));
+    else curves();
     for (const show of [memory, steps, ranks, experts, life, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.models.adapters.lora import LoraLayer
+from axonlaunch.models.tensors.packed_blocks import logical_shape
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class LinearSizes:
 def linear_sizes(module: nn.Module) -> LinearSizes | None:
     """Return the sizes of a module that computes ``x @ weight.T + bias``; None for all others."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or not set(module._parameters) <= {"weight", "bias"}:
+    if weight is None or not set(module._parameters) <= {"weight", "bias"}:
+        return None
+    shape = logical_shape(weight)
+    if len(shape) != 2:
         return None
     if module._modules and not isinstance(module, LoraLayer):
         return None
@@ -45,7 +49,7 @@ def linear_sizes(module: nn.Module) -> LinearSizes | None:
     transposed = _is_linear(cls, module)
     if transposed is None:
         return None
-    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    outputs, inputs = reversed(shape) if transposed else shape
     return LinearSizes(inputs, outputs, transposed)
 
 

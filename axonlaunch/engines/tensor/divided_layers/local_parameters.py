@@ -181,6 +181,7 @@ class ReadsLocally(nn.Module):
         parameter = self.__dict__["_parameters"].get(name)
         if (
             parameter is not None
+            and parameter.is_floating_point()  # others are read by QuantizedWeights
             and self._axis.computes
             and _is_on_mesh(parameter, self._axis.mesh)
         ):

@@ -26,9 +26,7 @@ _PLAIN_PATTERN = re.compile(rf"\^?(?:[\w\-.{_ANY}]|\\\.|\[[\d-]+\])+\$?")
 
 
 def _adapter(translation: Translation, key: str, value: Any) -> None:
-    if value == "qlora":
-        translation.leave_out(key, reasons.NO_QUANTISED_BASE)
-    elif value not in ("lora", "qlora"):
+    if value not in ("lora", "qlora"):
         translation.leave_out(key, "only LoRA adapters are supported; adapter=lora is used")
 
 
@@ -138,7 +136,7 @@ _KEYS: Table = {
     "full_finetune": not_needed("adapter says it"),
     "fused_attn_kernel": not_needed(reasons.EXACT_KERNEL),
     "gemma4_hybrid_attn_impl": not_needed(reasons.EXACT_KERNEL),
-    "gptq": missing(reasons.NO_QUANTISED_BASE),
+    "gptq": missing("GPTQ weights can't be read; adapter.base quantizes the original weights"),
     "gptq_*": not_needed("gptq says it"),
     "gradient_checkpointing": trainer_keys.CHECKPOINTING,
     "hf_use_auth_token": not_needed("the token of `hf auth login`, or HF_TOKEN, is used"),
@@ -149,8 +147,8 @@ _KEYS: Table = {
     "lisa_*": missing(_OTHER_METHOD),
     "llama4_linearized_experts": not_needed("adapter.targets=[experts.*] adapts packed experts"),
     "llmcompressor.*": missing(_SIMULATED, off=()),
-    "load_in_4bit": missing(reasons.NO_QUANTISED_BASE),
-    "load_in_8bit": missing(reasons.NO_QUANTISED_BASE),
+    "load_in_4bit": rules.base_bits(),
+    "load_in_8bit": rules.base_bits(),
     "logging_steps": to("train.log_every", lambda steps: max(1, int(steps))),
     "lora_alpha": with_others(),
     "lora_dropout": with_others(),
@@ -195,7 +193,7 @@ _KEYS: Table = {
     "project_name": not_needed(reasons.REPORTING),
     "push_dataset_to_hub": not_needed(reasons.READING),
     "qat.*": missing(_SIMULATED, off=()),
-    "quantize_moe_experts": missing(reasons.NO_QUANTISED_BASE),
+    "quantize_moe_experts": not_needed("adapter.base quantizes packed experts too"),
     "ray_num_workers": not_needed("axonlaunch starts its own ranks"),
     "reinit_weights": to("model.init", lambda on: "random" if on is True else "pretrained"),
     "relora": missing(_OTHER_METHOD),
@@ -263,6 +261,7 @@ def _finish(translation: Translation) -> None:
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
     _set_adapter(translation)
+    rules.set_base(translation)
     _set_loggers(translation)
     data_rules.translate_special_tokens(translation, "special_tokens.")
 

@@ -24,6 +24,17 @@ _OTHER_LOSS = "there is no such loss; train.loss takes a loss of yours (register
 _OTHER_WEIGHTS = "adapters begin with random A and zero B; train with adapter=lora"
 
 
+_BASES = {"4": "nf4", "8": "int8"}
+"""Formats of frozen weights by bits."""
+
+
+def _quantization(translation: Translation, key: str, value: Any) -> None:
+    if value in rules.OFF:
+        translation.not_needed.append(key)
+    elif str(value) not in _BASES:
+        translation.leave_out(key, "adapter.base has 4 bits (nf4) and 8 bits (int8)")
+
+
 def _stage(translation: Translation, key: str, value: Any) -> None:
     if value not in ("sft", "pt"):
         translation.leave_out(key, reasons.NO_PREFERENCES)
@@ -105,7 +116,7 @@ _KEYS: Table = {
     "preprocessing_batch_size": not_needed(reasons.READING),
     "preprocessing_num_workers": not_needed(reasons.READING),
     "pure_bf16": with_others(),
-    "quantization_bit": missing(reasons.NO_QUANTISED_BASE),
+    "quantization_bit": Rule("expressed", _quantization),
     "quantization_method": not_needed("quantization_bit says it"),
     "quantization_type": not_needed("quantization_bit says it"),
     "ray_*": not_needed("axonlaunch starts its own ranks"),
@@ -198,6 +209,8 @@ def _finish(translation: Translation) -> None:
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
     _set_finetuning(translation)
+    if base := _BASES.get(str(translation.get("quantization_bit"))):
+        rules.set_base(translation, {"quantization_bit": base})
 
 
 def _weights(translation: Translation) -> tuple[str, ...]:

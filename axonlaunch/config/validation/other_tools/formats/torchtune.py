@@ -149,7 +149,7 @@ _KEYS: Table = {
     "model.lora_attn_modules": with_others(),
     "model.lora_dropout": with_others(),
     "model.lora_rank": with_others(),
-    "model.quantize_base": missing(reasons.NO_QUANTISED_BASE),
+    "model.quantize_base": rules.base_bits(),
     "model.use_dora": with_others(),
     "model.*": not_needed("the folder of the model has its sizes"),
     "model_type": not_needed("transformers knows the class of a model"),
@@ -283,9 +283,9 @@ def _set_adapter(translation: Translation) -> None:
     if not component.startswith(("lora_", "qlora_", "dora_")):
         return
     key = "model._component_"
-    if component.startswith("qlora_"):
-        translation.leave_out(key, reasons.NO_QUANTISED_BASE)
     translation.option("adapter", "lora", key)
+    is_quantized = component.startswith("qlora_")
+    rules.set_base(translation, {key if is_quantized else "model.quantize_base": "nf4"})
     modules = translation.items("model.lora_attn_modules") or ["q_proj", "v_proj"]
     targets = ["o_proj" if name == "output_proj" else name for name in modules]
     if translation.flag("model.apply_lora_to_mlp"):

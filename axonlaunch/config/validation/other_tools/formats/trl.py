@@ -45,8 +45,8 @@ _KEYS: Table = {
     "dtype": with_others(),
     "eos_token": with_others(),
     "eval_packing": not_needed("held-out rows are packed like training rows"),
-    "load_in_4bit": missing(reasons.NO_QUANTISED_BASE),
-    "load_in_8bit": missing(reasons.NO_QUANTISED_BASE),
+    "load_in_4bit": rules.base_bits(),
+    "load_in_8bit": rules.base_bits(),
     "lora_alpha": with_others(),
     "lora_dropout": with_others(),
     "lora_modules_to_save": with_others(),
@@ -108,6 +108,7 @@ def _finish(translation: Translation) -> None:
             targets_key="lora_target_modules",
             unfrozen="lora_modules_to_save",
         )
+    rules.set_base(translation)
 
 
 def _set_data(translation: Translation) -> bool:

@@ -1,0 +1,164 @@
+"""Quantized tensors: blocks of 64 values along the last dim, each followed by its scale.
+
+A tensor of shape [..., n] is stored as uint8 of shape [..., n / 64, bytes], where the bytes of a
+block are its codes and then its scale in fp32. Every cut between blocks is therefore a cut of one
+tensor, and a part of a quantized tensor equals the quantized part, to the bit. A tensor subclass is
+not needed, and no mixed precision casts the scales.
+
+Source: Dettmers et al., "QLoRA", 2023, section 3; bitsandbytes, ``functional.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm.mesh import local_part
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of
+from axonlaunch.models.torch_internals import local_tensor
+
+BLOCK = 64
+"""Number of values that share a scale."""
+_SCALE_BYTES = 4
+_LARGEST_CODE = 127
+"""Largest magnitude of a code of int8."""
+
+
+class BlockFormat(ABC):
+    """How a block is stored.
+
+    Attributes:
+        name: Value of ``adapter.base``.
+        code_bytes: Bytes of the codes of a block.
+    """
+
+    name: ClassVar[str]
+    code_bytes: ClassVar[int]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block with its scale."""
+        return self.code_bytes + _SCALE_BYTES
+
+    def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the uint8 tensor that stores values of a shape [..., n].
+
+        Args:
+            shape: Shape with a last size that is a multiple of ``BLOCK``.
+        """
+        return *shape[:-1], shape[-1] // BLOCK, self.block_bytes
+
+    @torch.no_grad()
+    def quantize(self, values: Tensor) -> Tensor:
+        """Return the uint8 tensor that stores floating-point values [..., n]."""
+        *shape, block_bytes = self.packed_shape(values.shape)
+        if values.is_meta:
+            return torch.empty(*shape, block_bytes, dtype=torch.uint8, device="meta")
+        codes, scales = self._quantize(values.contiguous())
+        codes = codes.view(*shape, self.code_bytes)
+        return torch.cat([codes, scales.view(*shape, 1).view(torch.uint8)], -1)
+
+    @torch.no_grad()
+    def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values [..., n] of a quantized tensor or of this rank's part of one."""
+        packed = local_tensor(packed).detach()
+        shape = (*packed.shape[:-2], packed.shape[-2] * BLOCK)
+        codes = packed[..., : self.code_bytes].contiguous()
+        scales = packed[..., self.code_bytes :].contiguous().view(torch.float32)
+        return self._dequantize(codes.flatten(), scales.flatten(), shape, dtype)
+
+    @abstractmethod
+    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of contiguous values."""
+
+    @abstractmethod
+    def _dequantize(
+        self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return values from 1-D codes and scales."""
+
+
+class _NF4(BlockFormat):
+    """4-bit NormalFloat of bitsandbytes: two codes per byte; the scale is the largest magnitude."""
+
+    name = "nf4"
+    code_bytes = BLOCK // 2
+
+    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        codes, state = _library().quantize_4bit(values, blocksize=BLOCK, quant_type=self.name)
+        return codes, state.absmax
+
+    def _dequantize(
+        self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        options = {"shape": torch.Size(shape), "dtype": dtype, "quant_type": self.name}
+        state = _library().QuantState(absmax=scales, blocksize=BLOCK, **options)
+        values: Tensor = _library().dequantize_4bit(codes.view(-1, 1), state)
+        return values
+
+
+class _Int8(BlockFormat):
+    """Whole numbers from -127 to 127, times the scale."""
+
+    name = "int8"
+    code_bytes = BLOCK
+
+    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = values.float().view(-1, BLOCK)
+        scales = blocks.abs().amax(1, keepdim=True) / _LARGEST_CODE
+        codes = (blocks / scales).round_().nan_to_num_(0.0)  # a block of zeros has the scale 0
+        return codes.to(torch.int8).view(torch.uint8), scales
+
+    def _dequantize(
+        self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        values = torch.empty(len(scales), BLOCK, dtype=dtype, device=codes.device)
+        # Computes in fp32 and rounds once.
+        torch.mul(codes.view(torch.int8).view(-1, BLOCK), scales.unsqueeze(1), out=values)
+        return values.view(shape)
+
+
+BLOCK_FORMATS: dict[str, BlockFormat] = {each.name: each for each in (_NF4(), _Int8())}
+_BY_BYTES = {each.block_bytes: each for each in BLOCK_FORMATS.values()}
+
+
+def format_of(tensor: Tensor) -> BlockFormat | None:
+    """Return the format of a quantized tensor, plain or sharded; None for all others."""
+    if tensor.dtype is not torch.uint8 or tensor.ndim < 3:
+        return None
+    return _BY_BYTES.get(tensor.shape[-1])
+
+
+def logical_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of the values that a tensor stores, quantized or not."""
+    if format_of(tensor) is None:
+        return tuple(tensor.shape)
+    return *tensor.shape[:-2], tensor.shape[-2] * BLOCK
+
+
+def logical_numel(tensor: Tensor) -> int:
+    """Return the number of values that a tensor stores, quantized or not."""
+    return torch.Size(logical_shape(tensor)).numel()
+
+
+def empty_values(packed: Tensor) -> Tensor:
+    """Return fp32 memory for the values of a quantized tensor, sharded in the same way."""
+    local = local_part(packed)
+    values = torch.empty(logical_shape(local), device=local.device)
+    if not isinstance(packed, DTensor):
+        return values
+    shape = logical_shape(packed)
+    stride = torch.empty(shape, device="meta").stride()
+    return dtensor_of(values, packed.device_mesh, packed.placements, shape=shape, stride=stride)
+
+
+def _library() -> Any:
+    # Its import takes a second, and only runs with a quantized base need it.
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
