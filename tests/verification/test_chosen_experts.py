@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from hf_families import without_folder
+from hf_families import ROUTED, without_folder
+from moe_layouts import SETTINGS as SETTINGS_OF_MOE
 from torch import Tensor
 
 from axonlaunch.engines.build import _Plan
+from axonlaunch.models.build import build_model, spec_for
 from axonlaunch.verification.comparison.compare import on_mock
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
@@ -70,3 +72,21 @@ def test_recomputation_that_chooses_experts_again_is_a_difference(
     monkeypatch.setattr(_Plan, "most_experts", lambda *_: 0)
     result = compare("train.activation_checkpointing=full")
     assert "CheckpointError" in str(result.failure)
+
+
+@pytest.mark.parametrize(
+    "chosen", [SETTINGS_OF_MOE, without_folder("gpt_oss", **ROUTED["gpt_oss"])]
+)
+def test_plain_experts_compute_what_grouped_products_compute(chosen: list[str]) -> None:
+    config = run_config([*chosen, "strategy=single"])
+    tokens = torch.arange(32).view(2, 16)
+    results = []
+    for is_plain in (False, True):
+        model = build_model(config, seed=0)
+        if is_plain:
+            spec_for(config).use_plain_experts(model)
+        outputs = model(tokens)
+        outputs.square().mean().backward()
+        results.append([outputs, *(parameter.grad for parameter in model.parameters())])
+    for plain, grouped in zip(*results, strict=True):
+        torch.testing.assert_close(plain, grouped, rtol=1e-4, atol=1e-6)

@@ -66,7 +66,10 @@ class Experts(nn.Module):
         num_experts: Number of experts whose weights this module has.
         gate_up_proj: Gate and up projections, [E, 2 x width, hidden].
         down_proj: Down projections, [E, hidden, width].
+        is_plain: Whether experts are computed one after another, without a grouped product.
     """
+
+    is_plain = False
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -83,6 +86,8 @@ class Experts(nn.Module):
             top_k_index: Experts of each token, [T, K].
             top_k_weights: Their weights, [T, K].
         """
+        if self.is_plain:
+            return self._one_after_another(hidden_states, top_k_index, top_k_weights)
         experts = top_k_index.flatten()
         ones = torch.ones_like(experts)
         counts = experts.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
@@ -93,6 +98,16 @@ class Experts(nn.Module):
         by_token = results.new_empty(results.shape).index_copy(0, order, results)
         weighted = by_token.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
+
+    def _one_after_another(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(hidden[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            results = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            weighted = results * weights[tokens, places].unsqueeze(-1)
+            total = total.index_add(0, tokens, weighted.to(total.dtype))
+        return total
 
 
 def _products(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
@@ -144,6 +159,13 @@ class MixtureOfExperts(Llama):
         )
 
 
+def _use_plain_experts(model: nn.Module) -> None:
+    """Let a model compute its experts one after another."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.is_plain = True
+
+
 def expert_names(model: nn.Module) -> tuple[str, ...]:
     """Return the full names of the modules of experts of a model or stage, in order."""
     return tuple(name for name, module in model.named_modules() if isinstance(module, Experts))
@@ -182,4 +204,5 @@ SPEC = ModelSpec(
     initializers=transformer_initializers,
     tensor_plan=_tensor_plan,
     experts=expert_names,
+    use_plain_experts=_use_plain_experts,
 )
