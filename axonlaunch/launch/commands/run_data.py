@@ -27,9 +27,9 @@ class RunData:
         name: Name of the run.
         status: running, done, interrupted, failed, killed, unknown or unreadable.
         config: Configuration by dotted key, ``config["optimizer.lr"]``.
-        metrics: MetricColumns of the logged steps by name: ``step``, ``loss``, ``lr``, ... Numbers are
+        metrics: Columns of the logged steps by name: ``step``, ``loss``, ``lr``, ... Numbers are
             float64, NaN where a step has no value; other values are objects.
-        evaluations: MetricColumns of the evaluations: ``step``, ``eval_loss``, ``eval_accuracy``, ...
+        evaluations: Columns of the evaluations: ``step``, ``eval_loss``, ``eval_accuracy``, ...
         summary: Content of ``summary.json``; {} if there is none.
         estimate: Estimated peak memory with its parts; None if nothing was estimated.
         crash: Report of the rank that failed first; None if no rank failed.
