@@ -390,6 +390,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
             model.forward = _replicated_arithmetic(plan, model)(model.forward)
+        if plan.spec.mixes_samples == "batch":  # with the loss in its outputs outside of an engine
+            model.forward = RouterLoss(lambda _: None).running("off")(model.forward)
 
     return plan.source.boundaries(divide, stages)
 
@@ -411,8 +413,9 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
     if quantized_names(model):
+        is_checkpointed = bool(blocks) and train.activation_checkpointing != "none"
         for block in blocks or [model]:
-            block.forward = recomputing_weights(block.forward)
+            block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
     num_experts = 0 if train.compile else plan.most_experts(model)
     apply_activation_checkpointing(
         blocks, mode=train.activation_checkpointing, num_experts=num_experts

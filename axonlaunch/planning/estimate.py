@@ -7,6 +7,7 @@ estimated is an error.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Generator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.code.plugins import import_plugins
-from axonlaunch.config.consistency.layout import Layout, estimate_device, resolved
+from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks, resolved
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
@@ -325,6 +326,8 @@ def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, No
         ConfigError: The model cannot be traced on one device.
     """
     start = time.monotonic()
+    from axonlaunch.models.build import on_meta
+    from axonlaunch.models.facts.parameter_facts import stored_bytes
     from axonlaunch.planning.memory import estimate as memory_estimate
     from axonlaunch.planning.memory.analytic import Formulas
     from axonlaunch.planning.search import remedies
@@ -346,11 +349,30 @@ def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, No
                 estimate_cache.write_estimate(changed, cached)
         return cached
 
+    formulas = Formulas.of(config)
+
+    @functools.cache
+    def quantized_bytes(base: str | None) -> int:
+        """Return the bytes of all parameters with a base in a format."""
+        chosen = config if base is None else with_values(config, {"adapter.base": base})
+        model = on_meta(chosen, seed=chosen.seed)
+        return stored_bytes(model, element=chosen.train.parameter_bytes)
+
+    def formula(changed: RunConfig) -> float:
+        """Return the approximate bytes, from the trace of the run before it was changed."""
+        num_bytes = formulas.process_bytes(changed)
+        if changed.adapter is None or changed.adapter == config.adapter:
+            return num_bytes
+        layout = Layout.of(changed, world_size=num_ranks(changed))
+        base = None if config.adapter is None else config.adapter.base
+        less = quantized_bytes(base) - quantized_bytes(changed.adapter.base)
+        return num_bytes - less / layout.parameter_divisor / layout.parameter_shards
+
     untried = yield from remedies.search_changes(
         config,
         estimate,
         memory=limit,
-        formula=Formulas.of(config).process_bytes,
+        formula=formula,
         estimate=estimate_changed,
         is_over=lambda: time.monotonic() >= start + SEARCH_S,
     )

@@ -97,6 +97,29 @@ def test_backward_keeps_quantized_weights_only(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activation_checkpointing_of_a_quantized_block_keeps_no_activations(mode: str) -> None:
+    checkpointing = f"train.activation_checkpointing={mode}"
+    chosen = run_config([*NF4, "strategy=single", checkpointing])
+    kept: list[weakref.ref[Tensor]] = []
+
+    def run(world: World) -> list[bool]:
+        engine, loader = rank_engine(chosen, world)
+        [model] = engine.modules  # type: ignore[attr-defined]
+        model.layers[0].mlp.down_proj.register_forward_pre_hook(
+            lambda _, inputs: kept.append(weakref.ref(inputs[0]))
+        )
+        found: list[bool] = []
+        model.layers[1].register_forward_pre_hook(
+            lambda *_: found.append(kept[-1]() is not None), prepend=True
+        )
+        engine.backward(loader.batch(0))
+        return found
+
+    [found] = World.mock(1).run(run)
+    assert found[0] is (mode == "none")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -29,7 +29,7 @@ EXPERTS = {
     "gpt_oss": "num_local_experts",
 }
 WITHOUT_LOSS = ("gpt_oss",)
-"""Families whose auxiliary loss needs all blocks, which no pipeline stage has."""
+"""Families whose auxiliary loss is turned off."""
 
 
 def cases() -> list[Any]:

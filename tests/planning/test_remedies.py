@@ -110,7 +110,7 @@ def test_sharding_is_tried_before_offload() -> None:
 
 
 def test_sequence_parallelism_is_reported_for_tensor_ranks() -> None:
-    [*_, tensor, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
+    [*_, tensor, _, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
         "strategy.tensor.sequence_parallel": True,
@@ -253,3 +253,14 @@ def test_offload_is_reported_per_rank_and_node_and_needs_host_memory(
 
 def test_no_offload_is_reported_on_cpu() -> None:
     assert candidate_changes(run("strategy=fsdp", "hardware=cpu"))[-1] == []
+
+
+def test_a_quantized_base_is_tried_before_offload_for_an_adapter() -> None:
+    *_, options, _ = candidate_changes(run("adapter=lora"))
+    assert [option.settings for option in options] == [
+        {"adapter.base": "int8"},
+        {"adapter.base": "nf4"},
+    ]
+    *_, options, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
+    assert [option.settings for option in options] == [{"adapter.base": "nf4"}]
+    assert candidate_changes(run())[-2] == []

@@ -25,14 +25,32 @@ _DTYPES = (
 _MAX_DIMS = 8
 
 
-def send_tensor(tensor: Tensor, peer: int, group: ProcessGroup) -> None:
-    """Send a tensor to a rank of the group, given by its global rank."""
-    dist.send(_header(tensor), peer, group=group.torch_group)
+def send_tensor(tensor: Tensor, peer: int, group: ProcessGroup, *, is_known: bool = False) -> None:
+    """Send a tensor to a rank of the group, given by its global rank.
+
+    Args:
+        tensor: The tensor.
+        peer: Global rank of the receiver.
+        group: The ranks.
+        is_known: Whether the receiver knows shape and type.
+    """
+    if not is_known:
+        dist.send(_header(tensor), peer, group=group.torch_group)
     dist.send(tensor.contiguous(), peer, group=group.torch_group)
 
 
-def receive_tensor(peer: int, group: ProcessGroup) -> Tensor:
-    """Receive a tensor from a rank of the group, given by its global rank."""
+def receive_tensor(peer: int, group: ProcessGroup, *, like: Tensor | None = None) -> Tensor:
+    """Receive a tensor from a rank of the group, given by its global rank.
+
+    Args:
+        peer: Global rank of the sender.
+        group: The ranks.
+        like: Tensor of the shape and type; None receives them first.
+    """
+    if like is not None:
+        known = torch.empty(like.shape, dtype=like.dtype, device=device_of(group))
+        dist.recv(known, peer, group=group.torch_group)
+        return known
     header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64)
     dist.recv(header, peer, group=group.torch_group)
     tensor = _empty_for(header, group)

@@ -105,7 +105,7 @@ class Pipeline:
         self.schedule = schedule
         self.device = device_of(self.group)
         self.stages = {index: PipelineStage(stages[index], index) for index in sorted(stages)}
-        self._shapes_known = boundaries is not None
+        self._shapes_known = self._shapes_fixed = boundaries is not None
         for index, boundary in (boundaries or {}).items():
             if index in self.stages:
                 self.stages[index].record_shapes(*boundary)
@@ -237,10 +237,12 @@ class Pipeline:
         order = self.schedule.rank_of_stage
         for index, stage in self.stages.items():
             if index and order[index - 1] != self.group.rank:
-                x = receive_tensor(self.group.ranks[order[index - 1]], self.group)
+                like = stage.input_meta if self._shapes_fixed else None
+                x = receive_tensor(self.group.ranks[order[index - 1]], self.group, like=like)
             x = stage(x, **extra)
             if index < len(order) - 1 and order[index + 1] != self.group.rank:
-                send_tensor(x, self.group.ranks[order[index + 1]], self.group)
+                peer = self.group.ranks[order[index + 1]]
+                send_tensor(x, peer, self.group, is_known=self._shapes_fixed)
         return x if self.has_last else None
 
     def predict(self, inputs: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import metadata
@@ -135,8 +136,17 @@ def _unpack(kept: Any) -> Tensor:
     return tensor
 
 
-def recomputing_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward so that backward dequantizes weights again."""
+def recomputing_weights(
+    forward: Callable[..., Any], *, is_checkpointed: bool = False
+) -> Callable[..., Any]:
+    """Wrap a block's forward so that backward dequantizes weights again.
+
+    Args:
+        forward: Forward of the block.
+        is_checkpointed: Whether activation checkpointing runs this forward again in backward. Then
+            it decides what is saved, as the innermost hooks of saved tensors do; the recomputed
+            forward keeps the values of one block.
+    """
 
     @functools.wraps(forward)
     def compute(*inputs: Any, **kwargs: Any) -> Any:
@@ -144,8 +154,9 @@ def recomputing_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*inputs, **kwargs)
         scope = _Scope()
         token = _SCOPE.set(scope)
+        hooks = nullcontext() if is_checkpointed else saved_tensors_hooks(scope.pack, _unpack)
         try:
-            with saved_tensors_hooks(scope.pack, _unpack):
+            with hooks:
                 return forward(*inputs, **kwargs)
         finally:
             _SCOPE.reset(token)

@@ -13,7 +13,7 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.hardware import GIB
-from axonlaunch.config.precision import FP32, PRECISIONS
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.planning.records import Planned
 from axonlaunch.planning.search.candidates import Candidate
@@ -125,7 +125,7 @@ def _smaller_runs(config: RunConfig) -> Iterator[list[_Smaller]]:
         shorter = [length // 2**n for n in range(1, _HALVINGS + 1) if length % 2**n == 0]
         yield [_with_setting(config, "data.sequence_length", value) for value in shorter]
     low = PRECISIONS[config.train.precision].compute
-    if config.train.param_dtype == FP32.name and low.is_low:
+    if low.is_low and not NUMBER_FORMATS[config.train.param_dtype].is_low:
         yield [_with_setting(config, "train.param_dtype", low.name)]
     if config.adapter is None:
         changed = with_values(config, {"adapter": LoraConfig()})

@@ -33,6 +33,7 @@ from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
 from axonlaunch.models.specs.source import ModelDivision, NotReducibleError, source_of
+from axonlaunch.models.tensors.packed_blocks import BLOCK
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system.storage import cache
@@ -155,8 +156,12 @@ def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, An
 
 
 def _with_small_model(config: RunConfig, layout: Layout, degrees: dict[str, int]) -> RunConfig:
+    is_quantized = config.adapter is not None and config.adapter.base is not None
     division = ModelDivision(
-        stages=degrees["pp"] * layout.stages_per_rank, tensor=degrees["tp"], before=layout.tensor
+        stages=degrees["pp"] * layout.stages_per_rank,
+        tensor=degrees["tp"],
+        before=layout.tensor,
+        block=BLOCK if is_quantized else 1,
     )
     small = source_of(config).reduce(division)
     if small is not None:

@@ -50,8 +50,8 @@ def family(kind: str, **changes: Any) -> str:
 
 
 def cases() -> list[Any]:
-    """Return the pairs of family and layout; three of them are fast."""
-    fast = {("qwen3_moe", "tensor"), ("mixtral", "fsdp"), ("gpt_oss", "tensor")}
+    """Return the pairs of family and layout; two of them are fast."""
+    fast = {("qwen3_moe", "tensor"), ("gpt_oss", "fsdp")}
     every = [(kind, layout) for kind in ("qwen3_moe", "mixtral") for layout in LAYOUTS]
     every += [(kind, layout) for kind in ROUTED for layout in ("fsdp", "tensor", "all")]
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]

@@ -11,7 +11,6 @@ from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
-from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.placeholders import cut_out
 from axonlaunch.engines.pipeline.split import stage_counts
@@ -68,15 +67,6 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
 def test_pipeline_splits_blocks_of_several_kinds(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
-
-
-def test_router_loss_of_all_blocks_is_refused_in_pipeline() -> None:
-    with pytest.raises(ConfigError) as raised:
-        run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
-    (issue,) = raised.value.problems
-    assert issue.key == "strategy.pipeline.degree"
-    assert "its auxiliary loss needs all blocks" in issue.message
-    assert "use model.router_aux_loss=false" in issue.message
 
 
 def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:

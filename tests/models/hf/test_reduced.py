@@ -64,6 +64,25 @@ def test_reduced_model_keeps_head_ratio_and_division(
     assert (typed.num_attention_heads, typed.num_key_value_heads) == few
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 2048}),
+        ("qwen3_moe", {"num_attention_heads": 16, "head_dim": 64, "hidden_size": 1024}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_rows_of_reduced_model_are_whole_blocks_on_each_rank(
+    kind: str, sizes: dict[str, int]
+) -> None:
+    division = ModelDivision(tensor=2, before=2, block=64)
+    model = structure(reduce_model(described(kind, **sizes), division)).model
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            is_divided = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+            assert parameter.shape[-1] % (128 if is_divided else 64) == 0, name
+
+
 def test_reduced_model_is_equal_for_other_width_and_depth() -> None:
     def small(**figures: Any) -> dict[str, Any]:
         large = described("qwen3", vocab_size=32000, head_dim=64, **figures)

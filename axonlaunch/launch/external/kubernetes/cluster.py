@@ -6,6 +6,7 @@ Needs the Python package ``kubernetes`` (the extra of the same name).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,13 +86,15 @@ class Cluster:
             message = "needs the package kubernetes: pip install 'axonlaunch[kubernetes]'"
             raise ConfigError([ConfigIssue("launch.name", message, "kubernetes")]) from None
         settings = client.Configuration()
+        # The package reads the variable only once, when it is imported.
+        files = os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
         self.context, own = "", "default"
         try:
-            contexts, current = config.list_kube_config_contexts()
+            contexts, current = config.list_kube_config_contexts(files)
             chosen = current if context is None else _find_context(contexts, context)
             self.context = chosen["name"]
             own = chosen["context"].get("namespace") or "default"
-            config.load_kube_config(context=self.context, client_configuration=settings)
+            config.load_kube_config(files, context=self.context, client_configuration=settings)
         except config.ConfigException as error:
             own = _in_pod(settings, error, context)
         except (OSError, KeyError, TypeError, ValueError) as error:

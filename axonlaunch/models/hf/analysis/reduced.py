@@ -188,7 +188,7 @@ def _small_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any
     for name in _WIDTHS:
         if (value := _number(typed, name)) is not None and value > 0:
             width = min(value * small / hidden, _MAX_WIDTH_RATIO * small)
-            yield name, _rounded(width, 8 * division.tensor)
+            yield name, _rounded(width, math.lcm(8, division.block) * division.tensor)
     yield from _head_sizes(typed, division)
     yield from _state_sizes(typed, small)
     yield from _expert_sizes(typed)
@@ -207,9 +207,10 @@ def _hidden(typed: Any, division: ModelDivision) -> tuple[int, int]:
     small_count, _ = _heads(typed, "num_attention_heads", division)
     size = _number(typed, "head_dim")
     if size is None:  # the size of a head follows from the hidden size
-        return hidden, small_count * _head_size(small_count)
-    width = small_count * _head_size(small_count) / (count * size)
-    return hidden, _rounded(hidden * width, math.lcm(small_count, 8 * division.tensor))
+        return hidden, small_count * _head_size(small_count, division)
+    width = small_count * _head_size(small_count, division) / (count * size)
+    multiple = math.lcm(small_count, 8 * division.tensor, division.block)
+    return hidden, _rounded(hidden * width, multiple)
 
 
 def _token_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
@@ -243,17 +244,18 @@ def _head_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]
     is_latent = _number(typed, "qk_rope_head_dim") is not None
     for name in _HEAD_SIZES:
         if _number(typed, name) is not None and not (is_latent and name == "head_dim"):
-            yield name, _head_size(count)
+            yield name, _head_size(count, division)
     if is_latent:
-        yield "qk_rope_head_dim", _head_size(count) // 2
+        yield "qk_rope_head_dim", _head_size(count, division) // 2
         is_even = _number(typed, "v_head_dim") == _number(typed, "qk_nope_head_dim")
-        yield "v_head_dim", _head_size(count) if is_even else 12
+        yield "v_head_dim", _head_size(count, division) if is_even or division.block > 1 else 12
     for name in _RANKS:
         if _number(typed, name) is not None:
-            yield name, _HEAD_SIZE if name == "kv_lora_rank" else 24
+            rank = _HEAD_SIZE if name == "kv_lora_rank" else 24
+            yield name, rank if division.block == 1 else division.block
     if (rotary := _number(typed, "rotary_dim")) is not None:
         size = (_number(typed, "hidden_size") or 1) // (_number(typed, "num_attention_heads") or 1)
-        yield "rotary_dim", max(2, _head_size(count) * rotary // max(1, size) // 2 * 2)
+        yield "rotary_dim", max(2, _head_size(count, division) * rotary // max(1, size) // 2 * 2)
 
 
 def _expert_sizes(typed: Any) -> Iterator[tuple[str, Any]]:
@@ -285,8 +287,13 @@ def _heads(typed: Any, queries: str, division: ModelDivision) -> tuple[int, int]
     return small_keys * group, small_keys
 
 
-def _head_size(heads: int) -> int:
-    return _HEAD_SIZE if heads <= _HEAD_SIZE else _HEAD_SIZE // 2
+def _head_size(heads: int, division: ModelDivision) -> int:
+    """Return a small size of a head; the heads of a rank together have whole blocks."""
+    size = _HEAD_SIZE if heads <= _HEAD_SIZE else _HEAD_SIZE // 2
+    if division.block == 1:
+        return size
+    blocks = division.block * division.tensor
+    return math.lcm(size, blocks // math.gcd(blocks, heads))
 
 
 def _blocks(typed: Any, stages: int) -> Iterator[tuple[str, Any]]:

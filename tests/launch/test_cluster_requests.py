@@ -1,0 +1,231 @@
+"""Requests to the API server of a kubeconfig, sent to a server on this node."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+import yaml
+from pod_runs import loaded
+
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
+from axonlaunch.launch.external.kubernetes.cluster_job import retry
+from axonlaunch.launch.external.kubernetes.launcher import create_all
+from axonlaunch.launch.external.kubernetes.manifests import build_objects
+from axonlaunch.launch.external.kubernetes.resources import PodResources
+
+
+class Requests(BaseHTTPRequestHandler):
+    """Stores objects, and answers as an API server does.
+
+    Attributes:
+        seen: Method, path, query and body of each request.
+        objects: Objects by path.
+        refused: Kinds that are refused with HTTP status 403.
+        status: Status of all answers if not 0.
+    """
+
+    seen: list[tuple[str, str, dict[str, str], Any]]
+    objects: dict[str, Any]
+    refused: set[str]
+    status: int
+
+    def reply(self, method: str) -> None:
+        parsed = urlparse(self.path)
+        query = {key: value[0] for key, value in parse_qs(parsed.query).items()}
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size)) if size else None
+        self.seen.append((method, parsed.path, query, body))
+        if self.headers["Authorization"] != "Bearer secret-of-eve":
+            self.answer(401, {"message": "Unauthorized"})
+        elif self.status:
+            self.answer(self.status, {"message": "overloaded"})
+        elif not parsed.path.startswith(("/api/v1", "/apis/batch/v1")):
+            self.answer(404, "404 page not found")
+        elif method == "POST":
+            self.create(f"{parsed.path}/{body['metadata']['name']}", body, query)
+        elif method == "DELETE":
+            self.objects.pop(parsed.path, None)
+            self.answer(200, {})
+        elif method == "PATCH":
+            self.objects[parsed.path]["metadata"] |= body.get("metadata", {})
+            self.answer(200, self.objects[parsed.path])
+        elif parsed.path in self.objects:
+            self.answer(200, self.objects[parsed.path])
+        elif parsed.path.endswith("s"):
+            found = [value for key, value in self.objects.items() if key.startswith(parsed.path)]
+            self.answer(200, {"items": found})
+        else:
+            self.answer(404, {"message": "not found", "details": {"name": "x"}})
+
+    def create(self, path: str, body: Any, query: dict[str, str]) -> None:
+        if body["kind"] in self.refused:
+            self.answer(403, {"message": f"User eve cannot create {body['kind']}", "details": {}})
+        elif path in self.objects:
+            self.answer(409, {"message": "already exists", "details": {}})
+        else:
+            body["metadata"]["uid"] = f"uid of {path}"
+            if "dryRun" not in query:
+                self.objects[path] = body
+            self.answer(201, body)
+
+    def answer(self, status: int, content: Any) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self) -> None:
+        self.reply("GET")
+
+    def do_POST(self) -> None:
+        self.reply("POST")
+
+    def do_PATCH(self) -> None:
+        self.reply("PATCH")
+
+    def do_DELETE(self) -> None:
+        self.reply("DELETE")
+
+    def log_message(self, *arguments: Any) -> None:
+        del arguments
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Requests]]:
+    """Return a server that the kubeconfig of the environment names."""
+    state = {"seen": [], "objects": {}, "refused": set(), "status": 0}
+    handler: type[Requests] = type("Handler", (Requests,), state)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        write_kubeconfig(tmp_path / "kubeconfig", listening.server_address[1])
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        yield handler
+        listening.shutdown()
+        thread.join()
+
+
+def write_kubeconfig(path: Path, port: int) -> None:
+    users = {"eve": "secret-of-eve", "old": "expired"}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "eve",
+        "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": name, "user": {"token": token}} for name, token in users.items()],
+        "contexts": [
+            {"name": name, "context": {"cluster": "test", "user": name, "namespace": "research"}}
+            for name in users
+        ],
+    }
+    path.write_text(yaml.safe_dump(content))
+
+
+def submitted(server: type[Requests]) -> None:
+    config = loaded("launch.nproc=1", "launch.nnodes=2", "launch.kubernetes.volumes=['r:/runs']")
+    objects = build_objects(config, PodResources(memory="1Gi", cpus=1, gpus=0, grace_s=60))
+    create_all(objects, Cluster(), "big")
+
+
+def refusals(server: type[Requests]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        submitted(server)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_objects_are_checked_by_the_server_before_the_first_is_made(
+    server: type[Requests],
+) -> None:
+    submitted(server)
+    posted = [(query, body["kind"]) for method, _, query, body in server.seen if method == "POST"]
+    kinds = ["Secret", "ConfigMap", "Service", "Job"]
+    assert [kind for _, kind in posted] == kinds * 2
+    assert [query.get("dryRun") for query, _ in posted] == ["All"] * 4 + [None] * 4
+    assert {query["fieldValidation"] for query, _ in posted} == {"Strict"}
+    job = server.objects["/apis/batch/v1/namespaces/research/jobs/big"]
+    for path, made in server.objects.items():
+        if made["kind"] != "Job":
+            assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"], path
+
+
+def test_nothing_is_left_after_a_refusal(server: type[Requests]) -> None:
+    server.refused.add("Job")
+    (line,) = refusals(server)
+    assert line.startswith("launch.kubernetes.namespace=research: http://127.0.0.1:")
+    assert line.endswith("does not allow to create the Job big: User eve cannot create Job")
+    assert server.objects == {}
+
+
+def test_second_job_in_a_run_folder_is_refused(server: type[Requests]) -> None:
+    submitted(server)
+    jobs = "/apis/batch/v1/namespaces/research/jobs"
+    other = json.loads(json.dumps(server.objects[f"{jobs}/big"]))
+    other["metadata"]["name"] = "other"
+    server.objects.clear()
+    server.objects[f"{jobs}/other"] = other
+    assert refusals(server) == [
+        "run_dir=/runs/big: Job other uses it; stop and delete that one, or choose another"
+    ]
+
+
+def test_job_of_the_same_name_is_refused(server: type[Requests]) -> None:
+    submitted(server)
+    (line,) = refusals(server)
+    assert line.startswith("name=big: research has one of this name already")
+
+
+def test_unknown_kind_of_job_names_those_that_work(server: type[Requests]) -> None:
+    cluster = Cluster()
+    body = {"apiVersion": "x", "kind": "JobSet", "metadata": {"name": "big"}}
+    server.objects["/apis/batch/v1"] = {}
+    with pytest.raises(ConfigError) as caught:
+        retry(lambda: cluster.create(body), cluster, "big")
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        f"launch.kubernetes.kind=jobset: {cluster.server} has no JobSets; use job, or install it"
+    )
+
+
+def test_expired_credentials_are_reported(server: type[Requests]) -> None:
+    cluster = Cluster("old")
+    with pytest.raises(RefusedError) as caught:
+        cluster.find("Pod", "a=b")
+    assert caught.value.status == 401
+    assert "credentials of the context old" in str(cluster.to_issue(caught.value, "big")[0])
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_overloaded_server_may_answer_later(server: type[Requests], status: int) -> None:
+    server.status = status
+    with pytest.raises(UnreachableError, match=f"HTTP status {status}"):
+        Cluster().find("Pod", "a=b")
+
+
+def test_unreachable_server_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_kubeconfig(tmp_path / "kubeconfig", 1)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    cluster = Cluster()
+    with pytest.raises(ConfigError) as caught:
+        retry(lambda: cluster.find("Pod", "a=b"), cluster, "big")
+    (problem,) = caught.value.problems
+    assert "http://127.0.0.1:1 does not answer" in str(problem)
+    assert "Connection refused" in str(problem)
+
+
+def test_missing_kubeconfig_and_unknown_context_are_reported(
+    server: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="it has eve, old"):
+        Cluster("somewhere")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no usable kubeconfig"):
+        Cluster()
