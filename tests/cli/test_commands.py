@@ -187,7 +187,9 @@ def test_config_describes_meaning_and_type_of_each_key(run: Served) -> None:
         "meaning": "number of optimizer steps; auto: computed from epochs",
     }
     both = run("config", "--describe", "--explain", status=2)
-    assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
+    assert (
+        both.stderr == "error: Invalid value: use only one of --explain, --describe and --schema\n"
+    )
 
 
 def test_ls_lists_every_kind_with_description(run: Served) -> None:

@@ -70,4 +70,9 @@ def test_page_for_users_of_other_tools_says_what_errors_say() -> None:
 def test_names_of_converted_tools_are_in_one_table() -> None:
     """Only keys that other tools have with another meaning are in both."""
     exact = {key for tool in TOOLS.values() for key in tool.keys}
-    assert FOREIGN_NAMES.keys() & exact == {"batch_size", "dataset", "mixed_precision"}
+    assert FOREIGN_NAMES.keys() & exact == {
+        "batch_size",
+        "bnb_4bit_quant_type",
+        "dataset",
+        "mixed_precision",
+    }

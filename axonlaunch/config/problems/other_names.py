@@ -22,9 +22,6 @@ FOREIGN_OPTIONS = {
 
 FOREIGN_NAMES = {
     "bnb_4bit_quant_type": "adapter.base",
-    "load_in_4bit": "adapter.base=nf4",
-    "load_in_8bit": "adapter.base=int8",
-    "quantization_bit": "adapter.base",
     "quantization_config": "adapter.base",
     "quantize_base": "adapter.base=nf4",
     "accelerator": "launch.device",
