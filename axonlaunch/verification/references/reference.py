@@ -353,6 +353,8 @@ class PlainRun:
         outputs = self._outputs(batch)
         if self._custom_loss is None:
             assert isinstance(batch, Batch)
+            if not training and self._spec.mixes_samples == "batch":
+                outputs = outputs.logits  # without the routers' loss of the global batch
             train = self._config.train
             return loss_sum(
                 self._spec,
