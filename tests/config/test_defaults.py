@@ -52,7 +52,7 @@ def settings_and_defaults(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     typed = config.flatten(config.to_tree(validate(tree, schema).config))
     defaults = config.flatten(config.to_tree(schema(**needed)))
     keys = [key for key, value in config.flatten(tree).items() if "${" not in str(value)]
-    return {key: typed[key] for key in keys}, {key: defaults[key] for key in keys}
+    return {key: typed[key] for key in keys}, {key: defaults.get(key, MISSING) for key in keys}
 
 
 FILES = [

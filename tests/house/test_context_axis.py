@@ -33,7 +33,8 @@ def test_context_axis_is_named_in_at_most_12_files() -> None:
     named_in = {
         source.path
         for source in sources()
-        if not source.path.startswith("engines/context/")
+        # A kubeconfig has contexts of its own.
+        if not source.path.startswith(("engines/context/", "launch/external/kubernetes/"))
         and any(_NAME.search(line) for line in source.lines)
     }
     assert named_in == NAMED_IN

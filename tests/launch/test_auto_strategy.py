@@ -108,9 +108,9 @@ def test_hardware_is_detected_by_device_name(devices: list[str], option: str) ->
     ("device", "overrides", "reported"),
     [
         (
-            "NVIDIA GB200",
+            "NVIDIA GB300",
             [],
-            "needs figures of the devices, and NVIDIA GB200 is not in the catalog; use",
+            "needs figures of the devices, and NVIDIA GB300 is not in the catalog; use",
         ),
         (H100, ["launch=slurm"], "and the job runs on other nodes; use a100_40gb, "),
     ],

@@ -143,9 +143,7 @@ class MoEConfig(LlamaConfig):
     routed_scaling_factor: float = field(default=1.0, metadata={"above": 0})
     """factor of the weights of a token's experts"""
     balance: Literal["none", "bias"] = "none"
-    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
-    of tokens, as in DeepSeek-V3
-    """
+    """bias: each step moves the experts' biases towards equal loads, as in DeepSeek-V3"""
     balance_rate: float = field(default=1e-3, metadata={"above": 0})
     """step of these biases"""
 
@@ -257,9 +255,7 @@ class HuggingFaceConfig(TransformersModel):
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
     balance: Literal["none", "bias"] = "none"
-    """bias: after each step, move each expert's bias in the choice of experts towards equal numbers
-    of tokens, as in DeepSeek-V3; for models whose routers have an e_score_correction_bias
-    """
+    """bias: steps move each e_score_correction_bias of routers towards equal numbers of tokens"""
     balance_rate: float = field(default=1e-3, metadata={"above": 0})
     """step of these biases"""
 

@@ -116,10 +116,10 @@ def use_everything(folder: Path) -> None:
     console = Console(file=StringIO(), width=80)
     console.print(screen_of(data["runs"][0], ConsoleDimensions(80, 30)))
     rows = results([run, run])
-    json.dumps([rows, runs._row(run)], allow_nan=False)
+    json.dumps([rows, runs.row_of(run)], allow_nan=False)
     for _, values in with_units(rows):
         [compare._short(value) for value in values]
-    runs._show([runs._row(run)], folder.parent)
+    runs._show([runs.row_of(run)], folder.parent)
 
 
 @pytest.mark.parametrize(

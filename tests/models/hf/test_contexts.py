@@ -123,11 +123,6 @@ def test_rotary_angles_that_follow_the_longest_position_are_refused() -> None:
         run_config(without_folder("llama", *CONTEXT, rope_parameters=rope))
 
 
-def test_router_loss_of_all_tokens_is_refused_with_context_parallelism() -> None:
-    with pytest.raises(ConfigError, match=r"use model\.router_aux_loss=false"):
-        run_config(without_folder("mixtral", *CONTEXT, output_router_logits=True))
-
-
 def test_inspect_says_why_sequences_can_t_be_divided() -> None:
     inspected = inspect(run_config(without_folder("bloom")))
     (answer,) = (layout for layout in inspected.layouts if "context" in layout.layout)

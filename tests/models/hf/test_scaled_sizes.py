@@ -52,7 +52,7 @@ def test_reduced_depth_keeps_first_blocks() -> None:
 def test_layouts_divide_heads_and_blocks() -> None:
     config = run(described(FAMILIES["gemma2"]))
     layouts = [*candidates(config, devices=8, in_node=8, fixed={})]
-    assert {candidate.layout.tensor for candidate in layouts} == {1, 2}
+    assert {candidate.layout.tensor for candidate in layouts} == {1, 2, 4}
     assert {candidate.layout.pipeline for candidate in layouts} == {1, 2, 4}
 
 
