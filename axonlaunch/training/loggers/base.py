@@ -61,11 +61,11 @@ class Logger:
             metrics: For a step: loss, lr, grad_norm, tokens, tokens_per_s, step_s,
                 peak_memory_bytes, epoch, tokens_seen, data_wait_s; with fp16 also skipped and
                 loss_scale; with experts expert_load; on a GPU also mfu, reserved_bytes,
-                active_bytes, alloc_retries, power_w, utilization, temperature_c. For an evaluation: eval_loss, perplexity, eval_tokens,
-                unigram_entropy, eval_NAME for each metric, and eval_loss/NAME and perplexity/NAME
-                for each source of a mix. If the loss counts something else, the names contain
-                ``images``, ``samples`` or ``targets`` instead of ``tokens``. Unknown values are
-                omitted.
+                active_bytes, alloc_retries, power_w, utilization, temperature_c. For an
+                evaluation: eval_loss, perplexity, eval_tokens, unigram_entropy, eval_NAME for each
+                metric, and eval_loss/NAME and perplexity/NAME for each source of a mix. If the loss
+                counts something else, the names contain ``images``, ``samples`` or ``targets``
+                instead of ``tokens``. Unknown values are omitted.
             step: Number of optimizer steps done, never lower than in the previous call.
         """
         raise NotImplementedError
