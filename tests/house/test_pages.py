@@ -125,7 +125,7 @@ def run_python(path: Path, folder: Path, server: Server) -> None:
     ran = served.Forked(
         served.served_script, server, path.name, folder=folder, environment=dict(os.environ)
     )
-    _, errors = ran.communicate(timeout=60)
+    _, errors = ran.communicate(timeout=240)  # 45 s on two quiet cores for the Python API
     assert ran.returncode == 0, errors
 
 
