@@ -6,6 +6,8 @@ Plain single-device code. Modules and parameters are named and shaped as in Hugg
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,9 +15,6 @@ from torch import Tensor, nn
 from axonlaunch.config.options.model import MoEConfig
 from axonlaunch.models.architectures.llama import SPEC as LLAMA_SPEC
 from axonlaunch.models.architectures.llama import GatedFeedForward, Llama, LlamaBlock
-from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec, takes_positions
-from axonlaunch.models.tensors.initialization import transformer_initializers
 
 
 class Router(nn.Module):
@@ -191,18 +190,11 @@ def _tensor_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-SPEC = ModelSpec(
+SPEC = dataclasses.replace(
+    LLAMA_SPEC,
     build=MixtureOfExperts,
-    loss=cross_entropy_sum,
-    layers="layers",
-    ends=(("embed_tokens",), ("norm", "lm_head")),
-    positions=("rotary",),
-    unpackable=takes_positions,
-    divides_documents=True,
-    inputs="tokens",
-    head="lm_head",
-    initializers=transformer_initializers,
     tensor_plan=_tensor_plan,
+    sequence_parallel=False,
     experts=expert_names,
     use_plain_experts=_use_plain_experts,
 )
