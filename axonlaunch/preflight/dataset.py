@@ -26,7 +26,7 @@ from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer, tokenizer_of
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
