@@ -16,10 +16,10 @@ class CommandGroups(TyperGroup):
         width = max(len(name) for name in self.commands)
         limit = formatter.width - 6 - width
         panels: dict[str, list[tuple[str, str]]] = {}
+        command: Any  # click's type lacks Typer's attribute
         for name, command in self.commands.items():
-            title = command.rich_help_panel
             row = (f"{name:<{width}}", command.get_short_help_str(limit))
-            panels.setdefault(title, []).append(row)
+            panels.setdefault(command.rich_help_panel, []).append(row)
         for title, rows in panels.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
