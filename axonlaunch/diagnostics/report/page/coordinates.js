@@ -43,5 +43,5 @@ function parallelCoordinates({ axes, quality }, labels, shown, width) {
     return made;
   });
   const size = { width: x(axes.length - 1) + right, height: HEIGHT };
-  return [element("div", { class: "scroll" }, drawn("svg", { ...size, class: "coordinates" }, ...rulers, ...lines)), caption];
+  return [element("div", { class: "scroll" }, drawn("svg", { ...size, class: "coordinates" }, ...lines, ...rulers)), caption];
 }

@@ -36,7 +36,7 @@ function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; Math.abs(value) >= 1024 && unit < units.length - 1; unit++) value /= 1024;
-  return `${Number(value.toPrecision(3))} ${units[unit]}`;
+  return `${Number(value.toPrecision(4))} ${units[unit]}`;
 }
 
 function byteRate(value) {
@@ -57,6 +57,7 @@ function clock(seconds) {
 }
 
 function ticks(value) {
+  if (Math.abs(value) >= 1e15) return value.toExponential(1);
   const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   for (const [size, unit] of units) {
     if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;

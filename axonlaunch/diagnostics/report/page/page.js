@@ -6,11 +6,12 @@
   const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
   const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set(), hidden: new Set() };
   let charts = [];
+  let into = page; // element that receives sections
   let range = null; // zoomed range of the horizontal axis in all charts; null shows everything
 
   function section(title, ...children) {
     const made = element("section", {}, element("h2", {}, title), ...children);
-    page.append(made);
+    into.append(made);
     return made;
   }
 
@@ -186,7 +187,7 @@
       box.checked = !view.hidden.has(label);
       box.style.accentColor = COLOURS[row.run % COLOURS.length];
       const cells = row.cells.map((text, index) => (index === 0 && row.is_best ? `${text} (best)` : text));
-      return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text) => element("td", {}, text)));
+      return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text, index) => element("td", index === 1 ? { class: text } : {}, text)));
     });
     section("Runs", element("div", { class: "scroll" }, element("table", { id: "runs" },
       element("thead", {}, element("tr", {}, element("th", {}, ""), ...data.table.head.map((text) => element("th", {}, text)))),
@@ -201,18 +202,13 @@
     return made;
   }
 
-  function headOf(run, several) {
+  function headOf(run) {
     const [[, status], ...facts] = run.facts;
-    const head = element("section", {},
-      element(several ? "h2" : "h1", {}, run.label),
+    into.append(element("section", {},
+      data.runs.length > 1 ? null : element("h1", {}, run.label),
       element("p", {}, element("span", { class: `status ${run.status}` }, status)),
       element("dl", { class: "facts" }, ...facts.map(([name, value]) =>
-        element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
-    page.append(head);
-  }
-
-  function titled(run, title) {
-    return data.runs.length > 1 ? `${title}: ${run.label}` : title;
+        element("div", {}, element("dt", {}, name), element("dd", {}, value))))));
   }
 
   function memory(run) {
@@ -225,7 +221,7 @@
       bars.push(element("div", {}, `highest rank: ${bytes(run.memory.measured)} measured`),
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: colour("--faint") } })));
     }
-    section(titled(run, "Peak memory of tensors"), key(names), ...bars);
+    section("Peak memory of tensors", key(names), ...bars);
   }
 
   function parts(bars, names, most) {
@@ -253,7 +249,7 @@
       drawn.push(element("div", {}, `measured, median of the logged steps: ${text(measured)}`),
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: colour("--faint") } })));
     }
-    section(titled(run, "Step time"), ...(names.length ? [key(names)] : []), ...drawn,
+    section("Step time", ...(names.length ? [key(names)] : []), ...drawn,
       reason ? element("p", { class: "faint" }, `No prediction: ${reason}`) : "",
       ...pipelines.flatMap((one) => pipeline(one, text)));
   }
@@ -314,7 +310,7 @@
     if (!run.ranks) return;
     const { steps, worked, hosts } = run.ranks;
     const box = element("div", { class: "chart", "data-curve": "ranks" });
-    section(titled(run, "Ranks"), element("p", { class: "faint" },
+    section("Ranks", element("p", { class: "faint" },
       "Fraction of time that each rank computed or waited for data, in the steps before each point. " +
       "A row that stays darker than the others is a rank that the others wait for."), box);
     map(box, {
@@ -328,7 +324,7 @@
     if (!run.experts) return;
     const { steps, loads, blocks } = run.experts;
     const box = element("div", { class: "chart", "data-curve": "experts" });
-    section(titled(run, "Experts"), element("p", { class: "faint" },
+    section("Experts", element("p", { class: "faint" },
       "Tokens of the fullest expert of each block, divided by the mean over its experts. 1 is balanced; " +
       "a row that becomes dark is a router that sends most tokens to few experts."), box);
     const highest = Math.max(2, ...loads.flat());
@@ -344,7 +340,7 @@
     const first = Math.min(...run.life.map((span) => span.start));
     const kinds = [...new Set(run.life.map((span) => span.kind))];
     const rows = run.life.map((span) => [clock(span.start - first), span.kind, span.text]);
-    section(titled(run, "Timeline"),
+    section("Timeline",
       element("div", { class: "key" }, ...kinds.map((kind) => element("span", {}, element("i", { style: { background: SPANS[kind] } }), kind))),
       ...lifeBar(run.life, page.clientWidth), folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
   }
@@ -352,7 +348,7 @@
   function system(run) {
     if (!run.system) return;
     const holder = element("div", { class: "charts" });
-    section(titled(run, `Node ${run.system.host}`), element("p", { class: "faint" },
+    section(`Node ${run.system.host}`, element("p", { class: "faint" },
       "All programs on the node of the main rank, by the time since the first launch."), holder);
     systemCharts(holder, run.system.charts);
   }
@@ -360,7 +356,7 @@
   function crash(run) {
     if (!run.crash) return;
     const found = run.crash;
-    section(titled(run, "Failure"), element("div", { class: "card" },
+    section("Failure", element("div", { class: "card" },
       element("p", {}, element("strong", {}, `rank ${found.rank} of ${found.world_size}: ${found.reason}`)),
       element("p", { class: "faint" }, found.place),
       found.hint ? element("p", {}, `hint: ${found.hint}`) : null,
@@ -369,13 +365,45 @@
   }
 
   function notes(run) {
-    if (run.notes.length) section(titled(run, "Notes"), ...run.notes.map((text) => element("p", {}, text)));
+    if (run.notes.length) section("Notes", ...run.notes.map((text) => element("p", {}, text)));
   }
 
   function configuration(run) {
     if (!run.config.length) return;
-    section(titled(run, "Configuration"), folded(`settings of ${run.label}`, `${run.config.length} settings`,
+    section("Configuration", folded(`settings of ${run.label}`, `${run.config.length} settings`,
       table(["key", "value", "set by"], run.config)));
+  }
+
+  function detail(run) {
+    for (const show of [memory, steps, ranks, experts, life, system, notes, configuration]) show(run);
+  }
+
+  // The parts of one of several runs, folded; they are drawn when they are opened, as charts need a width.
+  function part(run) {
+    const content = element("div", {});
+    const made = folded(`run ${run.label}`, `${run.label}: ${run.status}`, content);
+    made.addEventListener("toggle", () => {
+      if (!made.open || content.childElementCount) return;
+      into = content;
+      headOf(run);
+      crash(run);
+      detail(run);
+      into = page;
+    });
+    return made;
+  }
+
+  function several() {
+    page.append(element("h1", {}, `${data.runs.length} runs`));
+    overview();
+    settings();
+    curves();
+    const names = data.runs.map((run) => run.label);
+    section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
+    section("Different settings", data.configurations.length
+      ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
+      : element("p", {}, "none"));
+    section("Each run", ...data.table.rows.map((row) => part(data.runs[row.run])));
   }
 
   function render() {
@@ -383,22 +411,13 @@
     charts.forEach((one) => one.destroy());
     charts = [];
     page.replaceChildren();
-    const several = data.runs.length > 1;
-    if (several) page.append(element("h1", {}, `${data.runs.length} runs`));
-    if (several) { overview(); settings(); }
-    else headOf(data.runs[0], false);
-    data.runs.forEach(crash);
-    if (several) curves();
-    if (several) {
-      const names = data.runs.map((run) => run.label);
-      section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
-      section("Different settings", data.configurations.length
-        ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
-        : element("p", {}, "none"));
+    if (data.runs.length > 1) several();
+    else {
+      headOf(data.runs[0]);
+      crash(data.runs[0]);
+      curves();
+      detail(data.runs[0]);
     }
-    if (several) data.runs.forEach((run) => headOf(run, true));
-    else curves();
-    for (const show of [memory, steps, ranks, experts, life, system, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 
