@@ -24,9 +24,10 @@ from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
-from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer, tokenizer_of
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
+from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
