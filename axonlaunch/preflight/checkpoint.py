@@ -39,7 +39,7 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.source_of import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
