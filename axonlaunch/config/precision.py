@@ -21,8 +21,12 @@ ReducedFormatName = Literal["fp32", "bf16"]
 """Values of ``strategy.reduce_dtype``."""
 GradientFormatName = Literal["parameter", "fp32"]
 """Values of ``train.grad_dtype``."""
-StateFormatName = Literal["parameter", "fp32", "bf16"]
+StateFormatName = Literal["parameter", "fp32", "bf16", "8bit"]
 """Values of ``optimizer.state_dtype``."""
+BLOCK = 64
+"""Number of values of a quantized tensor that share a scale."""
+SCALE_BYTES = 4
+"""Bytes of the scale of a block."""
 MasterFormatName = Literal["fp32"]
 """Values of ``optimizer.master_weights``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]
@@ -200,10 +204,18 @@ def master_format(optimizer: Any) -> NumberFormat | None:
 def state_format(optimizer: Any) -> NumberFormat | None:
     """Return the format of an optimizer's states with the shape of the parameter.
 
-    None means the format of each parameter. Registered optimizers may have no ``state_dtype``.
+    None means the format of each parameter. States in 8 bits have the format of those that are too
+    small to be quantized. Registered optimizers may have no ``state_dtype``.
     """
+    if quantizes_states(optimizer):
+        return FP32
     chosen = NUMBER_FORMATS.get(getattr(optimizer, "state_dtype", ""))
     return chosen or master_format(optimizer)
+
+
+def quantizes_states(optimizer: Any) -> bool:
+    """Return whether an optimizer's states are stored in 8 bits."""
+    return getattr(optimizer, "state_dtype", None) == "8bit"
 
 
 def update_format(optimizer: Any) -> NumberFormat | None:

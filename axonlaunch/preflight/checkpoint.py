@@ -46,8 +46,10 @@ from axonlaunch.system.storage.files import why_no_folder
 if TYPE_CHECKING:
     from torch import nn
 
+_QUANTIZED = "8bit"
 _DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
-"""Types by their names in ``train.param_dtype``."""
+_DTYPES[_QUANTIZED] = torch.uint8
+"""Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
 def with_resumed_precision(config: RunConfig) -> RunConfig:
@@ -374,7 +376,13 @@ def _other_types(
             continue
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
-            if kind.dtype == "parameter" and actual is not None and actual != updated:
+            if kind.is_packed:
+                now = _DTYPES[_QUANTIZED]
+            elif kind.dtype == "parameter":
+                now = updated
+            else:
+                continue
+            if actual is not None and actual != now:
                 use = _dtype_name(actual) if actual != expected else "parameter"
                 message = (
                     f"{checkpoint.path} has {name}.{state} in {_dtype_name(actual)}; use {use}"

@@ -42,8 +42,9 @@ class GroupedOptimizer:
     state_dtype: StateFormatName = field(default="parameter", metadata={"of_all_groups": True})
     """dtype of the states with the shape of the parameter. parameter: the dtype of the updated
     weights or masters; fp32: fp32, even if the weights are bf16; bf16: half the bytes, rounded up
-    or down at random after each update, so that small changes are kept on average. With fp32 and
-    bf16 the update is computed in fp32
+    or down at random after each update, so that small changes are kept on average; 8bit: blocks of
+    64 values with codes of 8 bits and a scale, for matrices of at least 4,096 elements. Except with
+    parameter the update is computed in fp32
     """
 
 

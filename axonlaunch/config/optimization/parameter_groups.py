@@ -13,7 +13,7 @@ from typing import Any
 
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts, Sharding
-from axonlaunch.config.precision import master_format, state_format
+from axonlaunch.config.precision import master_format, quantizes_states, state_format
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigIssue
 from axonlaunch.system.processes.targets import load_target
@@ -80,6 +80,8 @@ def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
     """
     declared = OPTIMIZERS.facts(config.name).states
     states = load_target(_PROBE_STATES)(config, tuple(shape)) if declared is None else declared
+    if quantizes_states(config):
+        states = tuple(state.in_blocks(tuple(shape)) for state in states)
     return {
         state.name: state
         for state in states

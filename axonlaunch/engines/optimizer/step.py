@@ -19,7 +19,12 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import sharding_of, states_of
-from axonlaunch.config.precision import master_format, state_format, update_format
+from axonlaunch.config.precision import (
+    master_format,
+    quantizes_states,
+    state_format,
+    update_format,
+)
 from axonlaunch.engines.optimizer.clipping import clipping_factor, gradient_norm, scale_gradients
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
@@ -31,6 +36,7 @@ from axonlaunch.engines.optimizer.optimizers import (
 )
 from axonlaunch.engines.optimizer.streaming import STREAMED, UpdateArithmetic, stream_parameters
 from axonlaunch.engines.precision.rounded_states import RoundedStates
+from axonlaunch.models.tensors.packed_blocks import STATE_FORMATS
 from axonlaunch.models.torch_dtypes import torch_dtype
 
 _MASTER = OptimizerState(name="master")
@@ -81,6 +87,7 @@ class Update:
         )
         # States of parameters in that format have it anyway.
         is_other = any({t.dtype, updated} != {stored} for t in tensors.values())
+        is_other |= quantizes_states(config)
         self._state_dtype = stored if is_other else None
         self._arithmetic = UpdateArithmetic(dtype=updated if is_other else None)
         self._has_masters = master_format(config) is not None
@@ -88,6 +95,8 @@ class Update:
         self._rounded: RoundedStates | None = None
         if is_other and stored != updated:
             self._round_states(seed, facts)
+        elif quantizes_states(config):
+            self._quantize_states()
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold no trained parameters.
@@ -123,6 +132,26 @@ class Update:
             # Copies of a weight on two pipeline stages have the same name in the full model.
             name = names[parameter]
             return rounded.round(f"{facts[name].name}.{key}", value, self.tensors[name])
+
+        self._arithmetic.read_state, self._arithmetic.store_state = read, store
+
+    def _quantize_states(self) -> None:
+        """Store large states in 8 bits."""
+        names = {parameter: name for name, parameter in self._updated.items()}
+
+        def read(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            state = self._kinds(names[parameter])[key]
+            if not state.is_packed:
+                return value
+            values = STATE_FORMATS[state.is_positive].dequantize(value, torch.float32)
+            # With the strides of the parameter, as fused kernels require.
+            return torch.empty_like(parameter, dtype=values.dtype, device=value.device).copy_(
+                values
+            )
+
+        def store(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            state = self._kinds(names[parameter])[key]
+            return STATE_FORMATS[state.is_positive].quantize(value) if state.is_packed else value
 
         self._arithmetic.read_state, self._arithmetic.store_state = read, store
 

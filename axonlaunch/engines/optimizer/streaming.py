@@ -28,7 +28,7 @@ StateConversion = Callable[[Tensor, str, Tensor], Tensor]
 """Maps a parameter, the name of a state and its value to the value in another type."""
 
 
-def _same_state(parameter: Tensor, name: str, value: Tensor) -> Tensor:
+def _same_value(parameter: Tensor, name: str, value: Tensor) -> Tensor:
     del parameter, name
     return value
 
@@ -48,8 +48,8 @@ class UpdateArithmetic:
 
     dtype: torch.dtype | None = None
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    read_state: StateConversion = _same_state
-    store_state: StateConversion = _same_state
+    read_state: StateConversion = _same_value
+    store_state: StateConversion = _same_value
     factor: Tensor | None = None
 
 

@@ -61,9 +61,10 @@ def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
         values: Numbers in fp32.
         bits: Random int32 of the same shape, of which the lower half is used.
     """
-    numbers = values.contiguous().view(torch.int32)
-    numbers = (bits & _DROPPED).add_(numbers).bitwise_and_(~_DROPPED)
-    return numbers.view(torch.float32).view(values.shape).bfloat16()
+    numbers = (bits & _DROPPED).add_(values.view(torch.int32)).bitwise_and_(~_DROPPED)
+    # With the strides of the values, as fused kernels require.
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    return rounded.copy_(numbers.view(torch.float32))
 
 
 def element_bits(full: Tensor, key: str, *, device: torch.device) -> Tensor:

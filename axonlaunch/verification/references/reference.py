@@ -21,7 +21,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import state_format, update_format
+from axonlaunch.config.precision import quantizes_states, state_format, update_format
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
@@ -60,7 +60,11 @@ from axonlaunch.verification.references.plain_optimizer import (
     plain_optimizers,
     plain_rate,
 )
-from axonlaunch.verification.references.plain_rounding import is_like_parameter, round_states
+from axonlaunch.verification.references.plain_rounding import (
+    is_like_parameter,
+    quantize_states,
+    round_states,
+)
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
 
 
@@ -129,6 +133,7 @@ class PlainRun:
         self._updated = self._tensors_to_update()
         stored = state_format(config.optimizer)
         self._rounds_states = stored is not None and stored.is_low and not plan.fp64
+        self._quantizes_states = quantizes_states(config.optimizer) and not plan.fp64
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._updated)
         is_scaled = self._precision.needs_loss_scale
         self._scaler = torch.amp.GradScaler(
@@ -336,6 +341,8 @@ class PlainRun:
                 optimizer.step()
                 if self._rounds_states:
                     round_states(optimizer, self._names(), seed=config.seed, step=number + 1)
+                if self._quantizes_states:
+                    quantize_states(optimizer)
         if updated:
             self._scaler.update()
         with torch.no_grad():

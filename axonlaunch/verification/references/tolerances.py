@@ -18,7 +18,7 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import state_format
+from axonlaunch.config.precision import quantizes_states, state_format
 from axonlaunch.verification.references.differences import (
     Difference,
     compare_numbers,
@@ -67,6 +67,12 @@ _JUMP = 4.0
 
 This happens in some steps only, and can also happen in the layout.
 """
+_CODE_SPACING = 2.0**-5
+"""Distance of most 8-bit codes relative to the root mean square of a block.
+
+There are 64 codes between 0.1 and 1 of the scale, which is 2.5 times the root mean square of 64
+normal numbers.
+"""
 _ONLY_ROUNDING = 0.5
 """Relative difference of a first-step gradient that shows it to consist of rounding errors.
 
@@ -105,11 +111,13 @@ class Tolerances:
         self._has_same_operations = _has_same_operations(config, reference)
         stored = state_format(config.optimizer)
         self._state_spacing = 2 * stored.roundoff if stored is not None and stored.is_low else 0.0
-        """Relative distance of the numbers to which states are rounded at random; 0 if they aren't.
+        """Relative distance of the numbers to which states are rounded; 0 if they aren't.
 
         Where a state differs by a share d of its size, it is rounded to another neighbour with the
         probability d / spacing, so the root mean square of differences is sqrt(d * spacing).
         """
+        if quantizes_states(config.optimizer):
+            self._state_spacing = _CODE_SPACING
         self._noise: dict[tuple[int, str, str], float] = {}
         median_noise: dict[tuple[int, str], list[float]] = {}
         for other in others:

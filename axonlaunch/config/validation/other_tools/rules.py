@@ -194,13 +194,17 @@ def set_schedule(
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
-_ADAMW_OF_FEWER_BYTES = {
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "AdamW8bit"),
-    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "AdamW8bit"),
-    "paged_adamw_8bit": "PagedAdamW8bit",
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "PagedAdamW"),
+_ADAMW_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+_LION = ("lion", "lion_32bit")
+_PAGED = {
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_lion_32bit": "lion",
+    "paged_lion_8bit": "lion_8bit",
 }
-_LION = ("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit")
+PAGED = "states stay on the GPU; strategy.fsdp.cpu_offload=optimizer_states keeps them on the host"
+"""Remark on optimizers with states in paged memory."""
 _OF_TORCH = {"rmsprop": "torch.optim:RMSprop", "adagrad": "torch.optim:Adagrad"}
 
 
@@ -217,13 +221,16 @@ def set_optimizer(
     has_decay, has_betas = True, True
     if written in _ADAMW:
         translation.option("optimizer", "adamw", name)
-    elif written in _ADAMW_OF_FEWER_BYTES:
-        kept = f"bitsandbytes.optim:{_ADAMW_OF_FEWER_BYTES[written]}"
-        text = f"AdamW with states in fp32; optimizer=custom optimizer.target={kept} is the class"
-        translation.note(name, text)
-        translation.option("optimizer", "adamw", name)
-    elif written in _LION:
-        translation.option("optimizer", "lion", name)
+    elif written in _ADAMW_8BIT:
+        if written == "adamw_torch_4bit":
+            translation.note(name, "states in 8 bits")
+        translation.option("optimizer", "adamw_8bit", name)
+    elif written in _PAGED:
+        translation.note(name, PAGED)
+        translation.option("optimizer", _PAGED[written], name)
+        has_betas = "adamw" in written
+    elif written in (*_LION, "lion_8bit"):
+        translation.option("optimizer", "lion" if written in _LION else written, name)
         has_betas = False
     elif written == "muon":
         translation.option("optimizer", "muon", name)
