@@ -47,7 +47,7 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 
 def test_run_events_are_in_order(run: Path) -> None:
-    written = events(run)
+    written = [event for event in events(run) if event["event"] != "system"]  # of a slow run
     assert [event["event"] for event in written] == [
         "launched",
         "started",

@@ -162,8 +162,14 @@ def run_table(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[list[str
         step = str(_last(run, "step") or 0)
         cells = [names[number], run.status, step, *texts, speed]
         is_best = number == order[0] and ranked.values[number] is not None
-        rows.append(RunRow(number, is_best, cells + [texts[number] for _, texts in settings]))
+        cells += [brief(run.config.get(key), texts[number]) for key, texts in settings]
+        rows.append(RunRow(number, is_best, cells))
     return head + [key for key, _ in settings], rows
+
+
+def brief(value: Any, text: str) -> str:
+    """Return a value as text; one with many digits, as those drawn at random have, with six."""
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
 
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from axonlaunch.diagnostics.report.comparison import changed_settings, ranking
+from axonlaunch.diagnostics.report.comparison import brief, changed_settings, ranking
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.system.storage.strict_json import plain_number
 
@@ -49,7 +49,11 @@ def coordinates_of(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
     if not settings:
         return None
     axes = [
-        _axis(key, [run.config.get(key) for run in runs], texts)
+        _axis(
+            key,
+            [run.config.get(key) for run in runs],
+            [brief(run.config.get(key), text) for run, text in zip(runs, texts, strict=True)],
+        )
         for key, texts in settings[:_MOST_AXES]
     ]
     ranked = ranking(runs)
