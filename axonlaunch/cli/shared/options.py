@@ -70,7 +70,10 @@ def refuse(message: str) -> NoReturn:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Print an object to standard output, without values of environment variables."""
+    """Print an object as JSON to standard output.
+
+    Texts with the value of an environment variable show ``${oc.env:NAME}`` instead of the value.
+    """
     from axonlaunch.config.values.environment_values import without_environment
 
     sys.stdout.write(json.dumps(without_environment(content), indent=1) + "\n")

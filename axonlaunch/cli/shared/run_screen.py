@@ -44,7 +44,14 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
 def curve(
     steps: Sequence[float], values: Sequence[float | None], width: int, height: int
 ) -> RenderableType:
-    """Return a curve of block characters. Each column shows the mean of equally many steps."""
+    """Return a curve of block characters. Each column shows the mean of a range of steps.
+
+    Args:
+        steps: Step of each value, ascending.
+        values: Values; None is left out of the means.
+        width: Number of columns.
+        height: Number of lines of the curve.
+    """
     columns = _columns(steps, values, max(10, width))
     finite = [value for value in columns if value is not None]
     if not finite or height < 2:

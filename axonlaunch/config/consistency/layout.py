@@ -302,7 +302,7 @@ def nodes(config: RunConfig) -> tuple[int, int]:
 
 
 def settings_for_ranks(world_size: int) -> dict[str, int]:
-    """Return the settings that give a run ``world_size`` ranks, independent of nodes."""
+    """Return the settings that give a run ``world_size`` ranks, all on one node."""
     return {"launch.nproc": world_size, "launch.nnodes": 1}
 
 
@@ -319,9 +319,9 @@ def data_parallel_facts(strategy: StrategyConfig) -> DataParallelFacts:
 def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
     """Return the name of the data-parallel variant.
 
-    ``strategy.data_parallel=null`` selects ddp, or none if no two ranks hold the same parameters.
-    Ranks that share a sequence hold the same parameters, but each has only the gradient of its
-    positions. Therefore 2 such ranks need ddp, as 2 replicas do.
+    ``strategy.data_parallel=null`` selects ``ddp`` if several ranks hold the same parameters, else
+    ``none``. Context-parallel ranks hold the same parameters too, and each has only the gradient of
+    its positions. So they need ``ddp`` like replicas.
     """
     if strategy.data_parallel is not None:
         return strategy.data_parallel

@@ -14,11 +14,12 @@ _BASES = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
 
 
 def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Return the rule of a key that has a counterpart.
+    """Return the rule of a key of another tool that has a counterpart here.
 
     Args:
-        target: Dotted key of the experiment.
-        convert: Function from the value to the value here; an error rejects a value.
+        target: Counterpart, a dotted key of the experiment.
+        convert: Converts the tool's value to the value of the counterpart. If it fails, the key
+            is reported as not translated.
     """
 
     def apply(translation: Translation, key: str, value: Any) -> None:
@@ -64,7 +65,12 @@ def missing(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
 
 
 def with_note(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
-    """Return the rule of a key that has another expression here, which a note describes."""
+    """Return the rule of a key whose effect is expressed differently here.
+
+    Args:
+        text: Note that describes how.
+        off: Values that switch the feature off, so that no note is needed.
+    """
 
     def apply(translation: Translation, key: str, value: Any) -> None:
         if value in off:
@@ -90,7 +96,7 @@ def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> Non
 
     Args:
         translation: Translation.
-        bases: Formats by the keys that choose them.
+        bases: Maps each key of the other tool to the format that it chooses.
     """
     for key, base in bases.items():
         if translation.get(key) in OFF:
@@ -354,7 +360,7 @@ def set_adapter(
     Args:
         translation: Translation.
         rank: Key with the rank.
-        alpha: Scale's numerator where the file has none.
+        alpha: Numerator of the scale if the file has none.
         targets: Names of layers, or a text with names and commas, or ``"all-linear"``.
         targets_key: Key that the names come from.
         unfrozen: Key with modules that are trained in full.
