@@ -121,7 +121,11 @@ class Layout:
         return self.degrees["tp"]
 
     def divisor(self, divided: Divided) -> int:
-        """Return the number of ranks that something is divided among, for example sequences."""
+        """Return the number of ranks that layers, blocks or sequences are divided among.
+
+        Args:
+            divided: One of these three words: ``"sequences"``.
+        """
         return divisor(self.degrees, divided)
 
     def division(self, *, is_expert: bool = False) -> ParameterDivision:

@@ -286,12 +286,13 @@ def precision_named(name: object) -> str:
 def set_intervals(
     translation: Translation, *, held_out: bool, steps_are_enough: bool = False
 ) -> None:
-    """Set when a run of transformers' Trainer evaluates and saves.
+    """Set the intervals of evaluations and saves from keys of transformers' Trainer.
 
     Args:
         translation: Translation.
         held_out: Whether the file holds rows out for evaluation.
-        steps_are_enough: Whether the tool takes a number of steps without a strategy.
+        steps_are_enough: Whether ``eval_steps`` and ``save_steps`` have an effect in the tool
+            without ``eval_strategy=steps`` and ``save_strategy=steps``.
     """
     named = "evaluation_strategy" if translation.has("evaluation_strategy") else "eval_strategy"
     when = str(translation.get(named, "no")).lower().replace("false", "no")
