@@ -225,7 +225,10 @@ class MeshEngine:
             yield self._parts.aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the optimizer's states, allocating missing ones; of both copies of tied weights."""
+        """Yield the optimizer's states, allocating missing ones.
+
+        A weight that is tied across pipeline stages has two copies; the states of both are yielded.
+        """
         yield from self._parts.update.state_dict().values()
 
     @torch.no_grad()

@@ -244,7 +244,13 @@ class Layout:
         return sizes
 
     def mesh_axes(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the axes of the run's mesh that include the axes with these names of ``axes``."""
+        """Return the axes of the run's mesh that contain some axes of ``axes``.
+
+        The run's mesh merges axes that are ``LIKE_DATA`` into a data axis.
+
+        Args:
+            names: Names of the axes.
+        """
         merged = (self._merged_into if name in LIKE_DATA else name for name in names)
         return tuple(dict.fromkeys(merged))
 
@@ -257,7 +263,7 @@ class Layout:
         return dict(reversed(coordinates.items()))
 
     def data_shard(self, rank: int) -> int:
-        """Return the number of the batch share, below ``data_ranks``, that a rank processes."""
+        """Return the index of the batch share that a rank processes, below ``data_ranks``."""
         return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
 
     def random_stream(self, rank: int) -> int:

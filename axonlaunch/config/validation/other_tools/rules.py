@@ -278,7 +278,7 @@ def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) ->
 
 
 def precision_named(name: object) -> str:
-    """Return the name here of a dtype of torch, ``torch.bfloat16``."""
+    """Return axonlaunch's name of one of torch's dtypes: ``bf16`` for ``torch.bfloat16``."""
     text = str(name).removeprefix("torch.")
     return text.replace("bfloat", "bf").replace("float", "fp")
 
@@ -323,7 +323,7 @@ def set_intervals(
 
 
 def set_early_stop(translation: Translation) -> None:
-    """Set the number of evaluations after which a run ends that no longer improves."""
+    """Set the number of evaluations without improvement after which a run ends."""
     key = "early_stopping_patience"
     if not translation.has(key):
         return
