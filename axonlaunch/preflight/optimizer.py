@@ -23,7 +23,7 @@ from axonlaunch.config.optimization.parameter_groups import (
     states_of,
     with_options,
 )
-from axonlaunch.config.precision import NUMBER_FORMATS, state_format
+from axonlaunch.config.precision import NUMBER_FORMATS, master_format, state_format
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.engines.optimizer.schedules import schedule_issues
@@ -81,11 +81,15 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    state = state_format(config.optimizer)
+    state, masters = state_format(config.optimizer), master_format(config.optimizer)
     is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
-    if state is not None and is_other and needs != "elementwise":
-        message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
-        yield ConfigIssue("optimizer.state_dtype", message, state.name)
+    is_other |= state is not None and state.is_low
+    if needs != "elementwise" and (masters is not None or is_other):
+        message = f"optimizer={name} can't update in fp32; use {{}}, or adamw"
+        if masters is not None:
+            yield ConfigIssue("optimizer.master_weights", message.format("null"), masters.name)
+        elif state is not None:
+            yield ConfigIssue("optimizer.state_dtype", message.format("parameter"), state.name)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

@@ -32,8 +32,8 @@ from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.parallelize import without_modules
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
-from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import format_of
 

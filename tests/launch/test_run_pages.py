@@ -173,8 +173,8 @@ def test_compare_lists_differences(served: Command) -> None:
     assert differences["results"]["steps"] == [3, 5]
     shown = served("compare", "runs/a", "runs/b").stdout
     assert "train.steps" in shown
-    peak, _ = differences["results"]["peak memory (bytes)"]
-    assert re.search(rf"peak memory  +{size(peak)}  +{size(peak)}", shown)
+    peak, _ = differences["results"]["peak memory of tensors (bytes)"]
+    assert re.search(rf"peak memory of tensors  +{size(peak)}  +{size(peak)}", shown)
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "compare"])

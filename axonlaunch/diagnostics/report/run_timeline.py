@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.diagnostics.lost_peer import failure_reason
+from axonlaunch.diagnostics.failure_text import failure_reason
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 

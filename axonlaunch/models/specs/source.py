@@ -1,7 +1,7 @@
 """Answers questions about the origin of a model: files, sizes, initial weights, small copies.
 
-``models/source_of.py`` chooses the source of a configuration. This module does not import torch;
-methods import what they need.
+``models/specs/source_of.py`` chooses the source of a configuration. This module does not import
+torch; methods import what they need.
 """
 
 from __future__ import annotations

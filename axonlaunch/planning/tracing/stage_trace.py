@@ -23,7 +23,7 @@ from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.source_of import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world

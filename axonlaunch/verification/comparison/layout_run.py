@@ -59,7 +59,9 @@ def prepared_engine(
     """
     engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
-    comparison_inputs.move_vectors(engine.named_parameters())
+    named, saved = [name for name, _ in engine.named_parameters()], engine.model_state_dict()
+    comparison_inputs.move_vectors((name, saved[name]) for name in dict.fromkeys(named))
+    engine.load_model_state_dict(saved)
     if not drops:
         comparison_inputs.Dropout(engine.modules)
     return engine, loader
