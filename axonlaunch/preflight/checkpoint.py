@@ -194,11 +194,10 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 
 
 def resumed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+    """Return the frozen configuration of the run whose data this run continues, by dotted key.
 
-    Returns:
-        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
-        is reported elsewhere.
+    It is {} if this run starts from step 0 or with new data, or if the configuration can't be read,
+    which is reported elsewhere.
     """
     if config.checkpoint.changed_data == "restart":
         return {}

@@ -235,7 +235,10 @@ def _examine(
 
 
 def fetch_model_and_data(config: RunConfig) -> None:
-    """Download the model and the data of a frozen configuration to this node.
+    """Download the model and the data of a run to this node.
+
+    Args:
+        config: Complete configuration, as written to the run folder.
 
     Raises:
         ConfigError: They can't be downloaded.

@@ -197,7 +197,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why experts can't be compiled, or balanced by the biases of routers."""
+    """Yield the reasons why experts can't be compiled, or routers can't balance them by biases."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
     precision = precision_of(config)

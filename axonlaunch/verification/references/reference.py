@@ -216,7 +216,11 @@ class PlainRun:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
 
     def run(self) -> Reference:
-        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
+        """Run every step.
+
+        Raises:
+            NoReferenceError: A check of the data or of the model in a step fails.
+        """
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
