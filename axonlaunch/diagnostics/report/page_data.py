@@ -346,7 +346,7 @@ def _predicted_goodput(goodput: Any) -> str | None:
     """Return the goodput that the figures of the hardware predict, and its error."""
     if not isinstance(goodput, dict):
         return None
-    share, predicted = (_finite(goodput.get(key)) for key in ("share", "predicted_share"))
+    share, predicted = (plain_number(goodput.get(key)) for key in ("share", "predicted_share"))
     if share is None or predicted is None:
         return None
     both = [goodput.get("predicted_s"), goodput.get("measured_s")]
@@ -359,7 +359,7 @@ def _predicted_goodput(goodput: Any) -> str | None:
 
 
 def _part(parts: Any, key: str) -> float | None:
-    return _finite(parts.get(key)) if isinstance(parts, dict) else None
+    return plain_number(parts.get(key)) if isinstance(parts, dict) else None
 
 
 def _proof(proof: Any) -> str | None:
