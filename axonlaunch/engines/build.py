@@ -80,9 +80,9 @@ from axonlaunch.models.adapters.quantized_base import (
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.router_loss import RouterLoss
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype

@@ -227,7 +227,7 @@ class MeshEngine:
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states and masters, allocating missing ones.
 
-        Both copies of tied weights have them.
+        A weight that is tied across pipeline stages has two copies; those of both are yielded.
         """
         yield from self._parts.update.state_dict().values()
         yield from self._parts.update.masters().values()

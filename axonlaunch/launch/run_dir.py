@@ -302,7 +302,10 @@ def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that a run resumes from; None for remote checkpoint folders."""
+    """Return the latest checkpoint that a run has saved itself.
+
+    None if there is none, and for remote folders of checkpoints, which are not read.
+    """
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.find_checkpoint(storage.root(config))

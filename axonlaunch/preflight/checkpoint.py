@@ -40,7 +40,7 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.source_of import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
@@ -194,11 +194,10 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 
 
 def resumed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+    """Return the frozen configuration of the run whose data this run continues, by dotted key.
 
-    Returns:
-        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
-        is reported elsewhere.
+    It is {} if this run starts from step 0 or with new data, or if the configuration can't be read,
+    which is reported elsewhere.
     """
     if config.checkpoint.changed_data == "restart":
         return {}

@@ -35,8 +35,8 @@ from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.parallelize import without_modules
 from axonlaunch.engines.tensor.plan_checks import broken_rows, plan_issues, style_modules
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
@@ -197,7 +197,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why experts can't be compiled, or balanced by the biases of routers."""
+    """Yield the reasons why experts can't be compiled, or routers can't balance them by biases."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
     precision = precision_of(config)

@@ -57,7 +57,7 @@ are gathered with the root, to save the fixed cost of a message.
 
 
 class ShardingStrategy(StrEnum):
-    """What is divided among ranks."""
+    """Tensors that are divided among ranks."""
 
     FULL_SHARD = "full_shard"
     """parameters, gradients, optimizer states (ZeRO-3)"""
@@ -70,7 +70,7 @@ class ShardingStrategy(StrEnum):
 
 
 class CPUOffload(StrEnum):
-    """What is kept in host memory between uses."""
+    """Tensors that are kept in host memory between uses."""
 
     NONE = "none"
     PARAMS = "params"

@@ -93,7 +93,7 @@ def make_replicas(
         module: This rank's module, with its initial weights.
         kind: Name of the data-parallel variant; must not shard parameters.
         group: The data-parallel ranks.
-        sync: When DDP averages gradients.
+        sync: Time at which DDP averages gradients, a ``GradSyncStrategy`` or its value.
 
     Returns:
         The replicas; call their ``module`` instead of the original. None if the variant averages

@@ -187,7 +187,7 @@ def quantize_base(
 def base_problems(
     module: nn.Module, base: str, spec: ModelSpec, *, layers: dict[str, nn.Module]
 ) -> Iterator[ConfigIssue]:
-    """Yield what keeps the base from being quantized: a missing package, or the first weight.
+    """Yield why the base can't be quantized: a missing package, and the first unsuitable weight.
 
     Args:
         module: Model after ``quantize_base``.

@@ -124,6 +124,27 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
     )
 
 
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of a checkpoint: saved weights, persistent buffers and optimizer states.
+
+    Raises:
+        ConfigError: The model can't be built, or the optimizer can't be tried out.
+    """
+    element = config.train.parameter_bytes
+    trained = element if config.adapter is None else _FP32
+    model = on_meta(config, seed=config.seed)
+    saved = [
+        _bytes_of(parameter, trained if parameter.requires_grad else element)
+        for parameter in model.parameters()
+        if parameter.requires_grad or config.saves_frozen
+    ]
+    names = model.state_dict().keys()
+    buffers = [buffer.nbytes for name, buffer in model.named_buffers() if name in names]
+    facts = parameter_facts(spec_for(config), model)
+    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
+    return sum(saved) + sum(buffers) + states
+
+
 def small_bytes(model: nn.Module, *, element: int) -> int:
     """Return the total bytes of all parameters smaller than ``LARGE``.
 

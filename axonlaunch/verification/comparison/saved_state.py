@@ -76,7 +76,7 @@ def _memory_of_codes(saved: checkpoint.Checkpoint, reference: Reference) -> dict
 def read_in_parts(
     saved: checkpoint.Checkpoint, reference: Reference, *, world: World
 ) -> Iterator[Difference]:
-    """Compare parameters that ranks read with other shards than those that were saved.
+    """Compare a checkpoint's parameters, read by ranks with other shards, with the reference.
 
     Each rank reads two separate parts of one dimension, as another layout would. Parameters with no
     dimension that can be divided so are skipped; ``read_by_one_process`` covers them. All ranks

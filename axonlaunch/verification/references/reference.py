@@ -29,8 +29,8 @@ from axonlaunch.models.adapters.lora import start_magnitudes
 from axonlaunch.models.adapters.quantized_base import quantized_names
 from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
-from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
@@ -216,7 +216,11 @@ class PlainRun:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
 
     def run(self) -> Reference:
-        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
+        """Run every step.
+
+        Raises:
+            NoReferenceError: A check of the data or of the model in a step fails.
+        """
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
