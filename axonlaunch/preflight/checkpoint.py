@@ -26,10 +26,10 @@ from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.precision import (
+    EIGHT_BITS,
     FP32,
     NUMBER_FORMATS,
     PRECISIONS,
-    QUANTIZED,
     state_format,
 )
 from axonlaunch.data.datasets.dataset import Dataset
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
-_DTYPES[QUANTIZED] = torch.uint8
+_DTYPES[EIGHT_BITS] = torch.uint8
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
@@ -376,7 +376,7 @@ def _other_types(
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.is_packed:
-                now = _DTYPES[QUANTIZED]
+                now = _DTYPES[EIGHT_BITS]
             elif kind.dtype == "parameter":
                 now = updated
             else:

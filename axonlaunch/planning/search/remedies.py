@@ -16,7 +16,7 @@ from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
-from axonlaunch.config.precision import FP32, MIXED_PRECISION, QUANTIZED
+from axonlaunch.config.precision import EIGHT_BITS, FP32, MIXED_PRECISION
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
@@ -384,7 +384,7 @@ def _states(config: RunConfig) -> Options:
         return []
     costs = {
         MIXED_PRECISION.name: "optimizer states round to 16 bits, up or down at random",
-        QUANTIZED: "optimizer states round to 8 bits: they change by about 1%",
+        EIGHT_BITS: "optimizer states round to 8 bits: they change by about 1%",
     }
     remaining = [*costs][[*costs].index(current) + 1 :] if current in costs else [*costs]
     return [Option({"optimizer.state_dtype": name}, costs[name]) for name in remaining]
