@@ -47,8 +47,9 @@ from axonlaunch.system.storage.files import why_no_folder
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
-_DTYPES[EIGHT_BITS] = torch.uint8
+_DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()} | {
+    EIGHT_BITS: torch.uint8
+}
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
