@@ -388,7 +388,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
 
 
 def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
-    """Yield a note if a GPU has faster arithmetic than fp32, the default of both keys, uses.
+    """Yield a note if matrix products are in full fp32 on a GPU with a faster arithmetic.
+
+    Full fp32 is the default of ``train.precision`` and ``train.matmul_precision``.
 
     Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
     """

@@ -105,6 +105,7 @@ def test_final_console_lines_equal_readme() -> None:
         "first_step_s": 3.3,
         "metrics": {},
         "measured_peak_bytes": int(42.6 * 1024**2),
+        "goodput": None,
     }
     stream = io.StringIO()
     RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -158,6 +159,9 @@ def command(
             )
             summaries = [summary] if summary else []
         else:
+            # The first process of a container ignores signals without a handler. Ranks save first:
+            # their supervisor has another handler.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             options = LaunchOptions(
                 context=server(),
                 started=STARTED,

@@ -199,7 +199,7 @@ class PretrainedTokenizer:
         return self.call_isolated(_decode, valid, special, characters=len(valid), what=_BLAMED)
 
     def keep(self, folder: Path) -> list[str]:
-        """Copy the files to a folder, with the facts that select the class."""
+        """Copy the files to a folder, with a ``config.json`` that selects the class."""
         folder.mkdir(parents=True, exist_ok=True)
         files = with_model(self.files, self.model)
         for name, file in files.items():

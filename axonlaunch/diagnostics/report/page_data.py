@@ -23,15 +23,15 @@ from axonlaunch.diagnostics.report.comparison import (
 )
 from axonlaunch.diagnostics.report.coordinates import coordinates_of
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.diagnostics.report.run_timeline import (
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_timeline import (
     cost,
     device_seconds,
-    goodput,
     nodes_of_run,
     spans,
     step_seconds,
 )
+from axonlaunch.diagnostics.report.record.wall_time import wall_time
 from axonlaunch.diagnostics.report.step_parts import steps_of
 from axonlaunch.diagnostics.report.system_figures import system_of
 from axonlaunch.system.storage.strict_json import plain_number
@@ -106,7 +106,6 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     started, summary = run.started, run.summary
     launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
     counted = sum(_counts(run))
-    share = goodput(run)
     versions = started.get("versions")
     last = run.steps[-1] if run.steps else {}
     rows: list[tuple[str, Any]] = [
@@ -132,10 +131,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         (f"{run.unit}/s", _thousands(rate_of(run))),
         ("peak memory", _peak_memory(run)),
         ("cost", _cost(run)),
-        (
-            "goodput",
-            None if share is None else f"{share:.1%} of wall time was spent in training steps",
-        ),
+        ("goodput", _goodput(run)),
+        ("predicted goodput", _predicted_goodput(summary.get("goodput"))),
         ("proof", _proof(summary.get("proof"))),
         (
             "versions",
@@ -325,6 +322,44 @@ def _cost(run: RunRecord) -> str | None:
     if amount is None:
         return None
     return f"{amount:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
+
+
+def _goodput(run: RunRecord) -> str | None:
+    """Return the fraction of wall time in steps that count, and the other parts of it."""
+    parts = wall_time(run)
+    if parts is None:
+        return None
+    others = {
+        "saving": parts.saving_s,
+        "lost": parts.lost_s,
+        "restarting": parts.restarting_s,
+        "start, evaluation and rest": parts.other_s,
+    }
+    shares = [
+        f"{seconds / parts.total_s:.1%} {name}" for name, seconds in others.items() if seconds
+    ]
+    text = f"{parts.goodput:.1%} of wall time was spent in training steps"
+    return f"{text} ({', '.join(shares)})" if shares else text
+
+
+def _predicted_goodput(goodput: Any) -> str | None:
+    """Return the goodput that the figures of the hardware predict, and its error."""
+    if not isinstance(goodput, dict):
+        return None
+    share, predicted = (plain_number(goodput.get(key)) for key in ("share", "predicted_share"))
+    if share is None or predicted is None:
+        return None
+    both = [goodput.get("predicted_s"), goodput.get("measured_s")]
+    parts = [
+        f"{key} {seconds[0]:,.3g} s instead of {seconds[1]:,.3g} s"
+        for key in ("saving", "lost", "restarting")
+        if None not in (seconds := [_part(part, key) for part in both])
+    ]
+    return f"{predicted:.1%}, {100 * (predicted - share):+.1f} points: {', '.join(parts)}"
+
+
+def _part(parts: Any, key: str) -> float | None:
+    return plain_number(parts.get(key)) if isinstance(parts, dict) else None
 
 
 def _proof(proof: Any) -> str | None:

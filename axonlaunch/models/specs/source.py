@@ -1,7 +1,7 @@
 """Answers questions about the origin of a model: files, sizes, initial weights, small copies.
 
-``models/source_of.py`` chooses the source of a configuration. This module does not import torch;
-methods import what they need.
+``models/specs/source_of.py`` chooses the source of a configuration. This module does not import
+torch; methods import what they need.
 """
 
 from __future__ import annotations
@@ -126,18 +126,27 @@ class ModelSource:
         return None if path is None else ("model.weights", path)
 
     def random_weights(self) -> dict[str, Any]:
-        """Return the settings of a run that replace the weights in the model's files by random."""
+        """Return the settings of a run that initialize weights at random instead of from files."""
         return {}
 
     # Sizes and structure
 
     def size(self, name: str) -> int | None:
-        """Return a size from the model's configuration, or None if it is unknown there."""
+        """Return a size from the model's configuration; None if it has no such size.
+
+        Args:
+            name: Name of the size, such as ``vocab_size``.
+        """
         value: int | None = getattr(self.model, name, None)
         return value
 
     def setting(self, name: str, value: int) -> str:
-        """Return the override that changes a size."""
+        """Return the override that sets a size: ``model.vocab_size=512``.
+
+        Args:
+            name: Name of the size, such as ``vocab_size``.
+            value: New value.
+        """
         return f"{self.sizes_key}.{name}={value}"
 
     def with_vocabulary(self, size: int) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def model_of(config: Any) -> Any:
 
 
 def takes_positions() -> str:
-    """Return an empty reason; the ``unpackable`` of models that support packed rows."""
+    """Return an empty text: the ``ModelSpec.unpackable`` of models that support packed rows."""
     return ""
 
 

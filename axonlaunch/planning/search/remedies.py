@@ -37,11 +37,11 @@ _TOLERANCE = 1.15
 
 @dataclass(frozen=True)
 class Option:
-    """One setting changed.
+    """A value for one setting that may make a run fit.
 
     Attributes:
-        settings: Values by dotted key.
-        cost: Description of its cost.
+        settings: New values by dotted key.
+        cost: Description of the cost, such as slower steps.
     """
 
     settings: Settings
