@@ -47,8 +47,10 @@ from axonlaunch.system.storage.files import why_no_folder
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
-_DTYPES[QUANTIZED] = torch.uint8
+_DTYPES = {
+    **{name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()},
+    QUANTIZED: torch.uint8,
+}
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
