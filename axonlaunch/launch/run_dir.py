@@ -44,7 +44,7 @@ from axonlaunch.config.consistency.resumed_settings import (
 )
 from axonlaunch.config.values.plain import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
-from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
+from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host

@@ -13,7 +13,7 @@ from run_folders import run_folder
 from axonlaunch.cli.shared.braille import braille_line
 from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 
 
 @pytest.mark.parametrize(

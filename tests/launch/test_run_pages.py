@@ -21,7 +21,7 @@ from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.cli.training.watch import await_run, has_runs
 from axonlaunch.cli.training.watch import command as watch_command
 from axonlaunch.diagnostics.report.page_data import facts, page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.system.text.formatting import size
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]

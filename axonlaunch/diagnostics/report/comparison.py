@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.diagnostics.report.run_timeline import cost
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_timeline import cost
 from axonlaunch.system.storage.strict_json import plain_number
 from axonlaunch.system.text.formatting import quantity, size
 from axonlaunch.system.text.units import rate_in

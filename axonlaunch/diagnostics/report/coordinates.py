@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from axonlaunch.diagnostics.report.comparison import brief, changed_settings, ranking
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 from axonlaunch.system.storage.strict_json import plain_number
 
 _MOST_AXES = 12

@@ -23,17 +23,17 @@ from axonlaunch.diagnostics.report.comparison import (
 )
 from axonlaunch.diagnostics.report.coordinates import coordinates_of
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.diagnostics.report.run_timeline import (
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_timeline import (
     cost,
     device_seconds,
     nodes_of_run,
     spans,
     step_seconds,
 )
+from axonlaunch.diagnostics.report.record.wall_time import wall_time
 from axonlaunch.diagnostics.report.step_parts import steps_of
 from axonlaunch.diagnostics.report.system_figures import system_of
-from axonlaunch.diagnostics.report.wall_time import wall_time
 from axonlaunch.system.storage.strict_json import plain_number
 from axonlaunch.system.text.formatting import size
 from axonlaunch.system.text.units import Counted

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 from axonlaunch.system.storage.strict_json import plain_number
 from axonlaunch.system.text.formatting import size
 

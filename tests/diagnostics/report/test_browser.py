@@ -16,7 +16,7 @@ from run_folders import run_folder, write_lines
 from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.page import page_of
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.diagnostics.report.server import RunServer
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -12,7 +12,7 @@ from run_folders import run_folder
 
 from axonlaunch.diagnostics.report.comparison import ranking
 from axonlaunch.diagnostics.report.coordinates import coordinates_of
-from axonlaunch.diagnostics.report.run_record import RunRecord, read_run
+from axonlaunch.diagnostics.report.record.run_record import RunRecord, read_run
 
 
 def runs_of(

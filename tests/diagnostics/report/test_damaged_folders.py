@@ -21,7 +21,7 @@ from axonlaunch.cli.training import watch
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.report.comparison import results, with_units
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import find_runs
+from axonlaunch.diagnostics.report.record.run_record import find_runs
 
 JSON_VALUES = (
     "NaN",

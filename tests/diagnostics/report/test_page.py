@@ -12,7 +12,7 @@ from run_folders import run_folder
 from axonlaunch.diagnostics.report.comparison import run_table
 from axonlaunch.diagnostics.report.page import as_script_data, page_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 

@@ -9,7 +9,7 @@ from typing import Any
 from run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.diagnostics.report.system_figures import system_of
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.diagnostics.failure_text import failure_reason
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True)
