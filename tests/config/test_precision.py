@@ -50,7 +50,7 @@ def test_keys_of_the_configuration_accept_the_names_of_the_tables() -> None:
     assert {*get_args(PrecisionName)} == PRECISIONS.keys() == NUMBER_FORMATS.keys()
     assert {*get_args(ReducedFormatName)} <= NUMBER_FORMATS.keys()
     for names in (GradientFormatName, MasterFormatName, StateFormatName):
-        assert {*get_args(names)} <= {*NUMBER_FORMATS, "parameter"}
+        assert {*get_args(names)} <= {*NUMBER_FORMATS, "parameter", "8bit"}
 
 
 def test_precision_computes_in_the_dtype_of_its_name() -> None:
