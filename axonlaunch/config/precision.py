@@ -23,6 +23,8 @@ GradientFormatName = Literal["parameter", "fp32"]
 """Values of ``train.grad_dtype``."""
 StateFormatName = Literal["parameter", "fp32", "bf16", "8bit"]
 """Values of ``optimizer.state_dtype``."""
+QUANTIZED = "8bit"
+"""Value of ``optimizer.state_dtype`` that stores states in blocks of 8-bit codes."""
 BLOCK = 64
 """Number of values of a quantized tensor that share a scale."""
 SCALE_BYTES = 4
@@ -215,7 +217,7 @@ def state_format(optimizer: Any) -> NumberFormat | None:
 
 def quantizes_states(optimizer: Any) -> bool:
     """Return whether an optimizer's states are stored in 8 bits."""
-    return getattr(optimizer, "state_dtype", None) == "8bit"
+    return getattr(optimizer, "state_dtype", None) == QUANTIZED
 
 
 def update_format(optimizer: Any) -> NumberFormat | None:

@@ -29,6 +29,7 @@ from axonlaunch.config.precision import (
     FP32,
     NUMBER_FORMATS,
     PRECISIONS,
+    QUANTIZED,
     state_format,
 )
 from axonlaunch.data.datasets.dataset import Dataset
@@ -46,9 +47,10 @@ from axonlaunch.system.storage.files import why_no_folder
 if TYPE_CHECKING:
     from torch import nn
 
-_QUANTIZED = "8bit"
-_DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
-_DTYPES[_QUANTIZED] = torch.uint8
+_DTYPES = {
+    **{name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()},
+    QUANTIZED: torch.uint8,
+}
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
@@ -376,7 +378,7 @@ def _other_types(
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.is_packed:
-                now = _DTYPES[_QUANTIZED]
+                now = _DTYPES[QUANTIZED]
             elif kind.dtype == "parameter":
                 now = updated
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from axonlaunch.events import Started, StepLogged
 from axonlaunch.launch.output import summary
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.sweep import print_sweep_table
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -110,6 +112,30 @@ def test_final_console_lines_equal_readme() -> None:
     stream = io.StringIO()
     RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))
     assert stream.getvalue() in README.read_text()
+
+
+@pytest.mark.parametrize(("background", "lines"), [("true", 1), ("false", 0)])
+def test_console_names_reason_of_missing_estimate(
+    background: str, lines: int, tmp_path: Path
+) -> None:
+    overrides = ["launch.nproc=1", f"run_dir={tmp_path}", "name=run"]
+    chosen = config.load([*overrides, f"estimate.background={background}"])
+    (tmp_path / "logs").mkdir()
+    prediction = BackgroundEstimate(get_context("forkserver"), chosen)
+    prediction.memory.set_result(None, "it was not ready when the run had ended")
+    prediction.step.set_result(None, "no step was done")
+    stream = io.StringIO()
+    console = RunConsole(stream=stream)
+    summary._estimate_fields(chosen, prediction, console, is_done=True)
+    reason = "summary.json has no predicted_peak_bytes: it was not ready when the run had ended"
+    assert " ".join(stream.getvalue().split()).count(reason) == lines
+
+
+def test_goodput_is_in_the_summary_of_runs_with_failures_only() -> None:
+    goodput = {"share": 0.671, "predicted_share": 0.666, "failures": 9}
+    [(_, text)] = summary._rows_of_goodput(goodput)
+    assert text == "67.1% with 9 failures, 66.6% predicted"
+    assert summary._rows_of_goodput({**goodput, "failures": 0}) == []
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,10 @@ def _estimate_fields(
         _write(config, name, content)
     estimated: dict[str, float] = {}
     if prediction.memory.result is None:
-        text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}\n"
-        _log(config, text + prediction.memory.traceback)
+        text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}"
+        _log(config, f"{text}\n{prediction.memory.traceback}")
+        if is_done and prediction.is_wanted:
+            console.line(text)
     else:
         estimated["predicted_peak_bytes"] = prediction.memory.result.peak_bytes
     if prediction.step.result is not None:

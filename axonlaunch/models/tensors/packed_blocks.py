@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.precision import BLOCK as BLOCK
-from axonlaunch.config.precision import SCALE_BYTES
+from axonlaunch.config.precision import QUANTIZED, SCALE_BYTES
 from axonlaunch.config.registry import Needs
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.torch_internals import local_tensor, without_modes
@@ -136,7 +136,7 @@ class _Dynamic(BlockFormat):
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
     """
 
-    name = "8bit"
+    name = QUANTIZED
     code_bytes = BLOCK
 
     def __init__(self, *, is_signed: bool) -> None:

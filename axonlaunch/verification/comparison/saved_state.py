@@ -45,7 +45,7 @@ def read_by_one_process(
         for section, tensors in wanted.items()
     }
     if quantizes_states(config.optimizer):
-        read["optimizer"] |= _quantized_states(saved, reference)
+        read["optimizer"] |= _memory_of_codes(saved, reference)
     read["counters"] = {"step": torch.tensor(0)}
     read_full_tensors(saved, read)
     floor = state_floors(reference.states)
@@ -62,7 +62,7 @@ def read_by_one_process(
     yield compare_numbers(number, "checkpoint", steps, float(reference.saved_step))
 
 
-def _quantized_states(saved: checkpoint.Checkpoint, reference: Reference) -> dict[str, Tensor]:
+def _memory_of_codes(saved: checkpoint.Checkpoint, reference: Reference) -> dict[str, Tensor]:
     """Return memory for the states that a checkpoint holds in 8 bits."""
     contents: dict[str, Any] = reader.contents(saved)
     entries = {name: contents.get(f"optimizer.{name}") for name in reference.states}

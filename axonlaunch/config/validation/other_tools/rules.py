@@ -142,6 +142,15 @@ def set_degrees(translation: Translation, **keys: str) -> int:
     return shared
 
 
+def set_expert_degree(translation: Translation, key: str, value: Any) -> None:
+    """Divide experts; ``strategy=fsdp`` divides them among the ranks of data parallelism."""
+    if isinstance(value, int) and value > 1:
+        translation.option("strategy", "fsdp", key)
+        translation.set("strategy.expert.degree", value, key)
+    else:
+        translation.not_needed.append(key)
+
+
 def set_length(translation: Translation, epochs: str, steps: str) -> None:
     """Set the number of steps, or of epochs if there is no positive number of steps."""
     if translation.number(steps, -1) > 0:
