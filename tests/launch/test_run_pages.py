@@ -17,8 +17,9 @@ from run_folders import run_folder
 from served import Server
 
 from axonlaunch.cli.reports.runs import BreakableName
+from axonlaunch.cli.shared.run_folders import has_runs
 from axonlaunch.cli.shared.run_screen import screen_of
-from axonlaunch.cli.training.watch import await_run, has_runs
+from axonlaunch.cli.training.watch import await_run
 from axonlaunch.cli.training.watch import command as watch_command
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
@@ -144,6 +145,17 @@ def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command
     assert served("report", "runs/a", "runs/b").stdout == "runs/report-a-b.html\n"
     assert (served.folder / "runs/a/report.html").read_bytes() == own
     assert (served.folder / "runs/report-a-b.html").read_bytes() != own
+
+
+def test_folder_of_runs_is_reported_and_compared_as_all_of_them(served: Command) -> None:
+    for number in range(3):
+        run_folder(served.folder / f"runs/sweep/{number}", steps=number + 1)
+    assert served("report", "runs/sweep").stdout == "runs/sweep/report.html\n"
+    page = (served.folder / "runs/sweep/report.html").read_text()
+    assert all(f'"label":"{number}"' in page for number in range(3))
+    compared = json.loads(served("compare", "runs/sweep", "--json").stdout)
+    assert compared["results"]["steps"] == [1, 2, 3]
+    assert "two or more" in served("compare", "runs/sweep/0", status=2).stderr
 
 
 def test_runs_lists_images_per_second(served: Command) -> None:

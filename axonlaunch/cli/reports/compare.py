@@ -15,13 +15,16 @@ EXAMPLES = """Examples:
 
 \b
   axonlaunch compare runs/gpt-ddp runs/gpt-fsdp
-  axonlaunch compare runs/sweep/* --json
+  axonlaunch compare runs/sweep --json
 """
 
 
 def command(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN...", help="Folders of two or more runs.")
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="Folders of two or more runs, or a folder of runs."
+        ),
     ],
     as_json: Json = False,
 ) -> None:
@@ -29,9 +32,9 @@ def command(
     from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
     from axonlaunch.diagnostics.report.page_data import labels
 
-    if len(runs) < 2:
-        raise typer.BadParameter("give two or more runs")
     records = read_runs(runs)
+    if len(records) < 2:
+        raise typer.BadParameter("give two or more runs")
     settings, outcomes, names = changed_settings(records), results(records), labels(records)
     if as_json:
         print_json({"runs": names, "configuration": dict(settings), "results": dict(outcomes)})

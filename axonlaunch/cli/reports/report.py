@@ -22,6 +22,7 @@ EXAMPLES = """Examples:
 \b
   axonlaunch report runs/gpt-fsdp
   axonlaunch report runs/gpt-fsdp runs/gpt-ddp --output both.html --open
+  axonlaunch report runs/sweep           # all runs in the folder
 """
 _PAGE = "report.html"
 _LONGEST = 80
@@ -31,7 +32,9 @@ _LONGEST = 80
 def command(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Folders or fsspec URLs of runs."),
+        typer.Argument(
+            metavar="RUN...", help="Folders or fsspec URLs of runs, or a folder of runs."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -58,7 +61,7 @@ def command(
         records = read_runs(runs)
         page = page_of(page_data(records), title=", ".join(labels(records)))
     if output is None:
-        output = _default_output(records)
+        output = _default_output(records, runs)
     with writing("--output", output):
         replace_text(output, page)
     if as_json:
@@ -71,15 +74,16 @@ def command(
         webbrowser.open(output.absolute().as_uri())
 
 
-def _default_output(records: list[RunRecord]) -> Path:
-    """Return the file of the report: in a single run's folder, or beside the first run."""
+def _default_output(records: list[RunRecord], names: list[str]) -> Path:
+    """Return the file of the report: in the folder of a run or of runs, or beside the first run."""
     from axonlaunch.config.values.url import is_url
 
     folder = records[0].path
-    if len(records) == 1:
-        return (Path() if is_url(str(folder)) else folder) / _PAGE
-    names = "-".join(re.sub(r"[^\w.-]", "_", Path(record.name).name) for record in records)
-    page = Path(_PAGE).with_stem(f"report-{names[:_LONGEST]}")
+    if len(names) == 1:
+        folder = Path() if is_url(names[0]) else Path(names[0])
+        return folder / _PAGE
+    joined = "-".join(re.sub(r"[^\w.-]", "_", Path(record.name).name) for record in records)
+    page = Path(_PAGE).with_stem(f"report-{joined[:_LONGEST]}")
     if is_url(str(folder)):
         return page
     return (folder.resolve().parent if folder.name in ("", "..") else folder.parent) / page

@@ -14,24 +14,39 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
     """Read the records of runs.
 
     Args:
-        names: Folders or fsspec URLs of runs.
+        names: Folders or fsspec URLs of runs, or folders that contain runs. Of the latter,
+            unreadable runs are left out.
 
     Raises:
         ConfigError: Some are not folders of runs; lists all of them.
     """
     from axonlaunch.config import ConfigError, ConfigIssue, suggest_run_folder
     from axonlaunch.config.values.url import is_url
-    from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
+    from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_runs, read_run
 
-    records, problems = [], []
+    records: list[RunRecord] = []
+    problems = []
     for text in names:
         try:
-            records.append(_read_remote(text) if is_url(text) else read_run(Path(text)))
+            if is_url(text):
+                records.append(_read_remote(text))
+                continue
+            is_sweep = has_runs(Path(text))
+            runs = [run for run in find_runs(Path(text)) if is_sweep and run.status != "unreadable"]
+            records += runs or [read_run(Path(text))]
         except NotARunError as error:
             problems.append(ConfigIssue("", f"{error}{suggest_run_folder(Path(text))}"))
     if problems:
         raise ConfigError(problems)
     return records
+
+
+def has_runs(folder: Path) -> bool:
+    """Return whether a folder is no run but contains runs."""
+    from axonlaunch.config import CONFIG
+    from axonlaunch.diagnostics.report.record.run_record import find_runs
+
+    return not (folder / CONFIG).exists() and next(find_runs(folder), None) is not None
 
 
 def _read_remote(url: str) -> RunRecord:

@@ -63,8 +63,10 @@ def curve(
         width: Characters in a row, with labels.
         height: Rows, without the labels of steps.
     """
-    if height < 2 or all(value is None for value in values):
+    if all(value is None for value in values):
         return Text("no values yet", style="dim")
+    if height < 2:
+        return Text("the terminal has too few rows for a curve", style="dim")
     rows, low, high = braille_line(steps, values, width=max(10, width - _LABEL - 1), height=height)
     edges = {0: high, height - 1: low}
     shown = [

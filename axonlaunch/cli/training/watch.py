@@ -53,7 +53,7 @@ def command(
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page of the run until Ctrl-C, also after the run ends or restarts."""
-    from axonlaunch.cli.shared.run_folders import read_runs
+    from axonlaunch.cli.shared.run_folders import has_runs, read_runs
     from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
     path = _newest(Path("runs")) if run is None else await_run(run)
@@ -106,14 +106,6 @@ def await_run(path: Path) -> Path:
                 read_run(folder)
                 return folder
         time.sleep(_WAIT_S)
-
-
-def has_runs(folder: Path) -> bool:
-    """Return whether a folder is no run but contains runs."""
-    from axonlaunch.config import CONFIG
-    from axonlaunch.diagnostics.report.record.run_record import find_runs
-
-    return not (folder / CONFIG).exists() and next(find_runs(folder), None) is not None
 
 
 def _follow_table(folder: Path) -> None:
