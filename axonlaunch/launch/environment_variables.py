@@ -130,6 +130,17 @@ class LaunchIdentity:
         )
 
 
+def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables by which a launcher describes a process."""
+    prefixes = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PET_", "SKYPILOT_", "DSTACK_", "TORCHELASTIC_")
+    names = {*RANK_VARIABLES, *ADDRESS, "LOCAL_WORLD_SIZE", COMPLETION_INDEX}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in names and not name.startswith(prefixes)
+    }
+
+
 UNKNOWN_LAUNCH = LaunchIdentity()
 """Identity of a run that no launcher or scheduler restarts."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
 from axonlaunch import config
 from axonlaunch.events import Started, StepLogged
@@ -62,6 +64,23 @@ def test_console_step_names_unit_and_memory(
     )
     show(StepLogged(**STEP))
     assert stream.getvalue().splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, "60 GiB"), (140, "60 GiB of 70 GiB reserved")])
+def test_progress_bar_has_step_loss_speed_and_memory_at_each_width(width: int, shown: str) -> None:
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    show._console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    about: dict[str, Any] = {"layout": "fsdp 8", "device": "cuda:0", "counted": "tokens"}
+    about |= {"parameters": 1, "samples": 1, "corrupt": (), "notes": (), "resumed_from": None}
+    show(Started(run_dir="runs/run", step=0, steps=100_000, **about))
+    peak = {"peak_memory_bytes": 60 * 1024**3, "reserved_bytes": 70 * 1024**3}
+    show(StepLogged(**{**STEP, "step": 30_000, **peak, "tokens_per_s": 123e3, "mfu": 0.412}))
+    show.stop()
+    bar = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue()).splitlines()[-1]
+    assert f"loss 1.500  123k tok/s  41.2% MFU  {shown} " in bar
+    assert "30000/100000" in bar
+    assert len(bar) <= width
 
 
 @pytest.mark.parametrize(("steps", "shown"), [(4, True), (400, False)])

@@ -1,1 +1,1 @@
-"""Commands for jobs of SLURM and Kubernetes."""
+"""Commands for jobs of SLURM, Kubernetes and Ray."""

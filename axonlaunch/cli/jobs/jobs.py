@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.jobs.options import Context, Namespace
+from axonlaunch.cli.jobs.options import Context, Namespace, Ray
 from axonlaunch.cli.shared.options import Json, print_json
 from axonlaunch.system.text.terminal import console_on
 
-HELP = "List jobs of SLURM and Kubernetes: name, state, folder."
+HELP = "List jobs of SLURM, Kubernetes and Ray: name, state, folder."
 EXAMPLES = """Examples:
 
 \b
   axonlaunch jobs
   axonlaunch jobs --namespace research --json
+  axonlaunch jobs --ray ray://head:10001
 """
 
 
@@ -26,6 +27,7 @@ def command(
     ] = Path("runs"),
     context: Context = None,
     namespace: Namespace = None,
+    ray: Ray = None,
     as_json: Json = False,
 ) -> None:
     """List the jobs of runs, those of SLURM first."""
@@ -33,7 +35,7 @@ def command(
 
     cluster = cluster_of(context, namespace)
     rows = []
-    for job in find_jobs(folder, cluster):
+    for job in find_jobs(folder, cluster, ray):
         now = job.state()
         about = {"name": job.name, "job": job.scheduler, "state": now.name, "run_dir": job.run_dir}
         rows.append({**about, "note": now.note})
@@ -45,6 +47,8 @@ def command(
         places = [f"{folder} has no jobs of SLURM"]
         if cluster is not None:
             places.append(f"the namespace {cluster.namespace} of {cluster.server} has none")
+        if ray is not None:
+            places.append(f"the Ray cluster at {ray} has none")
         console.print("; ".join(places), markup=False, soft_wrap=True)
         return
     from rich.table import Table

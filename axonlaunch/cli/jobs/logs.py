@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.jobs.options import Context, Namespace, RunName
+from axonlaunch.cli.jobs.options import Context, Namespace, Ray, RunName
 
-HELP = "Print the log of a job of SLURM or Kubernetes."
+HELP = "Print the log of a job of SLURM, Kubernetes or Ray."
 EXAMPLES = """Examples:
 
 \b
@@ -26,7 +26,7 @@ def command(
         typer.Option(
             metavar="NUMBER",
             min=0,
-            help="Rank; on Kubernetes, the log of its pod is printed.",
+            help="Rank; on Kubernetes and Ray, the log of its node is printed.",
         ),
     ] = 0,
     follow: Annotated[
@@ -35,6 +35,7 @@ def command(
     ] = False,
     context: Context = None,
     namespace: Namespace = None,
+    ray: Ray = None,
 ) -> None:
     """Print the log of a rank to standard output."""
     from axonlaunch.launch.external.followed_job import follow_job
@@ -43,7 +44,7 @@ def command(
     def announce(text: str) -> None:
         print(text, file=sys.stderr)
 
-    job = find_job(run, cluster_of(context, namespace))
+    job = find_job(run, cluster_of(context, namespace), ray)
     if follow:
         status, _ = follow_job(job, announce, rank=rank, log=sys.stdout)
         raise typer.Exit(status)

@@ -29,3 +29,13 @@ Namespace = Annotated[
         show_default=False,
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        envvar="RAY_ADDRESS",
+        help="Address of a Ray cluster, or auto for that of this node.",
+        show_default=False,
+    ),
+]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from axonlaunch.cli.jobs.options import Context, Namespace, RunName
+from axonlaunch.cli.jobs.options import Context, Namespace, Ray, RunName
 
-HELP = "Resume a stopped job of SLURM or Kubernetes in its folder."
+HELP = "Resume a stopped job of SLURM, Kubernetes or Ray in its folder."
 EXAMPLES = """Examples:
 
 \b
@@ -12,8 +12,10 @@ EXAMPLES = """Examples:
 """
 
 
-def command(run: RunName, context: Context = None, namespace: Namespace = None) -> None:
+def command(
+    run: RunName, context: Context = None, namespace: Namespace = None, ray: Ray = None
+) -> None:
     """Continue a stopped run from its last checkpoint."""
     from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
 
-    print(find_job(run, cluster_of(context, namespace)).resume())
+    print(find_job(run, cluster_of(context, namespace), ray).resume())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from axonlaunch.cli.jobs.options import Context, Namespace, RunName
+from axonlaunch.cli.jobs.options import Context, Namespace, Ray, RunName
 
-HELP = "Stop a job of SLURM or Kubernetes after a checkpoint."
+HELP = "Stop a job of SLURM, Kubernetes or Ray after a checkpoint."
 EXAMPLES = """Examples:
 
 \b
@@ -12,8 +12,10 @@ EXAMPLES = """Examples:
 """
 
 
-def command(run: RunName, context: Context = None, namespace: Namespace = None) -> None:
+def command(
+    run: RunName, context: Context = None, namespace: Namespace = None, ray: Ray = None
+) -> None:
     """Let the run save a checkpoint and end. axonlaunch resume continues it."""
     from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
 
-    print(find_job(run, cluster_of(context, namespace)).stop())
+    print(find_job(run, cluster_of(context, namespace), ray).stop())

@@ -97,7 +97,10 @@ def check_tokens(tokens: str | None) -> float | None:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Print an object to standard output, without values of environment variables."""
+    """Print an object as JSON to standard output.
+
+    Texts with the value of an environment variable show ``${oc.env:NAME}`` instead of the value.
+    """
     from axonlaunch.config.values.environment_values import without_environment
 
     sys.stdout.write(json.dumps(without_environment(content), indent=1) + "\n")

@@ -89,6 +89,28 @@ class KubernetesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Cluster of launch=ray; launch.nnodes and launch.nproc set nodes and ranks per node."""
+
+    address: str = "auto"
+    """address of the cluster: ray://HOST:10001, or HOST:6379 from one of its nodes; auto: the
+    environment variable RAY_ADDRESS, else the cluster of this node
+    """
+    cpus: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """cores of a node that the run reserves, shared by its ranks; auto: launch.threads per rank if
+    that is a number, else 1, and 1 for each data worker
+    """
+    resources: dict[str, float] = field(default_factory=dict)
+    """further resources that each node must have: {"infiniband":1}"""
+    runtime_env: str | None = None
+    """YAML file with Ray's runtime_env of the processes (working_dir, env_vars, pip); null: that of
+    the Ray job
+    """
+    autoscaling: bool = False
+    """wait for nodes that an autoscaler adds; otherwise a cluster that is too small is an error"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkyPilotConfig:
     """Task of launch=skypilot, which is printed by --render."""
 
@@ -119,14 +141,14 @@ class LaunchConfig:
     name: str = field(
         default="auto",
         metadata={
-            "allowed": "auto | local | env | slurm | kubernetes | skypilot | dstack, or the name "
-            "of a registered launcher"
+            "allowed": "auto | local | env | slurm | kubernetes | ray | skypilot | dstack, or the "
+            "name of a registered launcher"
         },
     )
     """launcher. auto: detected from the environment (a rank of torchrun, mpirun or srun, or one of
     several nodes by WORLD_SIZE), else local; local: ranks on this node, the environment is ignored;
     env: from the environment, an error if it describes no world; slurm, kubernetes: submit a job;
-    skypilot, dstack: only --render, which prints their YAML
+    ray: nodes of a Ray cluster; skypilot, dstack: only --render, which prints their YAML
     """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of ranks per node; auto: one per accelerator; without accelerators 2, or the number
@@ -165,6 +187,7 @@ class LaunchConfig:
     """
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     skypilot: SkyPilotConfig = field(default_factory=SkyPilotConfig)
     dstack: DstackConfig = field(default_factory=DstackConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
@@ -232,6 +255,15 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.kubernetes.launcher:check",
                 launch="axonlaunch.launch.external.kubernetes.launcher:launch",
                 renders=True,
+            ),
+        ),
+        "ray": Entry(
+            None,
+            "nodes of a Ray cluster",
+            LaunchConfig,
+            Launcher(
+                check="axonlaunch.launch.external.ray.launcher:check",
+                launch="axonlaunch.launch.external.ray.launcher:launch",
             ),
         ),
         "skypilot": Entry(

@@ -187,7 +187,7 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
     """Receive the frozen configuration from rank 0, or an exit status if no run begins."""
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
-    except TimeoutError:
+    except (TimeoutError, dist.DistNetworkError, dist.DistStoreError):
         message = f"rank 0 sent no configuration within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:

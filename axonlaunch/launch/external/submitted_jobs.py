@@ -1,7 +1,8 @@
-"""Finds the jobs of runs that were submitted to SLURM or Kubernetes."""
+"""Finds the jobs of runs that were submitted to SLURM, Kubernetes or Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, ConfigIssue
@@ -14,15 +15,16 @@ _DEPTH = ("*", "*/*")
 """Where run folders are below a folder: runs, and runs of sweeps."""
 
 
-def find_jobs(folder: Path, cluster: Cluster | None) -> list[FollowedJob]:
-    """Return all jobs of run folders below a folder, and of a namespace of a cluster.
+def find_jobs(folder: Path, cluster: Cluster | None, ray: str | None = None) -> list[FollowedJob]:
+    """Return all jobs of run folders below a folder, of a namespace, and of a Ray cluster.
 
     Args:
         folder: Folder with run folders.
-        cluster: The API server and namespace; None to look only for jobs of SLURM.
+        cluster: The API server and namespace; None if there is no kubeconfig.
+        ray: Address of a Ray cluster; None if there is none.
 
     Raises:
-        ConfigError: The API server refuses the request or does not answer.
+        ConfigError: A cluster refuses the request or does not answer.
     """
     files = [file for depth in _DEPTH for file in folder.glob(f"{depth}/{NUMBER}")]
     jobs: list[FollowedJob] = [
@@ -30,15 +32,16 @@ def find_jobs(folder: Path, cluster: Cluster | None) -> list[FollowedJob]:
     ]
     if cluster is not None:
         jobs += retry(lambda: cluster_jobs(cluster), cluster, "")
-    return jobs
+    return [*jobs, *_jobs_on_ray(ray)]
 
 
-def find_job(run: str, cluster: Cluster | None) -> FollowedJob:
+def find_job(run: str, cluster: Cluster | None, ray: str | None = None) -> FollowedJob:
     """Return the job of a run, which is named by its folder or its name.
 
     Args:
-        run: Run folder, its name below ``runs``, or the name of the run on Kubernetes.
+        run: Run folder, its name below ``runs``, or the name of the run on Kubernetes or Ray.
         cluster: The API server and namespace; None if there is no kubeconfig.
+        ray: Address of a Ray cluster; None if there is none.
 
     Raises:
         ConfigError: There is no such job, or it can't be looked for.
@@ -51,9 +54,14 @@ def find_job(run: str, cluster: Cluster | None) -> FollowedJob:
         for found in retry(lambda: cluster_jobs(cluster), cluster, run):
             if found.name == run:
                 return found
+    for on_ray in _jobs_on_ray(ray):
+        if on_ray.name == run:
+            return on_ray
     where = "no run folder has a job of SLURM"
     if cluster is not None:
         where = f"neither a run folder nor the namespace {cluster.namespace} has a job"
+    if ray is not None:
+        where += f", nor the Ray cluster at {ray},"
     message = f"{run}: {where} of this name; axonlaunch jobs lists them"
     raise ConfigError([ConfigIssue("", message)])
 
@@ -70,3 +78,12 @@ def cluster_of(context: str | None, namespace: str | None) -> Cluster | None:
         if context is None and namespace is None:
             return None
         raise
+
+
+def _jobs_on_ray(address: str | None) -> Sequence[FollowedJob]:
+    """Return the runs of a Ray cluster. Ray is imported only if there is an address."""
+    if address is None:
+        return []
+    from axonlaunch.launch.external.ray.ray_job import ray_jobs
+
+    return ray_jobs(address)

@@ -17,10 +17,14 @@ from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
-from axonlaunch.launch.multinode.handshake import heartbeat_message, member_name, read_message
-from axonlaunch.system.authentication import ForgedMessageError
+from axonlaunch.launch.multinode.handshake import (
+    EarlierStartError,
+    heartbeat_message,
+    member_name,
+    read_message,
+)
 
-_BEAT_S = 0.3
+_BEAT_S, _POLL_S = 0.3, 0.05
 _LEAVE_S = 2.0
 _AGAIN = "again"
 _SETTLE_S = 1.5
@@ -122,19 +126,32 @@ class Coordinator:
         """Publish a value for the other members. Only member 0 calls this."""
         self.channel.put(key, {"nonces": self._nonces, "value": value})
 
-    def wait_for(self, key: str, *, timeout_s: float) -> Any:
+    def wait_for(
+        self, key: str, *, timeout_s: float, confirm: Callable[[], None] = lambda: None
+    ) -> Any:
         """Wait for a value of member 0.
+
+        Args:
+            key: Name of the value.
+            timeout_s: Seconds to wait.
+            confirm: Function that is called repeatedly; it raises if the value can't come any more.
 
         Raises:
             TimeoutError: Member 0 did not publish the value in time.
-            ForgedMessageError: The message was not written by member 0, or not for this start of
-                the member: a message from an old run has another nonce.
+            EarlierStartError: It was not written for this start of the member: a message from an
+                old run has another nonce.
+            ForgedMessageError: The message was not written by member 0.
         """
-        self.channel.wait(key, timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self.channel.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{key}: not published within {timeout_s:g} s")
+            confirm()
+            time.sleep(_POLL_S)
         content = read_message(self.channel, key, member_name(0))
         nonces = content["nonces"]
         if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
-            raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
+            raise EarlierStartError(f"{key}: was written for an earlier start of this node")
         return content["value"]
 
     def watch(self) -> None:

@@ -20,6 +20,10 @@ _ANSWER_S = 10.0
 """Timeout of store operations in seconds. Keys are read only after they were written."""
 
 
+class EarlierStartError(ForgedMessageError):
+    """A message is for an earlier start of this member, whose place in the attempt is taken."""
+
+
 def member_name(member: int) -> str:
     """Return the sender name of a member."""
     return f"member {member}"

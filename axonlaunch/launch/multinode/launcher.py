@@ -12,7 +12,7 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.failures.outcome import was_interrupted
+from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
 from axonlaunch.launch.multinode import token
@@ -116,14 +116,19 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     )
     with ExitStack() as folder:
         record = RunRecorder(options.started, console, proof=proof)
+        outcome: Outcome | None = None
+        leads = False
         try:
             while True:
                 attempt = me.rendezvous(folder)
                 if attempt is None:
+                    if outcome is not None and leads:
+                        break  # too few nodes came for another attempt
                     me.leave()
                     return me.status, me.summary
                 config, rendezvous = attempt
-                if rendezvous.node_rank:
+                leads = rendezvous.node_rank == 0
+                if not leads:
                     _fetch(config, options)
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
@@ -136,7 +141,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 if outcome.crash is None:
                     console.line("waiting for nodes")
                     continue
-                if rendezvous.node_rank == 0:
+                if leads:
                     report_crash(config, outcome.crash)
                 console.line(
                     f"restart {me.restarts} of {config.launch.max_restarts}: waiting for nodes"
@@ -144,7 +149,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         finally:
             console.stop()
         me.leave(outcome)
-        if rendezvous.node_rank == 0:
+        if leads:
             return finish_run(config, outcome, record, console, context=context)
     if outcome.crash is not None:
         report_crash(config, outcome.crash)

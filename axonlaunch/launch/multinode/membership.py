@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -20,30 +21,38 @@ from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks
-from axonlaunch.config.problems.errors import plain
-from axonlaunch.config.values.hub_reference import without_commits
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.multinode import run_end, run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
-from axonlaunch.launch.multinode.handshake import handshake, member_name
+from axonlaunch.launch.multinode.handshake import EarlierStartError, handshake, member_name
 from axonlaunch.launch.multinode.node_settings import (
+    check_agreement,
     is_elastic,
     is_first,
     meeting_port,
     node_order,
     ranks_of_node,
 )
-from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous, RunEndedError
+from axonlaunch.launch.multinode.rendezvous import (
+    Attempt,
+    ElasticRendezvous,
+    NodeLostError,
+    RunEndedError,
+)
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
 """Seconds of silence after which a node is lost. Its processes must have ended after ten."""
-_OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
-"""Keys that may differ between nodes. Each node sets the first two; node 0 decides the others."""
+_CONNECT_S = 5.0
+"""Seconds after which a connection is tried again, to the address that the host has then."""
+_AGAIN_S = 0.5
+"""Seconds between two looks for node 0."""
+_FIRST = -1
+"""Number of the first attempt of a fixed number of nodes, which begins without a rendezvous."""
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
     "same launch.token_file, and let no one else reach the port"
@@ -89,41 +98,62 @@ class NodeMembership:
         self._hosts = is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
-            where = f"{config.launch.master_addr}:{meeting_port(config)}"
-            warning = token.missing_token(config.launch, address=where)
+            warning = token.missing_token(config.launch, address=self._where)
             if self._hosts:
                 console.line(warning)
-        # Node 0 listens as long as this store object exists.
-        if not self._hosts:
-            which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
-            where = f"{config.launch.master_addr}:{meeting_port(config)}"
-            console.line(f"node{which}: joining {where}")
-        self._held = self._open(listens=self._hosts)
-        self._credentials = self._name_run(derive_key(secret or b""))
-        self._rounds: ElasticRendezvous | None = None
+        self._key = derive_key(secret or b"")
         self._frozen: RunConfig | None = None
         self._peers: Coordinator | None = None
         self.attempts = self.restarts = 0
         self.summary: dict[str, Any] | None = None
         self.status = 0
+        self._connect()
+
+    @property
+    def _name(self) -> str:
+        """This node in a line for the user."""
+        rank = self._given.launch.node_rank
+        return "node" if rank == "auto" else f"node {rank}"
+
+    @property
+    def _where(self) -> str:
+        return f"{self._given.launch.master_addr}:{meeting_port(self._given)}"
+
+    def _connect(self) -> None:
+        """Listen as node 0, or connect to the node 0 that listens now."""
+        if not self._hosts:
+            self._console.line(f"{self._name}: joining {self._where}")
+        # Node 0 listens as long as this store object exists.
+        self._held = self._open(listens=self._hosts)
+        self._credentials = self._name_run(self._key)
+        self._rounds: ElasticRendezvous | None = None
+        self._is_late = False
 
     def _open(self, *, listens: bool) -> dist.Store:
         """Connect to the store of the run."""
         launch, port = self._given.launch, meeting_port(self._given)
-        timeout = timedelta(seconds=launch.timeout_s)
-        try:
-            return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
-        except ValueError as error:
-            problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
-            raise ConfigError([problem]) from None
-        except (dist.DistNetworkError, dist.DistStoreError):
-            message = (
-                f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node 0, "
-                "and check that no firewall blocks the port"
-            )
-            raise ConfigError(
-                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
-            ) from None
+        deadline = time.monotonic() + launch.timeout_s
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            timeout = timedelta(seconds=left if listens else min(left, _CONNECT_S))
+            try:
+                store = meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
+            except ValueError as error:
+                problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
+                raise ConfigError([problem]) from None
+            except (dist.DistNetworkError, dist.DistStoreError):
+                if time.monotonic() < deadline:
+                    time.sleep(_AGAIN_S)
+                    continue
+                message = (
+                    f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node "
+                    "0, and check that no firewall blocks the port"
+                )
+                raise ConfigError(
+                    [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+                ) from None
+            store.set_timeout(timedelta(seconds=launch.timeout_s))
+            return store
 
     def _name_run(self, key: bytes) -> Credentials:
         """Choose the name of the run on node 0; on other nodes read it.
@@ -157,16 +187,58 @@ class NodeMembership:
         Raises:
             ConfigError: The nodes can't meet or have different configurations.
         """
-        launch = self._given.launch
         if self._hosts and self._ends_at_once():
             return None
-        try:
-            now, store = self._round(), self._open(listens=False)
-        except RunEndedError as ended:
-            where = f"{launch.master_addr}:{meeting_port(self._given)}"
-            self.status, said = run_end.exit_status_and_line(ended.status, where=where)
-            self._console.log(said)
-            return None
+        while True:
+            try:
+                return self._join(folder)
+            except NodeLostError:
+                self._console.line("a node was lost before the attempt began: waiting for nodes")
+            except EarlierStartError:
+                self._is_late = True
+                self._console.line(
+                    f"{self._name}: the run goes on with an earlier start of this node; waiting "
+                    "for its next attempt"
+                )
+            except (RunEndedError, dist.DistNetworkError, dist.DistStoreError) as error:
+                if self._hosts and not isinstance(error, RunEndedError):
+                    raise
+                ended = error.status if isinstance(error, RunEndedError) else ""
+                if self._waits_for_next_run(ended):
+                    continue
+                self.status, said = run_end.exit_status_and_line(ended, where=self._where)
+                self._console.log(said)
+                return None
+
+    def _waits_for_next_run(self, status: str) -> bool:
+        """Connect to the next node 0 if the one that was there has ended without this node.
+
+        A scheduler that replaces nodes at different times starts a node 0 again. In an elastic run,
+        node 0 must stay.
+
+        Args:
+            status: How the run ended, according to node 0; empty if it left no message.
+        """
+        if self.attempts or is_elastic(self._given) or status == "done":
+            return False
+        self._console.line(f"{self._name}: node 0 has ended ({status or 'lost'})")
+        if self._rounds is not None:
+            self._rounds.leave()
+        time.sleep(_AGAIN_S)
+        self._connect()
+        return True
+
+    def _join(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:
+        """Meet the other nodes once.
+
+        Raises:
+            NodeLostError: A node was lost before the attempt began.
+            EarlierStartError: An earlier start of this node takes part in the attempt.
+            RunEndedError: The run ended before this node could take part.
+            ConfigError: The nodes can't meet or have different configurations.
+        """
+        launch = self._given.launch
+        now, store = self._round(), self._open(listens=False)
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
@@ -180,7 +252,7 @@ class NodeMembership:
                 about=self._about(),
                 timeout_s=launch.timeout_s,
                 announce=lambda text: self._console.line(f"node {now.member}: {text}"),
-                confirm=partial(run_identity.keep_identity, store, self._credentials),
+                confirm=partial(self._confirm, now, store),
             )
         except TimeoutError as missing:
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
@@ -201,7 +273,7 @@ class NodeMembership:
         if met is not None:
             self._freeze(peers, met, folder)
         else:
-            self._take(peers)
+            self._take(peers, now, store)
         if self._frozen is None:
             return None
         config = configuration.with_values(self._frozen, {"launch.nnodes": now.members})
@@ -234,8 +306,9 @@ class NodeMembership:
         Args:
             outcome: Outcome of the last attempt; None if the run was finished before.
         """
-        if self._rounds is not None:
-            self._rounds.leave("done" if outcome is None else run_end.status_of(outcome))
+        if self._hosts or self._rounds is not None:
+            status = "done" if outcome is None else run_end.status_of(outcome)
+            self._rendezvous_of_rounds().leave(status)
 
     def _ends_at_once(self) -> bool:
         """Whether an elastic run was finished before; tell nodes that come just now, on node 0.
@@ -258,18 +331,24 @@ class NodeMembership:
         """Wait for the next attempt and return it.
 
         Raises:
-            ConfigError: Too few nodes joined in time.
-            RunEndedError: The run ended before this node could take part.
+            ConfigError: Too few nodes joined in time for the first attempt.
+            RunEndedError: The run ended before this node could take part, or too few nodes joined
+                in time for another attempt.
         """
         launch = self._given.launch
         least, most = nodes(self._given)
-        if least == most and self.restarts == 0:
-            return Attempt(-1, node_order(self._given), most)
+        if least == most and self.restarts == 0 and not self._is_late:
+            return Attempt(_FIRST, node_order(self._given), most)
         try:
             return self._rendezvous_of_rounds().next()
         except TimeoutError:
-            message = f"fewer than {least} nodes joined within launch.timeout_s="
-            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            message = (
+                f"fewer than {least} nodes joined within launch.timeout_s={launch.timeout_s:g}"
+            )
+            if self.attempts:
+                self._console.log(message)
+                raise RunEndedError("failed") from None
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes)
             raise ConfigError([problem]) from None
 
     def _rendezvous_of_rounds(self) -> ElasticRendezvous:
@@ -286,6 +365,19 @@ class NodeMembership:
                 timeout_s=self._given.launch.timeout_s,
             )
         return self._rounds
+
+    def _confirm(self, now: Attempt, store: dist.Store) -> None:
+        """Check that an attempt can begin.
+
+        Raises:
+            NodeLostError: A node of it was lost.
+            RunEndedError: Node 0 is gone.
+            ForgedMessageError: Another process has overwritten the name of the run.
+        """
+        if self._hosts:
+            run_identity.keep_identity(store, self._credentials)
+        if now.number != _FIRST:
+            self._rendezvous_of_rounds().confirm(now)
 
     def _newcomers(self, now: Attempt) -> bool:
         """Return whether a node waits that can join, and a restart loses no progress."""
@@ -306,7 +398,7 @@ class NodeMembership:
         """Freeze the configuration for all nodes unless the run is finished. Node 0 calls this."""
         shared = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
-            _check_agreement(met)
+            check_agreement(met)
             if self._frozen is None and (summary := run_dir.finished_summary(shared)) is not None:
                 self.summary = summary
                 _launch_nothing(peers, finished=run_dir.finished_text(shared, summary))
@@ -332,23 +424,28 @@ class NodeMembership:
         }
         peers.publish("frozen", frozen)
 
-    def _take(self, peers: Coordinator) -> None:
+    def _take(self, peers: Coordinator, now: Attempt, store: dist.Store) -> None:
         """Receive the frozen configuration from node 0 and write it here too.
 
         If the run is already finished, there is no configuration.
 
         Raises:
+            NodeLostError: A node was lost before the attempt began.
+            EarlierStartError: An earlier start of this node takes part in the attempt.
+            RunEndedError: Node 0 is gone.
             ConfigError: Node 0 reports problems or does not answer.
         """
-        launch = self._given.launch
+        launch, confirm = self._given.launch, partial(self._confirm, now, store)
         try:
-            frozen = peers.wait_for("frozen", timeout_s=launch.timeout_s)
+            frozen = peers.wait_for("frozen", timeout_s=launch.timeout_s, confirm=confirm)
         except TimeoutError:
             message = "node 0 is reachable but not in this run"
             raise ConfigError(
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
-        except ForgedMessageError:
+        except ForgedMessageError as error:
+            if isinstance(error, EarlierStartError) and now.number == _FIRST:
+                raise
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
         if "problems" in frozen:
@@ -380,24 +477,3 @@ def _launch_nothing(peers: Coordinator, **why: Any) -> None:
     peers.publish("frozen", why)
     peers.watch()
     peers.leave()
-
-
-def _check_agreement(met: list[dict[str, Any]]) -> None:
-    """Check that every node can run the configuration and that it is the same on all nodes.
-
-    Raises:
-        ConfigError: A node has problems or another configuration; all problems are listed.
-    """
-    first, problems = met[0]["config"], []
-    for node, about in enumerate(met):
-        name = f"node {node} ({about['host']})"
-        problems += [ConfigIssue("", f"{name}: {problem}") for problem in about["problems"]]
-        if about["problems"] or met[0]["problems"]:
-            continue
-        for key in sorted({*first, *about["config"]} - {*_OWN}):
-            expected, actual = first.get(key), about["config"].get(key)
-            if without_commits(expected) != without_commits(actual):
-                message = f"{name} has {plain(actual)}; start every node with the same overrides"
-                problems.append(ConfigIssue(key, message, expected))
-    if problems:
-        raise ConfigError(problems)

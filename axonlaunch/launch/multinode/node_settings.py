@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from axonlaunch.comm.connection.rendezvous import is_own
-from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.values.hub_reference import without_commits
+
+_OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
+"""Keys that may differ between nodes. Each node sets the first two; node 0 decides the others."""
 
 
 def missing_settings(config: RunConfig) -> list[ConfigIssue]:
@@ -51,3 +58,24 @@ def is_first(config: RunConfig) -> bool:
     """Whether this is node 0, which the others connect to."""
     launch = config.launch
     return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
+
+
+def check_agreement(met: list[dict[str, Any]]) -> None:
+    """Check that every node can run the configuration and that it is the same on all nodes.
+
+    Raises:
+        ConfigError: A node has problems or another configuration; all problems are listed.
+    """
+    first, problems = met[0]["config"], []
+    for node, about in enumerate(met):
+        name = f"node {node} ({about['host']})"
+        problems += [ConfigIssue("", f"{name}: {problem}") for problem in about["problems"]]
+        if about["problems"] or met[0]["problems"]:
+            continue
+        for key in sorted({*first, *about["config"]} - {*_OWN}):
+            expected, actual = first.get(key), about["config"].get(key)
+            if without_commits(expected) != without_commits(actual):
+                message = f"{name} has {plain(actual)}; start every node with the same overrides"
+                problems.append(ConfigIssue(key, message, expected))
+    if problems:
+        raise ConfigError(problems)

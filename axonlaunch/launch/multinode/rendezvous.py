@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore, Channel
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
 from axonlaunch.launch.multinode.torch_internals import (
+    has_all,
     name_methods_by_frame,
     round_of,
     stop_heartbeats,
@@ -58,6 +59,10 @@ class RunEndedError(Exception):
     def __init__(self, status: str) -> None:
         super().__init__(status)
         self.status = status
+
+
+class NodeLostError(Exception):
+    """A node of an attempt was lost before the attempt began."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,20 @@ class ElasticRendezvous:
         """Return the number of nodes that wait to join the next attempt."""
         return int(self._handler.num_nodes_waiting())
 
+    def confirm(self, attempt: Attempt) -> None:
+        """Check that an attempt, which has not begun yet, can begin.
+
+        Raises:
+            NodeLostError: A node of it was lost.
+            RunEndedError: Node 0 is gone.
+        """
+        try:
+            self._handler.num_nodes_waiting()  # which reads the state
+        except RendezvousConnectionError as error:
+            raise RunEndedError("") from error
+        if not has_all(self._handler, attempt.number, attempt.members):
+            raise NodeLostError
+
     def leave(self, status: str = "done", *, stay_s: float = 0.0) -> None:
         """Stop this node's heartbeats. The first node also tells later nodes how the run ended.
 
@@ -179,7 +198,7 @@ class ElasticRendezvous:
             self._handler.num_nodes_waiting()  # which reads the state
         except RendezvousConnectionError:
             return []
-        return waiting_nodes(self._handler)
+        return [name for name in waiting_nodes(self._handler) if name != self._name]
 
     def _wait_until_told(self, waiting: list[str]) -> None:
         """Keep the store, which ends with this process, until waiting nodes know of the end."""

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 __all__ = [
     "NodeDescription",
     "RendezvousState",
+    "has_all",
     "name_methods_by_frame",
     "round_of",
     "stop_heartbeats",
@@ -45,6 +46,12 @@ def round_of(handler: Any) -> int:
     return int(handler._state_holder.state.round)
 
 
+def has_all(handler: Any, number: int, members: int) -> bool:
+    """Return whether a round of a rendezvous still has all of its nodes, as last read."""
+    state = handler._state_holder.state
+    return bool(state.round == number and len(state.participants) == members)
+
+
 def stop_heartbeats(handler: Any) -> None:
     """End the thread that sends this node's heartbeats to a rendezvous.
 
@@ -56,7 +63,8 @@ def stop_heartbeats(handler: Any) -> None:
 def waiting_nodes(handler: Any) -> list[str]:
     """Return the addresses of nodes that wait for the next round of a rendezvous, as last read.
 
-    Its ``num_nodes_waiting`` counts only those for which there is room.
+    Its ``num_nodes_waiting`` counts only those for which there is room in a round that has begun.
     """
     state = handler._state_holder.state
-    return [node.addr for node in (*state.wait_list, *state.redundancy_list)]
+    joining = () if state.complete else state.participants
+    return [node.addr for node in (*joining, *state.wait_list, *state.redundancy_list)]

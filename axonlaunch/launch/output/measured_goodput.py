@@ -8,9 +8,9 @@ from typing import Any
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import nodes, num_ranks
-from axonlaunch.diagnostics.report.run_record import NotARunError, RunRecord, read_run
-from axonlaunch.diagnostics.report.run_timeline import device_seconds
-from axonlaunch.diagnostics.report.wall_time import WallTime, wall_time
+from axonlaunch.diagnostics.report.record.run_record import NotARunError, RunRecord, read_run
+from axonlaunch.diagnostics.report.record.run_timeline import device_seconds
+from axonlaunch.diagnostics.report.record.wall_time import WallTime, wall_time
 from axonlaunch.launch import run_dir
 from axonlaunch.planning.throughput.goodput import overheads
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run

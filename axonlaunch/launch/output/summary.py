@@ -306,7 +306,10 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
-    """Return a rank's coordinates on the mesh axes with more than one rank, the last fastest."""
+    """Return a rank's coordinates on the mesh axes of more than one rank.
+
+    The last axis varies fastest.
+    """
     layout = Layout.of(config, world_size=num_ranks(config))
     return {axis: n for axis, n in layout.coordinates(rank).items() if layout.axes[axis] > 1}
 

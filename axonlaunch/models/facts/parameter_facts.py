@@ -88,7 +88,7 @@ class _SharesKey:
     def _fingerprint(self) -> str:
         config = self.config
         train = config.train
-        settings = (train.param_dtype, train.freeze, train.unfreeze)
+        settings = (train.param_dtype, train.grad_dtype, train.freeze, train.unfreeze)
         return repr((config.model, config.adapter, config.optimizer, config.seed, settings))
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +107,8 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
     facts = parameter_facts(spec, model)
     total_bytes = max(1, stored_bytes(model, element=element))
     trained = element if config.adapter is None else _FP32
-    gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gradient = config.train.gradient_bytes if config.adapter is None else _FP32
+    gradients = gradient * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     experts = sum(
         p.numel() for n in spec.experts(model) for p in model.get_submodule(n).parameters()

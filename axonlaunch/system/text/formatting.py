@@ -16,7 +16,11 @@ def size(number: float) -> str:
 
 
 def figures(number: float) -> str:
-    """Format a number with three significant digits, without an exponent."""
+    """Format a number without an exponent: ``0.00123``, ``12.3``, ``12345``.
+
+    Numbers below 100 have three significant digits but at most six decimal places, others have no
+    decimal places.
+    """
     if number == 0:
         return "0"
     if abs(number) >= 100:

@@ -16,8 +16,13 @@ from run_folders import run_folder, write_lines
 from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
-from axonlaunch.diagnostics.report.run_timeline import (
+from axonlaunch.diagnostics.report.record.run_record import (
+    NotARunError,
+    find_runs,
+    is_running,
+    read_run,
+)
+from axonlaunch.diagnostics.report.record.run_timeline import (
     cost,
     device_seconds,
     nodes_of_run,

@@ -10,8 +10,8 @@ import pytest
 from run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.page_data import facts
-from axonlaunch.diagnostics.report.run_record import read_run
-from axonlaunch.diagnostics.report.wall_time import wall_time
+from axonlaunch.diagnostics.report.record.run_record import read_run
+from axonlaunch.diagnostics.report.record.wall_time import wall_time
 
 START: dict[str, Any] = {"event": "started", "world_size": 2, "layout": "ddp 2"}
 FAILED: dict[str, Any] = {"event": "failed", "rank": 1, "reason": "killed by SIGKILL"}

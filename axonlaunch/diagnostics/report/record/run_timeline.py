@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.diagnostics.lost_peer import failure_reason
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.failure_text import failure_reason
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""Program between an actor and the process of its node, which ends with the actor.
+
+An actor that is killed can't end its processes. Its end of this program's standard input is then
+closed, which this program notices. Usage: ``python -m axonlaunch.launch.external.ray.node_process
+ARGUMENT...`` runs ``axonlaunch ARGUMENT...``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main() -> None:
+    """Run the command, and end it when standard input is closed."""
+    command = [sys.executable, "-P", "-m", "axonlaunch", *sys.argv[1:]]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+
+    def end_with_actor() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        process.kill()  # ranks end with it
+
+    threading.Thread(target=end_with_actor, daemon=True).start()
+    status = process.wait()
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    main()

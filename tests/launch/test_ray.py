@@ -1,0 +1,269 @@
+"""Runs on a Ray cluster of several raylets in this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from command import Command
+from launchers import By, logged
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.ray import launcher
+from axonlaunch.launch.external.ray.node import PROGRAM
+from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
+from axonlaunch.launch.external.ray.run_spec import RunSpec
+
+CLIENT_PORT = 23999
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Any]:
+    """Return a cluster with a head that has no cores, and three nodes."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    head = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": 80 << 20}
+    head["ray_client_server_port"] = CLIENT_PORT
+    cluster = cluster_utils.Cluster(initialize_head=True, connect=False, head_node_args=head)
+    try:
+        for _ in range(3):
+            add_node(cluster)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def add_node(cluster: Any) -> Any:
+    """Add a node with cores for one rank."""
+    return cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 << 20)
+
+
+def raylet_of(cluster: Any, actor: int) -> Any:
+    """Return the node of a cluster whose raylet has started the process of an actor."""
+    parent = int(Path(f"/proc/{actor}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return next(
+        node
+        for node in cluster.list_all_nodes()
+        if node.all_processes["raylet"][0].process.pid == parent
+    )
+
+
+def actor_of(number: int) -> int:
+    """Return the process of the actor of a node that trains."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if PROGRAM in words and f"launch.node_rank={number}" in words:
+            return int((entry.parent / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    raise AssertionError(f"node {number} does not train")
+
+
+class OnRay:
+    """Starts runs of three nodes with one rank each.
+
+    Attributes:
+        command: The command.
+        local: The same command without a cluster.
+    """
+
+    def __init__(self, axonlaunch: Command, cluster: Any, faulty: list[str]) -> None:
+        self.command, self.local = By(axonlaunch.folder), axonlaunch
+        self._address = cluster.address
+        self._settings = [word for word in faulty if not word.startswith("launch.")]
+        self._settings += ["strategy=fsdp", "train.steps=30", "train.global_batch_size=12"]
+        self._settings += ["launch.device=cpu", "launch.threads=1"]
+        environment = {"env_vars": {"PYTHONPATH": str(axonlaunch.folder)}}
+        (axonlaunch.folder / "env.yaml").write_text(yaml.safe_dump(environment))
+
+    def arguments(self, name: str, *overrides: str) -> list[str]:
+        return [
+            *("train", *self._settings, f"name={name}", "launch=ray", "launch.nnodes=3"),
+            *("launch.nproc=1", f"launch.ray.address={self._address}"),
+            *(f"run_dir={self.local.folder}/runs/{name}", "launch.ray.runtime_env=env.yaml"),
+            *overrides,
+        ]
+
+    def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run a command for jobs of the cluster."""
+        return self.command(*words, "--ray", self._address, status=status)
+
+    def start(self, name: str, *overrides: str) -> Any:
+        return self.command.start(*self.arguments(name, *overrides))
+
+    def disturbed(self, name: str) -> Any:
+        """Start a run that saves checkpoints, and wait until it has trained some steps."""
+        settings = ["launch.max_restarts=3", "checkpoint.every=4", "model.arguments={pause:0.3}"]
+        follower = self.start(name, *settings)
+        logged(self.local.folder / "runs" / name / "metrics.jsonl", 6, seconds=200)
+        return follower
+
+    def undisturbed(self) -> list[float]:
+        """Return the losses of a run on this node."""
+        self.local("train", *self._settings, "name=local", "launch.nproc=3")
+        return self.local.losses("local")
+
+
+@pytest.fixture
+def on_ray(axonlaunch: Command, raylets: Any, faulty: list[str]) -> OnRay:
+    """Return the command that starts runs of a model with a pause in each step."""
+    return OnRay(axonlaunch, raylets, faulty)
+
+
+def finished(follower: Any) -> str:
+    """Wait for a run that succeeds, and return what its command printed."""
+    output, errors = follower.communicate(timeout=300)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    return str(output) + str(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_run_on_ray_trains_to_the_losses_of_a_local_run_and_its_log_is_kept(on_ray: OnRay) -> None:
+    printed = finished(on_ray.start("steady", f"launch.ray.address=ray://127.0.0.1:{CLIENT_PORT}"))
+    assert "steady started on Ray" in printed
+    assert "steady: completed" in printed
+    assert on_ray.local.losses("steady") == on_ray.undisturbed()
+    rows = {row["name"]: row for row in json.loads(on_ray("jobs", "--json").stdout)["jobs"]}
+    assert (rows["steady"]["job"], rows["steady"]["state"]) == ("Ray", "COMPLETED")
+    assert "step 30" in on_ray("logs", "steady").stdout
+    assert "node 2 of 3: rank 2 of 3" in on_ray("logs", "steady", "--rank", "2").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_killed_raylet_is_replaced_by_another_and_the_run_continues(
+    on_ray: OnRay, raylets: Any
+) -> None:
+    follower = on_ray.disturbed("lost")
+    add_node(raylets)
+    raylets.remove_node(raylet_of(raylets, actor_of(1)), allow_graceful=False)
+    assert "resumed from" in finished(follower)
+    assert on_ray.local.losses("lost") == on_ray.undisturbed()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [2, 0])
+def test_killed_actor_is_replaced_and_the_run_continues(on_ray: OnRay, number: int) -> None:
+    follower = on_ray.disturbed(f"killed-{number}")
+    os.kill(actor_of(number), signal.SIGKILL)
+    printed = finished(follower)
+    assert "resumed from" in printed
+    assert "a node was lost" in printed or "was lost (1 of launch.max_restarts=3)" in printed
+    assert on_ray.local.losses(f"killed-{number}") == on_ray.undisturbed()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_stopped_run_on_ray_resumes_in_the_same_folder(on_ray: OnRay) -> None:
+    # Two commands have to answer before it ends.
+    overrides = ["checkpoint.every=100", "model.arguments={pause:1.5}"]
+    follower = on_ray.start("stopped", *overrides)
+    logged(on_ray.local.folder / "runs/stopped/metrics.jsonl", 6, seconds=200)
+    again = on_ray.command(
+        *on_ray.arguments("other", f"run_dir={on_ray.local.folder}/runs/stopped"), status=2
+    )
+    assert "run_dir" in again.stderr
+    assert "the run stopped uses it" in again.stderr
+    assert "saves a checkpoint" in on_ray("stop", "stopped").stdout
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 130, output
+    assert "stopped is stopped; resume it with axonlaunch resume stopped" in output
+    assert "stopped resumes" in on_ray("resume", "stopped").stdout
+    assert "stopped: completed" in on_ray("logs", "stopped", "--follow").stderr
+    assert on_ray.local.losses("stopped") == on_ray.undisturbed()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_cluster_that_is_too_small_is_an_error_before_waiting(on_ray: OnRay) -> None:
+    many = ["launch.nnodes=6", "launch.max_restarts=3"]
+    wrong = on_ray.command(*on_ray.arguments("big", *many), status=2).stderr
+    assert "launch.nnodes=6: 3 of the cluster's 4 nodes have 1 CPU; use fewer nodes" in wrong
+    wrong = on_ray.command(*on_ray.arguments("big", "launch.ray.cpus=2"), status=2).stderr
+    assert "launch.nnodes=3: 0 of the cluster's 4 nodes have 2 CPU" in wrong
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1 (Connection refused)"),
+        ("ray://127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1 (Connection refused)"),
+        ("http://127.0.0.1", "is no address of a cluster; write ray://HOST:10001"),
+    ],
+)
+def test_address_without_ray_cluster_is_an_error_at_once(address: str, message: str) -> None:
+    pytest.importorskip("ray")
+    from axonlaunch.launch.external.ray.cluster import connect_to_cluster
+
+    with pytest.raises(ConfigError, match=r"launch\.ray\.address") as refused:
+        connect_to_cluster(address)
+    assert message in str(refused.value)
+
+
+def test_ray_is_not_imported_without_an_address() -> None:
+    program = (
+        "import sys; import axonlaunch.launch.external.submitted_jobs as jobs; "
+        "from pathlib import Path; jobs.find_jobs(Path('nowhere'), None); "
+        "import axonlaunch.launch.external.ray.launcher; sys.exit('ray' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_output_keeps_its_last_bytes_at_their_positions() -> None:
+    output = NodeOutput().with_text(b"first\n")
+    assert output.read(0) == (6, b"first\n")
+    assert output.read(6) == (6, b"")
+    assert output.read(7) == (6, b"first\n")
+    output = output.with_text(b"x" * KEPT_BYTES)
+    assert output.read(0) == (6 + KEPT_BYTES, b"x" * KEPT_BYTES)
+    assert output.read(KEPT_BYTES + 4) == (6 + KEPT_BYTES, b"xx")
+
+
+def problems(*overrides: str) -> list[str]:
+    config = configuration.load(["launch=ray", *overrides])
+    with pytest.raises(ConfigError) as refused:
+        launcher.check(config, cast("Any", None))
+    return [str(problem) for problem in refused.value.problems]
+
+
+def test_settings_that_a_run_on_ray_needs_are_all_reported(tmp_path: Path) -> None:
+    words = ["launch.nnodes=2:4", "launch.node_rank=1", "launch.backend=mock"]
+    assert problems(*words, "checkpoint.resume=never") == [
+        "launch.nproc=auto: is required for a cluster; write the number of devices per node",
+        "launch.nnodes=2:4: a run on Ray has a fixed number of nodes; write one number",
+        "launch.backend=mock: its ranks are threads of one process; use auto, gloo or nccl",
+        "launch.node_rank=1: Ray's nodes get it from the run; remove this setting",
+        "checkpoint.resume=never: a node that is replaced would start over; use another name to "
+        "start new",
+        "run_dir=auto: all nodes of the cluster must share the folder; write run_dir=/shared/run, "
+        "or save to a bucket, as checkpoint.path=s3://bucket/run",
+    ]
+    (tmp_path / "env.yaml").write_text("[1]")
+    shared = [f"run_dir={tmp_path}/run", "launch.nproc=8"]
+    for name, reason in (("none.yaml", "can't be read: No such file"), ("env.yaml", "is no YAML")):
+        [line] = problems(*shared, f"launch.ray.runtime_env={tmp_path / name}")
+        assert line.startswith(f"launch.ray.runtime_env={tmp_path / name}: {reason}")
+
+
+def test_bundle_of_a_node_has_its_devices_cores_and_resources() -> None:
+    words = ["launch=ray", "name=big", "launch.nproc=8", "launch.nnodes=4", "run_dir=/shared/big"]
+    words.append("train.global_batch_size=32")
+    on_gpus = [*words, "launch.device=cuda", "launch.ray.resources={fast:0.5}"]
+    spec = RunSpec.of(configuration.load(on_gpus))
+    assert spec.bundle == {"CPU": 8.0, "GPU": 8.0, "fast": 0.5}
+    assert spec.needs == "8 CPU, 8 GPU, 0.5 fast"
+    assert spec.token not in repr(spec)
+    spec = RunSpec.of(configuration.load([*words, "launch.device=cpu", "launch.ray.cpus=32"]))
+    assert spec.bundle == {"CPU": 32.0}
+    assert configuration.parse_frozen(spec.config).launch.threads == 4
