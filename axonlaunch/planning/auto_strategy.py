@@ -6,19 +6,21 @@ neither published nor measured is an error.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.consistency.layout import is_on_cpu, nodes, num_ranks, resolved
-from axonlaunch.config.problems.errors import one_of
+from axonlaunch.config import Composed, RunConfig
+from axonlaunch.config.consistency.layout import nodes, num_ranks, resolved
 from axonlaunch.planning.plan import fixed_keys, plan_config
-from axonlaunch.system.processes import forked_call
+from axonlaunch.planning.search.found_hardware import (
+    asks_for_hardware,
+    device_names,
+    hardware_option,
+    with_found_hardware,
+)
 
 Compose = Callable[[Sequence[str]], Composed]
 
@@ -55,13 +57,18 @@ def load_auto_strategy(
 
     composed, config = compose_and_type(overrides)
     as_asked = composed
+    if asks_for_hardware(config):
+        overrides = with_found_hardware(
+            overrides, config, context=server(), config_dirs=config_dirs
+        )
+        composed, config = compose_and_type(overrides)
     if not config.strategy.auto:
         return as_asked, config
     context = server()
-    devices = _devices(context, config)
+    devices = device_names(context, config)
     nproc = resolved(config, accelerators=len(devices)).launch.nproc
     if config.hardware is None:
-        option = _option(devices, config, config_dirs)
+        option = hardware_option(devices, config, config_dirs)
         composed, config = compose_and_type([*overrides, f"hardware={option}"])
     assert config.hardware is not None
     if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
@@ -82,32 +89,3 @@ def load_auto_strategy(
     _, config = compose_and_type([*overrides, *layout])
     planned = {"strategy.auto": False, "launch.nproc": nproc}
     return as_asked, configuration.with_values(config, planned)
-
-
-def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
-    """Return the names of this node's devices that the run would use; empty on a CPU."""
-    if is_on_cpu(config.launch):
-        return []
-    target = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, target, task="looking at this node")
-    return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
-
-
-def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Path]) -> str:
-    """Return the option of the group ``hardware`` that describes the nodes of a run.
-
-    Raises:
-        ConfigError: No option describes them.
-    """
-    options = Composer(config_dirs=config_dirs).contents("hardware")
-    if config.launch.name == "slurm":
-        reason = "the job runs on other nodes"
-    elif not devices:
-        return "cpu"
-    else:
-        for name, tree in options.items():
-            if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
-                return name
-        reason = f"{devices[0]} is not in the catalog"
-    message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
-    raise ConfigError([ConfigIssue("hardware", message)])

@@ -15,13 +15,14 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.code.plugins import import_plugins
-from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.consistency.layout import estimate_device, nodes
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan, Planned
 from axonlaunch.planning.search.assumed_figures import with_assumed_figures
+from axonlaunch.planning.search.found_hardware import asks_for_hardware, with_found_hardware
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
@@ -53,13 +54,22 @@ def plan_run(
     Raises:
         ConfigError: The configuration is invalid, no layout fits, or the run cannot be estimated.
     """
-    composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.type_config(
-        with_file_placeholders(composed.tree),
-        composed.problems,
-        origins=composed.origins,
-        searched=fixed_keys(composed),
-    )
+
+    def compose_and_type(overrides: Sequence[str]) -> tuple[Composed, RunConfig]:
+        composed = configuration.compose(
+            overrides, config_name=config_name, config_dirs=config_dirs
+        )
+        return composed, configuration.type_config(
+            with_file_placeholders(composed.tree),
+            composed.problems,
+            origins=composed.origins,
+            searched=fixed_keys(composed),
+        )
+
+    composed, config = compose_and_type(overrides)
+    if asks_for_hardware(config):
+        found = with_found_hardware(overrides, config, context=context, config_dirs=config_dirs)
+        composed, config = compose_and_type(found)
     return plan_config(
         context,
         config,
@@ -108,8 +118,20 @@ def plan_config(
         task="searching layouts",
     )
     return dataclasses.replace(
-        plan, assumed=assumed, candidates=_with_training(config, plan, devices, tokens)
+        plan,
+        assumed=assumed,
+        typical=_typical_figures(config),
+        candidates=_with_training(config, plan, devices, tokens),
     )
+
+
+def _typical_figures(config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of device memory for which typical figures of other devices stand."""
+    hardware = config.hardware
+    if hardware is None or estimate_device(config) != "gpu":
+        return ()
+    names = ("context_mib", "communicator_mib")
+    return tuple(f"hardware.{name}" for name in names if getattr(hardware, name) is None)
 
 
 def with_figures(

@@ -408,6 +408,7 @@ class Plan:
         untraced: Number of layouts that may fit and be faster than the first one by formulas, but
             were not traced.
         saved_bytes: Bytes of a checkpoint, which are the same for all layouts.
+        typical: Keys of memory outside torch's allocator for which typical figures stand.
     """
 
     workload: Workload
@@ -416,3 +417,4 @@ class Plan:
     assumed: dict[str, float] = field(default_factory=dict)
     untraced: int = 0
     saved_bytes: int = 0
+    typical: tuple[str, ...] = ()

@@ -14,9 +14,10 @@ import signal
 import time
 from typing import Any
 
+import pytest
 from command import Command
 from kills import pids_of, wait
-from lab import Lab, Log, check_nothing_is_left, end
+from lab import Lab, Log, check_nothing_is_left, end, steps_logged
 
 from axonlaunch.system.storage.run_files import EVENTS
 
@@ -45,6 +46,9 @@ def predicted(lab: Lab, seed: int, log: Log) -> None:
     rates = _goodput(command)["rates"]
     figures = [f"{key}={rates[key]:.4g}" for key in ("hardware.disk_gb_s", "hardware.restart_s")]
     log(" ".join(figures))
+    if rates["hardware.restart_s"] > MTBF_S / 3:
+        # Then a few failures decide over the goodput, and their mean is far from that of many.
+        pytest.skip(f"this node is too busy: restarts take {rates['hardware.restart_s']:.1f} s")
     last = command.lines("run")[-1]["step"]
     ended = end(command.start(*run, *figures, f"train.steps={last + 1}"))
     assert ended.status == 0, ended.text[-1500:]
@@ -75,15 +79,18 @@ def _times(chance: random.Random) -> list[float]:
 
 
 def _fail(command: Command, run: list[str], times: list[float], log: Log) -> None:
-    """Run with failures at these times after each start, then end the run."""
+    """Run with failures at these times after the first step of each attempt, then end the run.
+
+    On a busy node the first step takes as long as a start, of which it is a part.
+    """
     process = command.start(*run)
     for attempt, seconds in enumerate(times, 1):
-        wait(process, lambda: _attempts(command) >= attempt)  # noqa: B023 - called here
+        wait(process, lambda: _has_trained(command, attempt))  # noqa: B023 - called here
         fails_at = time.monotonic() + seconds
         wait(process, lambda: time.monotonic() >= fails_at)  # noqa: B023
         log(f"SIGKILL of a rank after {seconds:.1f} s", fault=True)
         os.kill(pids_of(command, process.pid, "rank")[-1], signal.SIGKILL)
-    wait(process, lambda: _attempts(command) > FAILURES)
+    wait(process, lambda: _has_trained(command, FAILURES + 1))
     process.send_signal(signal.SIGTERM)
     ended = end(process)
     assert ended.status == 130, ended.text[-1500:]
@@ -95,9 +102,13 @@ def _goodput(command: Command) -> dict[str, Any]:
     return goodput
 
 
-def _attempts(command: Command) -> int:
-    """Return how often the ranks of the run were ready."""
+def _has_trained(command: Command, attempt: int) -> bool:
+    """Return whether an attempt, counted from 1, has done a step."""
     try:
-        return (command.folder / "runs/run" / EVENTS).read_text().count('"event": "started"')
+        lines = (command.folder / "runs/run" / EVENTS).read_text().splitlines()
     except FileNotFoundError:
-        return 0
+        return False
+    starts = [json.loads(line) for line in lines if '"event": "started"' in line]
+    if len(starts) < attempt:
+        return False
+    return steps_logged(command) > int(starts[attempt - 1]["step"])

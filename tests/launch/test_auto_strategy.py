@@ -17,6 +17,7 @@ from axonlaunch.config import Composed, ConfigError
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.search import found_hardware
 from axonlaunch.system.storage import cache
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -101,7 +102,7 @@ def test_auto_strategy_is_skipped_with_explicit_layout() -> None:
     ],
 )
 def test_hardware_is_detected_by_device_name(devices: list[str], option: str) -> None:
-    assert auto_strategy._option(devices, config.load([]), []) == option
+    assert found_hardware.hardware_option(devices, config.load([]), []) == option
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,41 @@ def test_hardware_is_detected_by_device_name(devices: list[str], option: str) ->
 )
 def test_unknown_hardware_must_be_named(device: str, overrides: list[str], reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
-        auto_strategy._option([device], config.load(overrides), [])
+        found_hardware.hardware_option([device], config.load(overrides), [])
+
+
+@pytest.mark.parametrize(
+    ("devices", "word", "found"),
+    [
+        ([H100, H100], "hardware=h100_80gb", f"hardware=h100_80gb: found 2 x {H100}"),
+        ([], "hardware=cpu", "hardware=cpu: found "),
+    ],
+)
+def test_hardware_auto_is_replaced_by_found_devices(
+    devices: list[str],
+    word: str,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    context: ForkServerContext,
+) -> None:
+    monkeypatch.setattr(found_hardware, "device_names", lambda context, config: devices)
+    run = load([*MLP, "hardware=auto", "hardware.price_per_hour=2"], context)
+    assert run == config.load([*MLP, word, "hardware.price_per_hour=2"])
+    assert capsys.readouterr().err.startswith(found)
+
+
+def test_hardware_auto_refuses_unknown_and_different_devices() -> None:
+    chosen = config.load(["hardware=auto"])
+    for devices, reason in (
+        (["NVIDIA GB300"], "NVIDIA GB300 is not in the catalog"),
+        ([H100, "NVIDIA H200"], f"those of this node differ: {H100}, NVIDIA H200"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            found_hardware.hardware_option(devices, chosen, [], asked="hardware=auto")
+        assert f"hardware=auto needs figures of the devices, and {reason}; use a100" in str(
+            raised.value
+        )
 
 
 def test_single_node_measurement_is_not_used_for_several(context: ForkServerContext) -> None:

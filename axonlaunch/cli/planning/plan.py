@@ -118,6 +118,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "searched": plan.searched,
         "untraced": plan.untraced,
         "assumed": plan.assumed,
+        "typical": plan.typical,
         "seconds": round(seconds, 1),
         "candidates": candidates,
     }

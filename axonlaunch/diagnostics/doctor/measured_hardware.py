@@ -104,7 +104,7 @@ def _keep(ranks: int, figures: dict[str, Any]) -> None:
 def _file(ranks: int) -> Path:
     """Return the cache file for this processor, its cores, the disk, and versions of the code."""
     device = _disk().stat().st_dev
-    key = (_processor(), sorted(os.sched_getaffinity(0)), device, version("torch"), _source())
+    key = (processor_name(), sorted(os.sched_getaffinity(0)), device, version("torch"), _source())
     name = sha256(repr(key).encode()).hexdigest()[:16]
     return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
@@ -114,7 +114,7 @@ def _disk() -> Path:
     return free_bytes(Path("runs"))[0]
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Return the name of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

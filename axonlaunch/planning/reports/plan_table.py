@@ -41,6 +41,9 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.assumed:
         figures = ", ".join(f"{key}={value:g}" for key, value in plan.assumed.items())
         yield f"not published for this hardware, so assumed: {figures}"
+    if plan.typical:
+        keys = " and ".join(plan.typical)
+        yield f"memory includes typical figures, which can be off by 2x, for {keys}"
     if plan.untraced:
         layouts = "1 more layout" if plan.untraced == 1 else f"{plan.untraced:,} more layouts"
         yield f"by formulas, {layouts} may be faster than the first one, but were not traced"

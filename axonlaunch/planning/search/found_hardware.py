@@ -1,0 +1,97 @@
+"""Finds the option of the group ``hardware`` that describes the devices of this node.
+
+A GPU is recognized by its name. A GPU that no option describes is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import Composer, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.layout import is_on_cpu
+from axonlaunch.config.problems.errors import one_of
+from axonlaunch.diagnostics.doctor.measured_hardware import processor_name
+from axonlaunch.system.processes import forked_call
+
+AUTO = "auto"
+"""Option of the group ``hardware`` that is replaced by the one that this module finds."""
+
+
+def asks_for_hardware(config: RunConfig) -> bool:
+    """Return whether the hardware of a run is ``hardware=auto``."""
+    return config.hardware is not None and config.hardware.name == AUTO
+
+
+def with_found_hardware(
+    overrides: Sequence[str],
+    config: RunConfig,
+    *,
+    context: ForkServerContext,
+    config_dirs: Sequence[Path],
+) -> list[str]:
+    """Return overrides with the devices of this node in place of ``hardware=auto``, and print them.
+
+    Args:
+        overrides: Overrides of a run.
+        config: Configuration of the run.
+        context: Context of the warm fork server.
+        config_dirs: Folders with the user's YAML files.
+
+    Raises:
+        ConfigError: No option describes the devices.
+    """
+    devices = device_names(context, config)
+    option = hardware_option(devices, config, config_dirs, asked=f"hardware={AUTO}")
+    found = f"{len(devices)} x {devices[0]}" if devices else processor_name()
+    print(f"hardware={option}: found {found}", file=sys.stderr)
+    others = [word for word in overrides if word.lstrip("+") != f"hardware={AUTO}"]
+    return [*others, f"hardware={option}"]
+
+
+def device_names(context: ForkServerContext, config: RunConfig) -> list[str]:
+    """Return the names of this node's devices that the run would use; empty on a CPU."""
+    if is_on_cpu(config.launch):
+        return []
+    target = "axonlaunch.diagnostics.doctor.machine:machine"
+    machine: dict[str, Any] = forked_call.call(context, target, task="looking at this node")
+    return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
+
+
+def hardware_option(
+    devices: Sequence[str],
+    config: RunConfig,
+    config_dirs: Sequence[Path],
+    *,
+    asked: str = "strategy=auto",
+) -> str:
+    """Return the option of the group ``hardware`` that describes the nodes of a run.
+
+    Args:
+        devices: Names of the devices of this node; empty on a CPU.
+        config: Configuration of the run.
+        config_dirs: Folders with the user's YAML files.
+        asked: Setting that needs the figures, for messages.
+
+    Raises:
+        ConfigError: No option describes them.
+    """
+    options = Composer(config_dirs=config_dirs).contents("hardware")
+    if config.launch.name == "slurm":
+        reason = "the job runs on other nodes"
+    elif len(set(devices)) > 1:
+        reason = f"those of this node differ: {', '.join(sorted(set(devices)))}"
+    elif not devices:
+        return "cpu"
+    else:
+        for name, tree in options.items():
+            if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
+                return name
+        reason = f"{devices[0]} is not in the catalog"
+    known = one_of([name for name in options if name != AUTO])
+    message = f"{asked} needs figures of the devices, and {reason}; use {known}"
+    raise ConfigError([ConfigIssue("hardware", message)])
