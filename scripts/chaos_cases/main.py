@@ -25,6 +25,7 @@ import corruptions
 import hostile_folders
 import kills
 import neighbours
+import pods
 import pytest
 import resources
 import served
@@ -56,6 +57,7 @@ KINDS = {
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
     "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
+    "pods": Kind("kills and deletions of pods (only with --runs)", pods.run, 0),
 }
 
 
