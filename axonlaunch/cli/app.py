@@ -35,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMAND_GROUPS: dict[str, dict[str, Any]] = {
+_COMMAND_GROUPS: dict[str, dict[str, Any]] = {
     "Start here": {"init": init, "train": train, "help": help_pages, "doctor": doctor},
     "Configuration and data": {
         "config": config,
@@ -63,12 +63,18 @@ COMMAND_GROUPS: dict[str, dict[str, Any]] = {
     "Results": {"sample": sample, "checkpoint": checkpoint.checkpoint_app},
 }
 """Commands by the groups in which ``--help`` lists them."""
-for commands in COMMAND_GROUPS.values():
+for title, commands in _COMMAND_GROUPS.items():
     for name, module in commands.items():
         if isinstance(module, typer.Typer):
-            app.add_typer(module, name=name)
+            app.add_typer(module, name=name, rich_help_panel=title)
         else:
-            app.command(name, cls=Command, help=module.HELP, epilog=module.EXAMPLES)(module.command)
+            app.command(
+                name,
+                cls=Command,
+                help=module.HELP,
+                epilog=module.EXAMPLES,
+                rich_help_panel=title,
+            )(module.command)
 
 
 def _print_version(is_set: bool) -> None:

@@ -8,21 +8,20 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class CommandGroups(TyperGroup):
-    """An application whose commands are listed in the groups of ``app.COMMAND_GROUPS``."""
+    """An application whose commands are listed by their help panels, in the order of addition."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a table of commands for each group."""
+        """Write a table of commands for each panel."""
         del ctx
-        from axonlaunch.cli.app import COMMAND_GROUPS
-
         width = max(len(name) for name in self.commands)
-        for title, names in COMMAND_GROUPS.items():
+        limit = formatter.width - 6 - width
+        panels: dict[str, list[tuple[str, str]]] = {}
+        command: Any  # click's type lacks Typer's attribute
+        for name, command in self.commands.items():
+            row = (f"{name:<{width}}", command.get_short_help_str(limit))
+            panels.setdefault(command.rich_help_panel, []).append(row)
+        for title, rows in panels.items():
             with formatter.section(title):
-                limit = formatter.width - 6 - width
-                rows = [
-                    (f"{name:<{width}}", self.commands[name].get_short_help_str(limit))
-                    for name in names
-                ]
                 formatter.write_dl(rows)
 
 

@@ -108,10 +108,10 @@ def degrees_of(strategy: StrategyConfig) -> dict[str, int]:
 
 
 def divisor(degrees: Mapping[str, int], divided: Divided) -> int:
-    """Return the number of ranks that something is divided among.
+    """Return the number of ranks that layers, blocks or sequences are divided among.
 
     Args:
         degrees: Degree of each axis by its name.
-        divided: For example ``sequences``.
+        divided: One of these three words: ``"sequences"``.
     """
     return math.prod(degrees[axis.name] for axis in AXES if axis.divides == divided)

@@ -1,7 +1,8 @@
 """Defines the number formats and the precisions that a run can use.
 
-A format is a value of ``train.param_dtype``, ``strategy.reduce_dtype`` or
-``optimizer.state_dtype``. A precision is a value of ``train.precision``. To add one, add its row to
+A format is a value of ``train.param_dtype``, ``train.grad_dtype``, ``strategy.reduce_dtype``,
+``optimizer.master_weights`` or ``optimizer.state_dtype``. A precision is a value of
+``train.precision``. To add one, add its row to
 ``NUMBER_FORMATS`` or ``PRECISIONS`` and its name to the type of the key. ``models.torch_dtypes``
 converts formats to dtypes of torch.
 """
@@ -13,11 +14,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-"""Precisions that a run can compute in."""
+"""Precisions that a run can compute in, and values of ``train.param_dtype``."""
 PrecisionSetting = Literal["auto", "fp32", "bf16", "fp16"]
 """Values of ``train.precision``; ``auto`` is decided by the devices of the run."""
-StoredFormatName = Literal["fp32", "bf16"]
-"""Values of ``train.param_dtype`` and ``strategy.reduce_dtype``."""
+ReducedFormatName = Literal["fp32", "bf16"]
+"""Values of ``strategy.reduce_dtype``."""
+GradientFormatName = Literal["parameter", "fp32"]
+"""Values of ``train.grad_dtype``."""
+StateFormatName = Literal["parameter", "fp32", "bf16", "8bit"]
+"""Values of ``optimizer.state_dtype``."""
+QUANTIZED = "8bit"
+"""Value of ``optimizer.state_dtype`` that stores states in blocks of 8-bit codes."""
+BLOCK = 64
+"""Number of values of a quantized tensor that share a scale."""
+SCALE_BYTES = 4
+"""Bytes of the scale of a block."""
+MasterFormatName = Literal["fp32"]
+"""Values of ``optimizer.master_weights``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]
 
 
@@ -98,10 +111,13 @@ class Precision:
             blocks in fp32.
         needs_loss_scale: Whether small gradients underflow without a loss scale.
         reference: Format in which the reference of ``axonlaunch verify`` computes.
-        parameters: Format in which parameters and their gradients are stored
-            (``train.param_dtype``).
+        parameters: Format in which parameters are stored (``train.param_dtype``).
+        gradients: Format in which the gradients of micro-batches are added up
+            (``train.grad_dtype``).
         reduce: Format in which gradients are summed over data-parallel ranks
             (``strategy.reduce_dtype``).
+        masters: Format of the copies of parameters that the optimizer updates, and that checkpoints
+            hold in place of the parameters (``optimizer.master_weights``); None without copies.
     """
 
     name: PrecisionName
@@ -111,7 +127,9 @@ class Precision:
     needs_loss_scale: bool
     reference: NumberFormat
     parameters: NumberFormat = FP32
+    gradients: NumberFormat = FP32
     reduce: NumberFormat = FP32
+    masters: NumberFormat | None = None
 
     @property
     def peak(self) -> str:
@@ -124,9 +142,14 @@ class Precision:
         return self.compute.relaxed_peak or self.compute.peak
 
     @property
+    def saved(self) -> NumberFormat:
+        """Format of trained parameters in checkpoints."""
+        return self.masters or self.parameters
+
+    @property
     def lowest(self) -> NumberFormat:
         """The format that rounds most, among those of computation, parameters and reductions."""
-        return lowest_format((self.compute, self.parameters, self.reduce))
+        return lowest_format((self.compute, self.parameters, self.gradients, self.reduce))
 
 
 _PRECISIONS = (
@@ -159,8 +182,15 @@ _PRECISIONS = (
 PRECISIONS: dict[str, Precision] = {each.name: each for each in _PRECISIONS}
 
 
-def automatic_precision(*, has_bf16: bool) -> PrecisionName:
-    """Return what ``train.precision=auto`` becomes on devices with or without bf16."""
+def automatic_precision(*, has_bf16: bool, stored: NumberFormat = FP32) -> PrecisionName:
+    """Return what ``train.precision=auto`` becomes.
+
+    Args:
+        has_bf16: Whether the devices compute in bf16.
+        stored: Format of the parameters.
+    """
+    if stored.is_low:
+        return stored.name
     return _BF16.name if has_bf16 else FP32.name
 
 
@@ -168,9 +198,28 @@ MIXED_PRECISION = PRECISIONS["bf16"]
 """Precision that ``mixed_precision=True`` selects in the Python interface."""
 
 
-def state_format(optimizer: Any) -> NumberFormat | None:
-    """Return the format of an optimizer's update and of its states with the parameter's shape.
+def master_format(optimizer: Any) -> NumberFormat | None:
+    """Return the format of the masters that an optimizer updates; None if it updates parameters."""
+    return NUMBER_FORMATS.get(getattr(optimizer, "master_weights", None) or "")
 
-    None means the format of each parameter. Registered optimizers may have no ``state_dtype``.
+
+def state_format(optimizer: Any) -> NumberFormat | None:
+    """Return the format of an optimizer's states with the shape of the parameter.
+
+    None means the format of each parameter. States in 8 bits have the format of those that are too
+    small to be quantized. Registered optimizers may have no ``state_dtype``.
     """
-    return FP32 if getattr(optimizer, "state_dtype", None) == FP32.name else None
+    if quantizes_states(optimizer):
+        return FP32
+    chosen = NUMBER_FORMATS.get(getattr(optimizer, "state_dtype", ""))
+    return chosen or master_format(optimizer)
+
+
+def quantizes_states(optimizer: Any) -> bool:
+    """Return whether an optimizer's states are stored in 8 bits."""
+    return getattr(optimizer, "state_dtype", None) == QUANTIZED
+
+
+def update_format(optimizer: Any) -> NumberFormat | None:
+    """Return the format in which an optimizer updates; None for the format of each parameter."""
+    return None if state_format(optimizer) is None else FP32

@@ -99,7 +99,8 @@ class Registry(Generic[_T, F]):
     Attributes:
         kind: Kind of the objects, ``"dataset"``; ``register_dataset`` adds one.
         entry_points: Group of entry points by which packages offer names; None if they can't.
-        free_config: Dataclass with ``name`` and ``arguments`` for entries without a dataclass.
+        free_config: Dataclass for names that were registered without one; it has the fields
+            ``name`` and ``arguments``.
     """
 
     def __init__(

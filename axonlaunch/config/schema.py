@@ -22,7 +22,13 @@ from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
 from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.options.training_hooks import CALLBACKS, EVALUATION_METRICS
-from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionSetting, StoredFormatName
+from axonlaunch.config.precision import (
+    NUMBER_FORMATS,
+    GradientFormatName,
+    PrecisionName,
+    PrecisionSetting,
+    ReducedFormatName,
+)
 from axonlaunch.config.registry import Registry
 
 
@@ -169,7 +175,7 @@ class StrategyConfig:
     """search for the fastest layout on the configured or detected hardware before training starts,
     as `axonlaunch plan` does; keys of the layout that overrides set are kept
     """
-    reduce_dtype: StoredFormatName = "fp32"
+    reduce_dtype: ReducedFormatName = "fp32"
     """dtype in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 
 
@@ -205,9 +211,14 @@ class TrainConfig:
     """the only fused attention kernel that torch may use on a GPU. auto: the first that supports
     the tensors; cuDNN before flash on Hopper and Blackwell, otherwise in torch's order
     """
-    param_dtype: StoredFormatName = "fp32"
+    param_dtype: PrecisionName = "fp32"
     """dtype in which weights and their gradients are stored. fp32: as the model builds them; bf16:
-    half the bytes, but updates smaller than 1/256 of a weight are lost; needs precision=bf16
+    half the bytes, but without optimizer.master_weights=fp32 updates smaller than 1/256 of a weight
+    are lost; needs precision=bf16; fp16: needs precision=fp16, and masters of trained weights
+    """
+    grad_dtype: GradientFormatName = "parameter"
+    """dtype in which the gradients of micro-batches are added up. parameter: that of the weights;
+    fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
     """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;
@@ -301,6 +312,11 @@ class TrainConfig:
     def parameter_bytes(self) -> int:
         """Bytes per element of the weights."""
         return NUMBER_FORMATS[self.param_dtype].nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per element of the gradients of weights in ``param_dtype``."""
+        return NUMBER_FORMATS.get(self.grad_dtype, NUMBER_FORMATS[self.param_dtype]).nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

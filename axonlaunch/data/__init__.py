@@ -13,7 +13,6 @@ from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
 from axonlaunch.data.datasets.registry import register_dataset
-from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
 
 if TYPE_CHECKING:
     from axonlaunch.data.datasets.dataset import Dataset
@@ -48,6 +47,8 @@ def build_dataset(
     if facts is None or not facts.takes_tokenizer:
         if DATASETS.is_included(config.name):
             return build(config)
+        from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
+
         with kept_generators():
             # Every rank builds the same dataset, even if it is shuffled here.
             seed_generators(0)

@@ -62,10 +62,10 @@ class BlockTimes:
         self._phase, self._since = phase, now
 
     def seconds_by_kind(self) -> list[float]:
-        """Return seconds spent waiting for data, computing, and waiting for ranks, and 0.
+        """Return four numbers of seconds: waiting for data, computing, waiting for ranks, and 0.
 
-        The last value is the time without a core, which does not occur on a GPU. All values are 0
-        until the device has finished the step.
+        The last one is the time in which a rank is ready but has no core; it is not measured on a
+        GPU. All values are 0 until the device has finished the step.
         """
         if self._ended is None or not self._ended.query():
             return [0.0] * 4

@@ -65,7 +65,7 @@ class Shares:
 
 
 def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
-    """Return the rank that worked most, and how much longer it worked than the others.
+    """Return the rank that worked most: it computed or waited for data instead of other ranks.
 
     Args:
         ranks: Shares of two or more ranks.

@@ -82,7 +82,7 @@ from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.router_loss import RouterLoss
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -408,6 +408,21 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     else:
         stage.forward = lowered(stage.forward)
         _initialize(plan, stage)
+    _set_gradient_dtype(plan, stage)
+
+
+def _set_gradient_dtype(plan: _Plan, stage: nn.Module) -> None:
+    """Let gradients of parameters in 16 bits be added up in another type, if that is chosen."""
+    precision = precision_of(plan.config)
+    if precision.gradients == precision.parameters or plan.config.adapter is not None:
+        return
+    dtype = torch_dtype(precision.gradients)
+    if plan.layout.facts.shards_parameters:
+        plan.sharded[-1].accumulate_in(dtype)
+        return
+    for parameter in stage.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
 
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
@@ -482,7 +497,7 @@ def _divided_experts(plan: _Plan, model: nn.Module) -> DividedExperts | None:
 
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward], Forward]:
     blocks = [*plan.spec.blocks(model).values()]
-    precision, device = PRECISIONS[plan.config.train.precision], plan.world.device
+    precision, device = precision_of(plan.config), plan.world.device
     return lower_replicas(model, precision, device=device, blocks=blocks)
 
 

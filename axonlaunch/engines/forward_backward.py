@@ -68,7 +68,7 @@ class LocalForwardBackward:
         self._device = device
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run forward and backward of every micro-batch."""
+        """Run forward and backward of every micro-batch; return their losses."""
         losses: list[Tensor] = []
         remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
@@ -80,7 +80,7 @@ class LocalForwardBackward:
         return losses
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run only the forward."""
+        """Run only the forward; return the micro-batches' losses."""
         return [self._loss(micro_batch, loss) for micro_batch in batch.micro_batches(self._size)]
 
     def predict(self, inputs: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class PipelineForwardBackward:
         self._size = micro_batch_size
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run the rounds of the schedule that the batch needs."""
+        """Run the batch in rounds of the schedule; return losses, [] on ranks without any."""
         assert isinstance(batch, Batch)
         round_size = self._size * self._pipeline.schedule.microbatches
         losses = []
@@ -147,7 +147,7 @@ class PipelineForwardBackward:
         return losses
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Pass micro-batches through the stages, without backward."""
+        """Run only the forward; return the micro-batches' losses, [] on ranks without outputs."""
         assert isinstance(batch, Batch)
         losses = []
         for start in range(0, len(batch), self._size):

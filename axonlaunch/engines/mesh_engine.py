@@ -225,8 +225,12 @@ class MeshEngine:
             yield self._parts.aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the optimizer's states, allocating missing ones; of both copies of tied weights."""
+        """Yield the optimizer's states and masters, allocating missing ones.
+
+        A weight that is tied across pipeline stages has two copies; those of both are yielded.
+        """
         yield from self._parts.update.state_dict().values()
+        yield from self._parts.update.masters().values()
 
     @torch.no_grad()
     def evaluate(self, batch: AnyBatch) -> Tensor:
@@ -298,7 +302,10 @@ class MeshEngine:
         return rule.rate(self.step, peak=rule.peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
+        """Return parameters or masters, buffers, optimizer states and counters.
+
+        Sharded tensors are DTensors.
+        """
         self._agree_on_buffers()
         parts = self._parts
         counters = {"step": torch.tensor(self.step), **scale_counters(parts.loss_scale)}
@@ -334,6 +341,7 @@ class MeshEngine:
             saved = state[self._parts.aliases.get(name, name)]
             if tensor is not saved:
                 tensor.copy_(saved)
+        self._parts.update.round_masters()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -373,7 +381,9 @@ class MeshEngine:
             overflowed = scale.update(push_to(~torch.isfinite(norm), parts.world.device))
         if parts.expert_counts is not None:
             parts.expert_counts.move_biases(skipped=overflowed)
-        parts.update.apply(rate=lambda peak: rule.rate(self.step - 1, peak=peak), skip=overflowed)
+        parts.update.apply(
+            rate=lambda peak: rule.rate(self.step - 1, peak=peak), step=self.step, skip=overflowed
+        )
         if parts.replicas is not None:
             parts.replicas.after_update(step=self.step)
         return norm, overflowed
@@ -461,9 +471,14 @@ class MeshEngine:
         torch.manual_seed(((parts.rule.seed * 1_000_003 + self.step) * 65_537 + stream) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
-        self._parts.update.finish()
-        return {k: v for module in self.modules for k, v in model_state(module).items()}
+        """Return this rank's parameters and persistent buffers by name, a tied parameter once.
+
+        Parameters with masters are represented by them.
+        """
+        update = self._parts.update
+        update.finish()
+        tensors = {k: v for module in self.modules for k, v in model_state(module).items()}
+        return tensors | update.masters()
 
     def _state_name(self, key: str) -> str:
         name, _, state = key.rpartition(".")

@@ -44,7 +44,7 @@ from axonlaunch.config.consistency.resumed_settings import (
 )
 from axonlaunch.config.values.plain import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
-from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
+from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
@@ -302,7 +302,10 @@ def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that a run resumes from; None for remote checkpoint folders."""
+    """Return the latest checkpoint that a run has saved itself.
+
+    None if there is none, and for remote folders of checkpoints, which are not read.
+    """
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.find_checkpoint(storage.root(config))

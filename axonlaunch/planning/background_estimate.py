@@ -116,6 +116,7 @@ class BackgroundEstimate:
     Attributes:
         memory: Estimated peak memory of the highest rank, with its parts.
         step: Predicted time of a step, with its parts.
+        is_wanted: Whether the run asks for predictions, or has them by default.
     """
 
     def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
@@ -143,7 +144,8 @@ class BackgroundEstimate:
         )
         if (cached := estimate_cache.read_estimate(for_estimate)) is not None:
             self.memory.set_result(cached)
-        if not _is_wanted(config):
+        self.is_wanted = _is_wanted(config)
+        if not self.is_wanted:
             reason = "estimate.background=true predicts it during training"
             self.memory.set_result(self.memory.result, reason)
             self.step.set_result(None, reason)

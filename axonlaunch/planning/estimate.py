@@ -21,6 +21,7 @@ from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ra
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
+from axonlaunch.planning.plan import with_figures
 from axonlaunch.planning.records import (
     Estimate,
     Forecast,
@@ -28,9 +29,11 @@ from axonlaunch.planning.records import (
     RoutingForecast,
     Searched,
     StepPrediction,
+    TrainingForecast,
 )
 from axonlaunch.planning.search.expert_loads import ROUTINGS, routing_forecast, with_routing
 from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
     with_file_placeholders,
@@ -95,19 +98,26 @@ def resolve_for_node(context: ForkServerContext, config: RunConfig) -> RunConfig
 
 
 def forecast(
-    context: ForkServerContext, config: RunConfig, *, exact: bool = False, analytic: bool = False
+    context: ForkServerContext,
+    config: RunConfig,
+    *,
+    exact: bool = False,
+    analytic: bool = False,
+    tokens: float | None = None,
 ) -> Forecast:
-    """Estimate the memory of a configuration.
+    """Estimate the memory of a configuration, and the duration and cost of training.
 
     Args:
         context: Context of the warm fork server.
         config: Result of ``prepared``.
         exact: Whether to trace every layer and micro-batch.
         analytic: Whether to estimate only parameters, gradients and states, without tracing.
+        tokens: Number of tokens to train on; None predicts no duration and cost.
 
     Raises:
         ConfigError: The configuration cannot run on any node, or cannot be traced.
     """
+    training = None if tokens is None else _training(context, config, tokens)
     if analytic:
         result = forked_call.call(
             context,
@@ -140,7 +150,41 @@ def forecast(
             if hardware is not None and getattr(hardware, key) is not None
         ),
         routings=tuple(routings),
+        training=training,
     )
+
+
+def _training(context: ForkServerContext, config: RunConfig, tokens: float) -> TrainingForecast:
+    """Predict the duration and the cost of training on a number of tokens.
+
+    Raises:
+        ConfigError: There is no hardware, it lacks a figure, or the run cannot be traced.
+    """
+    steps_of_tokens(config, tokens)  # raises an error before the step is traced
+    devices = num_ranks(config)
+    config, assumed = with_figures(context, config, devices=devices)
+    step_s, saved_bytes = forked_call.call(
+        context,
+        "axonlaunch.planning.estimate:step_and_checkpoint",
+        config,
+        task="predicting the time of a step",
+    )
+    predicted = training_forecast(
+        config, devices=devices, tokens=tokens, step_s=step_s, saved_bytes=saved_bytes
+    )
+    return dataclasses.replace(predicted, assumed={**assumed, **predicted.assumed})
+
+
+def step_and_checkpoint(config: RunConfig) -> tuple[float, int]:
+    """Return the seconds of a step and the bytes of a checkpoint, in a process forked for it.
+
+    Raises:
+        ConfigError: The run cannot be traced, or its hardware lacks a figure.
+    """
+    from axonlaunch.models.facts.parameter_facts import checkpoint_bytes
+    from axonlaunch.planning.throughput.predicted_parts import predict_step
+
+    return predict_step(config).step_s, checkpoint_bytes(config)
 
 
 def _allocator_notes(config: RunConfig) -> list[str]:

@@ -30,6 +30,11 @@ _MAX_ESTIMATES = 1000
 Estimates of older versions of the source or of torch are never read again.
 """
 # Keys of ``train`` that do not affect a step.
+_IGNORED_KEYS = (
+    *("name", "run_dir", "seed", "plugins", "scheduler", "loggers", "metrics", "callbacks"),
+    *("checkpoint", "launch", "estimate", "hardware"),
+)
+"""Keys of a configuration that an estimate does not depend on; of some, a part is in its key."""
 _IGNORED_TRAIN_KEYS = (
     "steps",
     "log_every",
@@ -105,12 +110,10 @@ def _is_ours(config: RunConfig) -> bool:
 def _file(config: RunConfig, exact: bool) -> Path:
     hardware, target = config.hardware, estimate_device(config)
     figures = _HARDWARE_KEYS if target == "gpu" else ()
+    tree = {key: value for key, value in to_tree(config).items() if key not in _IGNORED_KEYS}
     relevant = {
-        "strategy": to_tree(config.strategy),
-        "model": to_tree(config.model),
-        "data": to_tree(config.data),
-        "optimizer": to_tree(config.optimizer),
-        "train": {k: v for k, v in to_tree(config.train).items() if k not in _IGNORED_TRAIN_KEYS},
+        **tree,
+        "train": {k: v for k, v in tree["train"].items() if k not in _IGNORED_TRAIN_KEYS},
         "world_size": num_ranks(config),
         "on": target,
         "expert_load": config.estimate.expert_load if config.strategy.expert.degree > 1 else 1.0,

@@ -20,9 +20,10 @@ from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
-from axonlaunch.planning.records import Plan
+from axonlaunch.planning.records import Plan, Planned
 from axonlaunch.planning.search.assumed_figures import with_assumed_figures
 from axonlaunch.planning.search.keys import SEARCHED
+from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
     with_file_placeholders,
@@ -37,6 +38,7 @@ def plan_run(
     devices: int,
     config_name: str,
     config_dirs: Sequence[Path],
+    tokens: float | None = None,
 ) -> Plan:
     """Check a configuration and search its layouts.
 
@@ -46,6 +48,7 @@ def plan_run(
         devices: Number of devices.
         config_name: Name of the primary config.
         config_dirs: Folders with the user's YAML files.
+        tokens: Number of tokens to train on; None predicts no duration and cost.
 
     Raises:
         ConfigError: The configuration is invalid, no layout fits, or the run cannot be estimated.
@@ -63,6 +66,7 @@ def plan_run(
         devices=devices,
         fixed=fixed_keys(composed),
         config_dirs=config_dirs,
+        tokens=tokens,
     )
 
 
@@ -74,6 +78,7 @@ def plan_config(
     fixed: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
     wanted: int = 3,
+    tokens: float | None = None,
 ) -> Plan:
     """Search the layouts of a configuration.
 
@@ -84,9 +89,46 @@ def plan_config(
         fixed: Keys of layout settings that the search keeps; it sets all others.
         config_dirs: Folders with the user's YAML files.
         wanted: Number of fitting layouts to find.
+        tokens: Number of tokens to train on; None predicts no duration and cost.
 
     Raises:
         ConfigError: No layout fits, or the run cannot be estimated.
+    """
+    if tokens is not None:
+        steps_of_tokens(config, tokens)  # raises an error before the search
+    config, assumed = with_figures(context, config, devices=devices, config_dirs=config_dirs)
+    values = configuration.flatten(config)
+    plan: Plan = forked_call.call(
+        context,
+        "axonlaunch.planning.plan:search",
+        replace_with_synthetic(config),
+        devices,
+        {key: values[key] for key in fixed if values[key] not in ("auto", None)},
+        wanted,
+        task="searching layouts",
+    )
+    return dataclasses.replace(
+        plan, assumed=assumed, candidates=_with_training(config, plan, devices, tokens)
+    )
+
+
+def with_figures(
+    context: ForkServerContext,
+    config: RunConfig,
+    *,
+    devices: int,
+    config_dirs: Sequence[Path] = (),
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Complete the hardware by measured and typical figures; return the typical ones by key.
+
+    Args:
+        context: Context of the warm fork server.
+        config: Configuration of the run.
+        devices: Number of devices.
+        config_dirs: Folders with the user's YAML files.
+
+    Raises:
+        ConfigError: There is no hardware, or it can't be measured.
     """
     if config.hardware is None:
         available = [*Composer(config_dirs=config_dirs).options("hardware")]
@@ -99,18 +141,28 @@ def plan_config(
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
     hardware, assumed = with_assumed_figures(hardware, devices=devices)
-    config = with_precision(configuration.with_values(config, {"hardware": hardware}))
-    values = configuration.flatten(config)
-    plan: Plan = forked_call.call(
-        context,
-        "axonlaunch.planning.plan:search",
-        replace_with_synthetic(config),
-        devices,
-        {key: values[key] for key in fixed if values[key] not in ("auto", None)},
-        wanted,
-        task="searching layouts",
-    )
-    return dataclasses.replace(plan, assumed=assumed)
+    return with_precision(configuration.with_values(config, {"hardware": hardware})), assumed
+
+
+def _with_training(
+    config: RunConfig, plan: Plan, devices: int, tokens: float | None
+) -> list[Planned]:
+    """Return the layouts of a plan, with durations and costs if there is a number of tokens."""
+    if tokens is None:
+        return plan.candidates
+    return [
+        dataclasses.replace(
+            planned,
+            training=training_forecast(
+                config,
+                devices=devices,
+                tokens=tokens,
+                step_s=planned.step_s,
+                saved_bytes=plan.saved_bytes,
+            ),
+        )
+        for planned in plan.candidates
+    ]
 
 
 def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) -> Plan:

@@ -154,6 +154,83 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
+class FailureRates:
+    """Device hours for each failure of a run: pessimistic, expected and optimistic."""
+
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingForecast:
+    """Predicted training on a number of tokens, with failures and saves.
+
+    Attributes:
+        tokens: Number of tokens.
+        steps: Number of optimizer steps.
+        step_s: Seconds per step.
+        devices: Number of devices.
+        days: Expected duration in days.
+        days_at_best: Duration with ``goodput_high``.
+        days_at_worst: Duration with ``goodput_low``.
+        device_hours: Devices times the expected duration in hours.
+        goodput: Expected fraction of the time in steps that count.
+        goodput_low: Goodput with the low failure rate, which 95% of such runs exceed.
+        goodput_high: Goodput with the high failure rate, which 5% of such runs exceed.
+        saving: Fraction of the time in which training waits for saves.
+        lost: Fraction of the time in steps that are repeated after a failure.
+        restarting: Fraction of the time from failures until training continues.
+        failures: Expected number of failures.
+        hours_between_failures: Mean time between failures.
+        gpu_hours_per_failure: Device hours for each failure.
+        checkpoint_every: Steps between saves with the highest expected goodput.
+        checkpoint_bytes: Bytes of a checkpoint.
+        save_s: Seconds from the beginning of a save until the checkpoint is complete.
+        stalled_s: Part of it in which training waits.
+        restart_s: Seconds from a failure until training continues.
+        spares: Number of spare nodes that replace all nodes that fail in a day, in 95% of days.
+        devices_per_spare: Devices of such a node; 1 if the hardware does not say it.
+        price: Price in the currency of ``hardware.price_per_hour``; None without it.
+        mwh: Energy in MWh; None without ``hardware.kwh_per_hour``.
+        configured_every: ``checkpoint.every``, if it is a number of steps.
+        configured_goodput: Goodput with it.
+        assumed: Typical figures in place of missing ones, by key of ``hardware``; None for rates of
+            failures, which depend on the number of devices.
+    """
+
+    tokens: float
+    steps: int
+    step_s: float
+    devices: int
+    days: float
+    days_at_best: float
+    days_at_worst: float
+    device_hours: float
+    goodput: float
+    goodput_low: float
+    goodput_high: float
+    saving: float
+    lost: float
+    restarting: float
+    failures: float
+    hours_between_failures: float
+    gpu_hours_per_failure: FailureRates
+    checkpoint_every: int
+    checkpoint_bytes: int
+    save_s: float
+    stalled_s: float
+    restart_s: float
+    spares: int
+    devices_per_spare: int
+    price: float | None
+    mwh: float | None
+    configured_every: int | None
+    configured_goodput: float | None
+    assumed: dict[str, float | None]
+
+
+@dataclass(frozen=True)
 class HostMemory:
     """Host memory that a run needs and that a node has.
 
@@ -239,6 +316,7 @@ class Forecast:
         changes: Changes that make the run fit; empty if they were not searched.
         untried: Number of changes that may fit but were not estimated before the time limit.
         routings: Memory for each load of the experts; empty if experts are not divided.
+        training: Duration and cost of training; None if no number of tokens was given.
     """
 
     layout: str
@@ -254,6 +332,7 @@ class Forecast:
     changes: tuple[Remedy, ...] = ()
     untried: int = 0
     routings: tuple[RoutingForecast, ...] = ()
+    training: TrainingForecast | None = None
 
     @property
     def verdict(self) -> FitVerdict | None:
@@ -289,6 +368,7 @@ class Planned:
         mfu: Model FLOPs utilization; None if samples are not sequences.
         breakdown: Seconds of a step by activity.
         host_memory: Host memory of the run; None if it uses none.
+        training: Duration and cost of training; None if no number of tokens was given.
     """
 
     overrides: list[str]
@@ -303,6 +383,7 @@ class Planned:
     mfu: float | None
     breakdown: dict[str, float]
     host_memory: HostMemory | None = None
+    training: TrainingForecast | None = None
 
     @property
     def fits(self) -> bool:
@@ -326,6 +407,7 @@ class Plan:
         assumed: Figures of the hardware that are not published, and the assumed values.
         untraced: Number of layouts that may fit and be faster than the first one by formulas, but
             were not traced.
+        saved_bytes: Bytes of a checkpoint, which are the same for all layouts.
     """
 
     workload: Workload
@@ -333,3 +415,4 @@ class Plan:
     candidates: list[Planned]
     assumed: dict[str, float] = field(default_factory=dict)
     untraced: int = 0
+    saved_bytes: int = 0

@@ -25,7 +25,10 @@ def with_adapter_settings(config: RunConfig) -> RunConfig:
     adapter, problems = adapters.with_peft_settings(config, folder)
     if problems:
         raise ConfigError(problems)
-    return with_values(config, {"adapter": adapter})
+    more = [name for name in folder.full if name not in config.train.unfreeze]
+    return with_values(
+        config, {"adapter": adapter, "train.unfreeze": [*config.train.unfreeze, *more]}
+    )
 
 
 def find_adapter_problems(
@@ -45,9 +48,10 @@ def find_adapter_problems(
     if issues or config.adapter.path is None:
         return
     parameters = dict(model.named_parameters())
-    names = adapters.peft_names(parameters)
+    folder = adapters.read_peft(Path(config.adapter.path))
+    names = adapters.peft_names(parameters, full=folder.full)
     model_shapes = {key: tuple(parameters[name].shape) for name, key in names.items()}
-    saved_shapes = adapters.read_peft(Path(config.adapter.path)).shapes
+    saved_shapes = folder.shapes
     for name in {**saved_shapes, **model_shapes}:
         if saved_shapes.get(name) != model_shapes.get(name):
             saved, expected = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.resumed_settings import frozen_settings
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.options.data import DATASETS
@@ -28,7 +29,7 @@ from axonlaunch.config.precision import (
     FP32,
     NUMBER_FORMATS,
     PRECISIONS,
-    StoredFormatName,
+    QUANTIZED,
     state_format,
 )
 from axonlaunch.data.datasets.dataset import Dataset
@@ -39,15 +40,16 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
-"""Types by their names in ``train.param_dtype``."""
+_DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
+_DTYPES[QUANTIZED] = torch.uint8
+"""Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
 
 
 def with_resumed_precision(config: RunConfig) -> RunConfig:
@@ -192,11 +194,10 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 
 
 def resumed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the frozen configuration of the run whose data a run goes on with, by dotted key.
+    """Return the frozen configuration of the run whose data this run continues, by dotted key.
 
-    Returns:
-        {}: the run starts from step 0 or with new data, or the configuration can't be read, which
-        is reported elsewhere.
+    It is {} if this run starts from step 0 or with new data, or if the configuration can't be read,
+    which is reported elsewhere.
     """
     if config.checkpoint.changed_data == "restart":
         return {}
@@ -359,31 +360,46 @@ def _other_types(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if weights or states were saved in another type than this run uses."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
-    stored = NUMBER_FORMATS[config.train.param_dtype]
-    states = state_format(optimizer)
+    precision, states = precision_of(config), state_format(config.optimizer)
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
+        stored = precision.saved if parameter.requires_grad else precision.parameters
         is_kept = not stored.is_low or (config.adapter is not None and parameter.requires_grad)
         expected = parameter.dtype if is_kept else torch_dtype(stored)
         actual = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if actual is not None and parameter.is_floating_point() and actual != expected:
-            message = (
-                f"{checkpoint.path} has {name} in {_dtype_name(actual)}; use that, or model.weights"
-            )
-            yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
+            yield _other_weights(config, f"{checkpoint.path} has {name} in {_dtype_name(actual)}")
             return
         updated = expected if states is None else torch_dtype(states)
         if (entry := facts.get(name)) is None:
             continue
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
-            if kind.dtype == "parameter" and actual is not None and actual != updated:
-                use = FP32.name if actual is torch_dtype(FP32) else "parameter"
+            if kind.is_packed:
+                now = _DTYPES[QUANTIZED]
+            elif kind.dtype == "parameter":
+                now = updated
+            else:
+                continue
+            if actual is not None and actual != now:
+                use = _dtype_name(actual) if actual != expected else "parameter"
                 message = (
                     f"{checkpoint.path} has {name}.{state} in {_dtype_name(actual)}; use {use}"
                 )
                 yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
                 return
+
+
+def _other_weights(config: RunConfig, saved: str) -> ConfigIssue:
+    """Return the problem that weights were saved in another type than the run's."""
+    stored = config.train.param_dtype
+    if getattr(config.optimizer, "master_weights", None) is None:
+        use = "use that, or model.weights"
+        if NUMBER_FORMATS[stored].is_low and saved.endswith(FP32.name):
+            use = "use that, optimizer.master_weights=fp32, or model.weights"
+        return ConfigIssue("train.param_dtype", f"{saved}; {use}", stored)
+    message = f"{saved}, without masters; use null, or model.weights"
+    return ConfigIssue("optimizer.master_weights", message, FP32.name)
 
 
 def _dtype(entry: Any) -> torch.dtype | None:

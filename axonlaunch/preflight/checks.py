@@ -34,7 +34,7 @@ from axonlaunch.data.shards.encoding import OnProgress, Tokenising
 from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.models.tensors.packed_blocks import logical_numel
@@ -235,7 +235,10 @@ def _examine(
 
 
 def fetch_model_and_data(config: RunConfig) -> None:
-    """Download the model and the data of a frozen configuration to this node.
+    """Download the model and the data of a run to this node.
+
+    Args:
+        config: Complete configuration, as written to the run folder.
 
     Raises:
         ConfigError: They can't be downloaded.

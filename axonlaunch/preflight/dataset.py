@@ -24,9 +24,10 @@ from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
-from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer, tokenizer_of
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
+from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
@@ -136,8 +137,9 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
     Args:
         config: Configuration of the run.
-        dataset: Dataset described by ``config.options.data``.
-        first_row_at: Number of samples of other data that the run read before this data.
+        dataset: Dataset that ``config.data`` describes.
+        first_row_at: Number of samples that the run read from other data, before
+            ``checkpoint.changed_data=restart``.
     """
     train = config.train
     if train.epochs is None:
@@ -167,7 +169,7 @@ def with_packing(config: RunConfig) -> RunConfig:
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """Grow the vocabulary of a transformers model to the tokens that the tokenizer gets.
 
-    A model with enough rows, as those with a padded vocabulary, is not changed. An adapter also
+    A model with enough rows, such as one with a padded vocabulary, is not changed. An adapter also
     trains the embedding and the head, because the rows of new tokens have learned nothing.
 
     Raises:

@@ -36,7 +36,7 @@ def accelerators(config: RunConfig | None = None) -> int:
 
 
 def with_device_precision(config: RunConfig) -> RunConfig:
-    """Decide ``train.precision=auto`` by the devices of this node.
+    """Return a configuration with ``train.precision=auto`` replaced, given this node's devices.
 
     Args:
         config: Configuration of a run with resolved backend and device.
@@ -48,7 +48,7 @@ def with_device_precision(config: RunConfig) -> RunConfig:
 
 
 def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
-    """Yield problems with the devices that ranks need.
+    """Yield settings that the devices or the backend of this node's ranks do not allow.
 
     Args:
         config: Configuration of a run with resolved backend and device.

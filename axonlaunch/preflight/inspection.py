@@ -21,7 +21,7 @@ from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
@@ -50,15 +50,15 @@ class LayoutAnswer:
 
 @dataclass(frozen=True)
 class InspectedExperts:
-    """Modules of experts that are alike in all blocks that have them.
+    """Mixture-of-experts layers with the same name and size in several blocks.
 
     Attributes:
-        modules: Name of the modules, with ``*`` for the number of the block.
-        count: Number of the modules.
-        num_experts: Number of experts of each module.
+        modules: Name of the modules that hold the experts, with ``*`` for the number of the block.
+        count: Number of these modules.
+        num_experts: Number of experts in each module.
         router: Name of the modules that choose experts; empty if unknown.
-        shared: Names of modules beside them that every token passes through.
-        degrees: Degrees that divide the experts.
+        shared: Names of the shared experts, modules that every token passes through.
+        degrees: Values of ``strategy.expert.degree`` that divide the experts.
     """
 
     modules: str

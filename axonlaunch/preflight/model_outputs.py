@@ -59,13 +59,15 @@ def output_problems(
 ) -> Iterator[ConfigIssue]:
     """Yield the reasons why a model can't be trained on a dataset.
 
-    The outputs may have the wrong type, or embeddings or outputs may have too few classes.
+    The forward may fail, it may not return a tensor, or an embedding or the outputs may have fewer
+    entries than the dataset has tokens or classes. Models that can't run without values pass.
 
     Args:
         model: Model on the meta device; it is not changed.
         spec: Specification of the model; its loss determines the required outputs.
         dataset: Dataset of the run; only the shape of samples and the number of classes are used.
-        setting: Override that gives the model enough tokens; empty if there is none.
+        setting: Override that enlarges the model's vocabulary enough, named in the message; empty
+            if there is none.
     """
     if spec.untraceable:
         return
@@ -104,7 +106,7 @@ def loss_term_problems(train: TrainConfig, spec: ModelSpec) -> Iterator[ConfigIs
 
 
 def with_accuracy(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Return a configuration with the accuracy as its metric if the model is a classifier."""
+    """Add the accuracy to the metrics of a classifier for which no metrics are configured."""
     has_classes = dataset.kind == "images" and dataset.info.float_targets is None
     is_classifier = has_classes and config.train.loss is None
     if config.metrics or not is_classifier or spec_for(config).loss is not cross_entropy_sum:

@@ -23,12 +23,18 @@ from axonlaunch.config.optimization.parameter_groups import (
     states_of,
     with_options,
 )
-from axonlaunch.config.precision import NUMBER_FORMATS, state_format
+from axonlaunch.config.precision import (
+    NUMBER_FORMATS,
+    master_format,
+    quantizes_states,
+    state_format,
+)
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.engines.optimizer.schedules import schedule_issues
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import library_problem
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
@@ -72,6 +78,8 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
     if layout.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
+    if quantizes_states(config.optimizer) and (message := library_problem()):
+        yield ConfigIssue("optimizer.state_dtype", message, config.optimizer.state_dtype)
     if needs == "whole" and divided:
         message = (
             "it needs all elements of a parameter to update one of them, and "
@@ -81,11 +89,17 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    state = state_format(config.optimizer)
+    state, masters = state_format(config.optimizer), master_format(config.optimizer)
     is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
-    if state is not None and is_other and needs != "elementwise":
-        message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
-        yield ConfigIssue("optimizer.state_dtype", message, state.name)
+    is_other |= state is not None and state.is_low
+    is_other |= quantizes_states(config.optimizer)
+    if needs != "elementwise" and (masters is not None or is_other):
+        message = f"optimizer={name} can't update in fp32; use {{}}, or adamw"
+        if masters is not None:
+            yield ConfigIssue("optimizer.master_weights", message.format("null"), masters.name)
+        else:
+            value = config.optimizer.state_dtype
+            yield ConfigIssue("optimizer.state_dtype", message.format("parameter"), value)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

@@ -16,6 +16,8 @@ from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
 from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.precision import quantizes_states
 from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
@@ -31,11 +33,12 @@ from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.parallelize import without_modules
-from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
+from axonlaunch.engines.tensor.plan_checks import broken_rows, plan_issues, style_modules
+from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
-from axonlaunch.models.tensors.packed_blocks import format_of
+from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -157,6 +160,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
             yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
     if issues:
         return
+    yield from _broken_states(config, spec, plan, model)
     if spec.loss is not cross_entropy_sum:
         yield from _custom_loss_problems(config, plan, model)
     if source_of(config).code == "included" or tensor.sequence_parallel:
@@ -193,7 +197,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why experts can't be compiled, or balanced by the biases of routers."""
+    """Yield the reasons why experts can't be compiled, or routers can't balance them by biases."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
     precision = precision_of(config)
@@ -218,6 +222,26 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
     elif config.train.compile:
         message = "compiled blocks can't count the tokens of experts; use model.balance=none"
         yield ConfigIssue("train.compile", message, True)
+
+
+def _broken_states(
+    config: RunConfig, spec: ModelSpec, plan: Mapping[str, str], model: nn.Module
+) -> Iterator[ConfigIssue]:
+    """Yield a problem if the tensor axis would divide blocks of optimizer states in 8 bits."""
+    if not quantizes_states(config.optimizer):
+        return
+    facts, degree = parameter_facts(spec, model), config.strategy.tensor.degree
+    for name in broken_rows(model, plan, degree=degree):
+        if (entry := facts.get(name)) is None:
+            continue
+        states = states_of(with_options(config.optimizer, entry), entry.shape).values()
+        if any(state.is_packed for state in states):
+            message = (
+                f"{name} has rows of {entry.shape[-1]} values, and strategy.tensor.degree={degree} "
+                f"cuts them within blocks of {BLOCK}; use bf16 or parameter, or a smaller degree"
+            )
+            yield ConfigIssue("optimizer.state_dtype", message, config.optimizer.state_dtype)
+            return
 
 
 def _custom_loss_problems(

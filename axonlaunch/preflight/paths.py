@@ -11,7 +11,7 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.values.environment_values import EnvironmentText
 from axonlaunch.data.texts.chats.named_templates import PROMPT_FORMATS, TEMPLATES
-from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
+from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 
 _LONGEST = 4096
 """Longest path of a file on Linux."""

@@ -120,7 +120,7 @@ def _explain(error: BaseException, status: int | None) -> HubCallError:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Silence the library's warnings: what they report is in our errors."""
+    """Silence the library's warnings, because errors here report the same."""
     logging = library().utils.logging
     level = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -53,6 +53,7 @@ from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.measuring.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.measuring.profiling import StepProfiler
+from axonlaunch.training.measuring.system_use import sample_system
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.resumed_rows import place_rows
@@ -131,7 +132,12 @@ def run(
         callbacks=build_callbacks(config, world),
     )
     kernels = attention_kernels(config.train, world.device)
-    with loggers, _tokenising_ahead(config, dataset, world), kernels:
+    with (
+        loggers,
+        _sampled_system(config, world),
+        _tokenising_ahead(config, dataset, world),
+        kernels,
+    ):
         return fit(parts)
 
 
@@ -147,6 +153,14 @@ def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
     if resumed.checkpoint is None and config.saves_frozen:
         load_initial_weights(engine, config, world=world)
     return resumed
+
+
+def _sampled_system(config: RunConfig, world: World) -> AbstractContextManager[object]:
+    """Return a context in which the main rank samples the use of its node."""
+    if not world.is_main:
+        return nullcontext()
+    assert config.launch.nproc != "auto"
+    return sample_system(Path(config.run_dir), device=world.device, ranks=config.launch.nproc)
 
 
 def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:
@@ -374,7 +388,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
 
 
 def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
-    """Yield a note if a GPU has faster arithmetic than fp32, the default of both keys, uses.
+    """Yield a note if matrix products are in full fp32 on a GPU with a faster arithmetic.
+
+    Full fp32 is the default of ``train.precision`` and ``train.matmul_precision``.
 
     Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
     """

@@ -1,6 +1,7 @@
 """Cost of a run's files for its report: microseconds of a logged step, bytes per step and rank.
 
-Also measures the CPU time of watching the ranks, relative to a step of the small workload.
+Also measures the CPU time of watching the ranks, relative to a step of the small workload, and of
+sampling the node, relative to the time between samples.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.diagnostics.stragglers import _Samples
 from axonlaunch.events import Event, RankTimes, StepLogged
 from axonlaunch.models.build import build_model
+from axonlaunch.system.storage.run_files import append_event
 from axonlaunch.training.loggers.event_log import EventLog
 from axonlaunch.training.loggers.jsonl import JSONLLogger
+from axonlaunch.training.measuring.system_use import INTERVAL_S, SystemUse
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--ranks", type=int, nargs="+", default=[2, 64, 1000])
@@ -78,9 +81,22 @@ def watching() -> float:
     return share
 
 
+def sampling() -> float:
+    """Return CPU seconds of a sample of the node and its line."""
+    use = SystemUse([])
+    with tempfile.TemporaryDirectory() as name:
+        began = time.process_time()
+        for _ in range(args.events):
+            use.sample()
+            append_event(Path(name), "system", use.take())
+        return (time.process_time() - began) / args.events
+
+
 def main() -> None:
-    step, share = step_s(), watching()
-    print(f"a step {step * 1e3:.1f} ms, sampling {share:.2%} of a core")
+    step, share, sample = step_s(), watching(), sampling()
+    print(f"a step {step * 1e3:.1f} ms, watching the rank {share:.2%} of a core")
+    of_core = sample / INTERVAL_S
+    print(f"a sample of the node {sample * 1e6:.0f} us, {of_core:.4%} of a core")
     columns = f"{'ranks':>6}{'a logged step':>16}{'of a step':>12}{'with sampling':>15}"
     print(f"{columns}{'bytes per rank':>14}")
     for ranks in args.ranks:

@@ -127,7 +127,7 @@ def act(
     chosen: list[int] = []
 
     def choose() -> bool:
-        chosen[:] = _pids(command, process.pid, victim)
+        chosen[:] = pids_of(command, process.pid, victim)
         return bool(chosen) or not is_alive(process.pid)
 
     if not wait_quietly(choose, seconds=90) or not chosen:
@@ -164,7 +164,8 @@ def judge(command: Command, ended: Any, victim: str, action: str) -> None:
         check_no_partial(command)
 
 
-def _pids(command: Command, launcher: int, victim: str) -> list[int]:
+def pids_of(command: Command, launcher: int, victim: str) -> list[int]:
+    """Return the processes of a kind that belong to a run."""
     if victim == "launcher":
         return [launcher] if is_alive(launcher) else []
     pids = [pid for pid in command.processes() if pid != launcher]

@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
 # ruff: noqa: E402 (these imports need the path set above)
 import corpora
 import corruptions
+import goodput
 import hostile_folders
 import kills
 import neighbours
@@ -56,6 +57,7 @@ KINDS = {
     "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
+    "goodput": Kind("goodput as predicted", goodput.predicted, 1),
     "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
     "pods": Kind("kills and deletions of pods (only with --runs)", pods.run, 0),
 }

@@ -71,7 +71,7 @@ def test_retention_keeps_newest_periodic_and_best(
     checkpoints = [
         Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
     ]
-    gone = step_folders.list_superseded(checkpoints, retention)
+    gone = step_folders.list_unkept(checkpoints, retention)
     assert [saved.step for saved in checkpoints if saved not in gone] == expected
 
 
@@ -80,7 +80,7 @@ def test_nan_loss_is_never_best(losses: tuple[float | None, ...]) -> None:
     checkpoints = [
         Checkpoint(Path(str(n)), n, n, 1, None, eval_loss=loss) for n, loss in enumerate(losses)
     ]
-    gone = step_folders.list_superseded(checkpoints, Retention(newest=1, best=1))
+    gone = step_folders.list_unkept(checkpoints, Retention(newest=1, best=1))
     assert [saved.eval_loss for saved in checkpoints if saved not in gone] == [1.0, 3.0]
 
 

@@ -1,11 +1,15 @@
-"""Completion of commands, options, settings, values and runs, in the shells and without them."""
+"""Completion of commands, options, settings, values and runs: the words, and the shells."""
 
 from __future__ import annotations
 
 import os
+import re
+import select
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,35 +54,100 @@ def test_names_of_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 SHELLS = {
-    "bash": """
-        eval "$(axonlaunch completion bash)"
-        COMP_LINE='axonlaunch train train.compile=t' COMP_POINT=32
-        _axonlaunch; printf '%s\\n' "${COMPREPLY[@]}"
-    """,
-    "zsh": """
-        compdef() { : } ; compadd() { print -r -- "${@[-1]}" }
-        eval "$(axonlaunch completion zsh)"
-        words=(axonlaunch train train.compile=t) CURRENT=3 PREFIX=train.compile=t
-        _axonlaunch
-    """,
+    "bash": ["--norc", "--noprofile", "-i"],
+    "zsh": ["-f", "-i"],
 }
+BEGIN = {
+    "bash": "bind 'set bell-style none'",
+    "zsh": "autoload -U compinit && compinit -u -D",
+}
+STUB = """#!/bin/sh
+if [ "$1" = completion ]; then exec {python} -m axonlaunch "$@"; fi
+printf 'ran <%s>\\n' "$*"
+"""
+"""Completes like the command, but prints its arguments in place of all other work."""
 
 
-@pytest.mark.parametrize(("shell", "word"), [("bash", "true"), ("zsh", "train.compile=true")])
-def test_script_of_a_shell_completes_a_value(shell: str, word: str, tmp_path: Path) -> None:
-    """In bash only the part after ``=`` is inserted, because it separates words there."""
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "axonlaunch").write_text(f'#!/bin/sh\nexec {sys.executable} -m axonlaunch "$@"\n')
-    (tmp_path / "axonlaunch").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    options = ["--norc"] if shell == "bash" else ["-f"]
-    ran = subprocess.run(
-        [shell, *options, "-c", SHELLS[shell]],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=90,
-    )
-    assert ran.stdout.split() == [word], ran.stderr
+class Terminal:
+    """An interactive shell in a pseudo-terminal."""
+
+    def __init__(self, shell: str, folder: Path) -> None:
+        stub = folder / "bin/axonlaunch"
+        stub.parent.mkdir()
+        stub.write_text(STUB.format(python=sys.executable))
+        stub.chmod(0o755)
+        ours, theirs = os.openpty()
+        self._terminal = ours
+        self._process = subprocess.Popen(
+            [shell, *SHELLS[shell]],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=folder,
+            env={**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "TERM": "dumb"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._text = ""
+
+    def send(self, text: str) -> None:
+        """Press the keys of a text."""
+        os.write(self._terminal, text.encode())
+
+    def read_until(self, pattern: str) -> str:
+        """Return the first match in the new output; wait for it up to a minute."""
+        deadline = time.monotonic() + 60
+        while (found := re.search(pattern, self._text)) is None:
+            left = deadline - time.monotonic()
+            assert left > 0, self._text
+            if select.select([self._terminal], [], [], left)[0]:
+                self._text += os.read(self._terminal, 4096).decode(errors="replace")
+        self._text = self._text[found.end() :]
+        return found[0]
+
+    def close(self) -> None:
+        """End the shell."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
+
+
+@pytest.fixture(params=list(SHELLS))
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
+    """Yield a shell in which the completion of the command is loaded."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    run_folder(tmp_path / "runs/one")
+    (tmp_path / "mine.yaml").touch()
+    terminal = Terminal(request.param, tmp_path)
+    terminal.send(f"{BEGIN[request.param]}\n")
+    terminal.send(f'eval "$(axonlaunch completion {request.param})"; echo read"y"\n')
+    terminal.read_until("ready")
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.processes
+def test_tab_completes_commands_options_keys_values_runs_and_files(shell: Terminal) -> None:
+    """Keys leave the cursor behind ``=``; complete words are followed by a space."""
+    for typed, ran in [
+        ("tra\tx", "train x"),
+        ("train --dr\tx", "train --dry-run x"),
+        ("train optimizer.weight\t0.1", "train optimizer.weight_decay=0.1"),
+        ("train seed=1 train.compile=t\t", "train seed=1 train.compile=true"),
+        ("train +strategy=hyb\t", "train +strategy=hybrid"),
+        ("report ru\t", "report runs/one"),
+        ("train --config mi\t", "train --config mine.yaml"),
+    ]:
+        shell.send(f"axonlaunch {typed}")
+        shell.send("\n")
+        assert shell.read_until(r"ran <[^>]*>") == f"ran <{ran}>"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_tab_lists_the_words_that_complete_an_ambiguous_one(shell: Terminal) -> None:
+    shell.send("axonlaunch train strategy=h\t\t")
+    shell.read_until("hsdp")
+    shell.read_until("hybrid")

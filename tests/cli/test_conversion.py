@@ -374,6 +374,22 @@ def test_qlora_becomes_a_quantized_base(tool: str, added: str, base: str, conver
     assert not translation.changes_training
 
 
+@pytest.mark.parametrize(
+    ("tool", "added"),
+    [
+        ("axolotl", "expert_parallel_size: 4"),
+        ("llamafactory", "expert_model_parallel_size: 4"),
+    ],
+)
+def test_an_expert_degree_becomes_fsdp_with_divided_experts(
+    tool: str, added: str, converted: Write
+) -> None:
+    translation = converted(FILES[tool], added)
+    assert translation.options["strategy"].value == "fsdp"
+    assert translation.settings["strategy.expert.degree"].value == 4
+    assert "strategy" not in converted(FILES[tool], f"{added[:-1]}1").options
+
+
 def test_a_quantized_base_without_adapter_is_left_out(converted: Write) -> None:
     translation = converted(FILES["trl"], "use_peft: false\nload_in_4bit: true")
     assert [*left_out(translation)] == ["load_in_4bit"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +14,15 @@ from axonlaunch.config.precision import (
     MIXED_PRECISION,
     NUMBER_FORMATS,
     PRECISIONS,
+    GradientFormatName,
+    MasterFormatName,
     NumberFormat,
     Precision,
     PrecisionName,
-    StoredFormatName,
+    ReducedFormatName,
+    StateFormatName,
     state_format,
+    update_format,
 )
 from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE, torch_dtype
 
@@ -43,8 +47,10 @@ def test_precision_peaks_are_hardware_fields() -> None:
 
 
 def test_keys_of_the_configuration_accept_the_names_of_the_tables() -> None:
-    assert {*get_args(PrecisionName)} == PRECISIONS.keys()
-    assert {*get_args(StoredFormatName)} <= NUMBER_FORMATS.keys()
+    assert {*get_args(PrecisionName)} == PRECISIONS.keys() == NUMBER_FORMATS.keys()
+    assert {*get_args(ReducedFormatName)} <= NUMBER_FORMATS.keys()
+    for names in (GradientFormatName, MasterFormatName, StateFormatName):
+        assert {*get_args(names)} <= {*NUMBER_FORMATS, "parameter"}
 
 
 def test_precision_computes_in_the_dtype_of_its_name() -> None:
@@ -61,14 +67,27 @@ def test_only_fp16_needs_a_loss_scale() -> None:
 def test_lowest_format_includes_parameters_and_reductions() -> None:
     single = PRECISIONS["fp32"]
     assert single.lowest.name == "fp32"
-    for key in ("parameters", "reduce"):
+    for key in ("parameters", "gradients", "reduce"):
         lower: Precision = dataclasses.replace(single, **{key: NUMBER_FORMATS["bf16"]})
         assert lower.lowest.name == "bf16"
     half = dataclasses.replace(PRECISIONS["fp16"], reduce=NUMBER_FORMATS["bf16"])
     assert half.lowest.name == "bf16"
 
 
-def test_state_format_is_unset_unless_state_dtype_is_fp32() -> None:
-    assert state_format(AdamWConfig()) is None
-    assert state_format(AdamWConfig(state_dtype="fp32")) == NUMBER_FORMATS["fp32"]
+@pytest.mark.parametrize(
+    ("options", "stored", "updated"),
+    [
+        ({}, None, None),
+        ({"state_dtype": "fp32"}, "fp32", "fp32"),
+        ({"state_dtype": "bf16"}, "bf16", "fp32"),
+        ({"master_weights": "fp32"}, "fp32", "fp32"),
+        ({"master_weights": "fp32", "state_dtype": "bf16"}, "bf16", "fp32"),
+    ],
+)
+def test_updates_compute_in_fp32_if_states_or_masters_have_a_dtype(
+    options: dict[str, str], stored: str | None, updated: str | None
+) -> None:
+    optimizer: Any = AdamWConfig(**options)  # type: ignore[arg-type]
+    assert state_format(optimizer) == NUMBER_FORMATS.get(stored or "")
+    assert update_format(optimizer) == NUMBER_FORMATS.get(updated or "")
     assert state_format(object()) is None

@@ -150,6 +150,7 @@ def test_each_run_of_a_sweep_has_the_defaults_that_suit_it() -> None:
         (["hardware=h100_80gb"], "bf16"),
         (["hardware=h100_80gb", "hardware.bf16_tflops=null"], "fp32"),
         (["launch.device=cpu", "train.param_dtype=bf16"], "bf16"),
+        (["train.param_dtype=fp16", "optimizer.master_weights=fp32"], "fp16"),
         (["train.precision=fp16"], "fp16"),
     ],
 )

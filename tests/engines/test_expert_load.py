@@ -22,7 +22,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.engines.base import ExpertLoad
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.dispatch import AllToAll

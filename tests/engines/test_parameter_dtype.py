@@ -1,5 +1,5 @@
 """Training weights in bf16 equals torch's training of such a model, in every layout; states may be
-fp32.
+fp32, with or without masters of the weights.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SETTINGS = [
     *("train.steps=8", "train.precision=bf16", "train.param_dtype=bf16", "checkpoint.every=0"),
 ]
 FP32_STATES = "optimizer.state_dtype=fp32"
+MASTERS = "optimizer.master_weights=fp32"
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp", "launch.nproc=2"],
@@ -56,7 +57,8 @@ def in_layout(overrides: list[str]) -> list[float]:
         for _, parameter in engine.named_parameters():
             assert parameter.dtype is torch.bfloat16
         states = {local_part(s).dtype for s in engine.optimizer_states() if s.ndim}
-        assert states == {torch.float32 if FP32_STATES in overrides else torch.bfloat16}
+        is_fp32 = FP32_STATES in overrides or MASTERS in overrides
+        assert states == {torch.float32 if is_fp32 else torch.bfloat16}
         return losses
 
     return World.mock(chosen.launch.nproc).run(run)[0]
@@ -70,9 +72,9 @@ def batches(chosen: RunConfig) -> list[Any]:
     return World.mock(1).run(run)[0]
 
 
-def by_torch(*, in_fp32: bool) -> list[float]:
+def by_torch(*, in_fp32: bool, keeps_masters: bool) -> list[float]:
     """Train with only torch: a model in bf16, torch's AdamW, and optionally fp32 copies of the
-    weights.
+    weights, made for each update or kept.
     """
     chosen = run_config([*SETTINGS, "strategy=single"])
     model = build_model(chosen.model, seed=0).to(torch.bfloat16)
@@ -93,7 +95,8 @@ def by_torch(*, in_fp32: bool) -> list[float]:
             for mine, parameter in zip(updated, parameters, strict=True):
                 if in_fp32:
                     assert parameter.grad is not None
-                    mine.copy_(parameter)
+                    if not keeps_masters:
+                        mine.copy_(parameter)
                     mine.grad = parameter.grad.float()
             optimizer.step()
             for mine, parameter in zip(updated, parameters, strict=True):
@@ -103,10 +106,10 @@ def by_torch(*, in_fp32: bool) -> list[float]:
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("states", [(), (FP32_STATES,)])
+@pytest.mark.parametrize("states", [(), (FP32_STATES,), (MASTERS,)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_parameters_train_like_torch(layout: str, states: tuple[str, ...]) -> None:
-    expected = by_torch(in_fp32=bool(states))
+    expected = by_torch(in_fp32=bool(states), keeps_masters=states == (MASTERS,))
     # Layouts may only add roundings to bf16 (1/256); one process adds none.
     tolerance = 1e-6 if layout == "single" else 5e-3
     assert in_layout([*LAYOUTS[layout], *states]) == pytest.approx(expected, rel=tolerance)
@@ -141,6 +144,7 @@ def saved(folder: Path, overrides: list[str]) -> None:
     [
         (["train.param_dtype=fp32"], "train.param_dtype=fp32: "),
         ([FP32_STATES], "optimizer.state_dtype=fp32: "),
+        ([MASTERS], "optimizer.master_weights=fp32: "),
     ],
 )
 def test_resume_with_other_parameter_dtype_is_refused(
@@ -152,14 +156,16 @@ def test_resume_with_other_parameter_dtype_is_refused(
     with pytest.raises(ConfigError) as refused:
         run_config([*resume, *LAYOUTS["fsdp"], *overrides])
     assert problem in str(refused.value)
-    assert " in bf16; use " in str(refused.value)
+    assert " in bf16" in str(refused.value)
+    assert "; use " in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
         (["train.precision=fp32"], "weights in bf16 compute in bf16, not in fp32; use bf16"),
-        (["optimizer=muon", FP32_STATES], "optimizer=muon can't update in fp32"),
+        (["optimizer=muon", FP32_STATES], "optimizer=muon can't update in fp32; use parameter"),
+        (["optimizer=muon", MASTERS], "optimizer=muon can't update in fp32; use null"),
     ],
 )
 def test_invalid_parameter_dtype_is_refused(overrides: list[str], problem: str) -> None:

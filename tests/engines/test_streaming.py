@@ -22,6 +22,7 @@ def test_streamed_states_reuse_host_memory(
 ) -> None:
     """States are on the host; the update runs on the meta device, which holds no values."""
     waiting: list[bool] = []
+    arithmetic = streaming.UpdateArithmetic(dtype=dtype)
     copy: Any = torch.Tensor.copy_
 
     def copied(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -34,7 +35,7 @@ def test_streamed_states_reuse_host_memory(
     weight = nn.Parameter(torch.ones(3, device=META))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     optimizer.state[weight] = {"momentum_buffer": torch.ones(3)}
-    streaming.stream_parameters(optimizer, device=META, states_on=HOST, dtype=dtype)
+    streaming.stream_parameters(optimizer, device=META, states_on=HOST, arithmetic=arithmetic)
     [before] = optimizer.state[weight].values()
     for _ in range(2):
         weight.grad = torch.ones(3, device=META)

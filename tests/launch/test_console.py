@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
 from axonlaunch import config
 from axonlaunch.events import Started, StepLogged
 from axonlaunch.launch.output import summary
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.sweep import print_sweep_table
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -62,6 +66,23 @@ def test_console_step_names_unit_and_memory(
     assert stream.getvalue().splitlines()[-1] == line
 
 
+@pytest.mark.parametrize(("width", "shown"), [(80, "60 GiB"), (140, "60 GiB of 70 GiB reserved")])
+def test_progress_bar_has_step_loss_speed_and_memory_at_each_width(width: int, shown: str) -> None:
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    show._console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    about: dict[str, Any] = {"layout": "fsdp 8", "device": "cuda:0", "counted": "tokens"}
+    about |= {"parameters": 1, "samples": 1, "corrupt": (), "notes": (), "resumed_from": None}
+    show(Started(run_dir="runs/run", step=0, steps=100_000, **about))
+    peak = {"peak_memory_bytes": 60 * 1024**3, "reserved_bytes": 70 * 1024**3}
+    show(StepLogged(**{**STEP, "step": 30_000, **peak, "tokens_per_s": 123e3, "mfu": 0.412}))
+    show.stop()
+    bar = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue()).splitlines()[-1]
+    assert f"loss 1.500  123k tok/s  41.2% MFU  {shown} " in bar
+    assert "30000/100000" in bar
+    assert len(bar) <= width
+
+
 @pytest.mark.parametrize(("steps", "shown"), [(4, True), (400, False)])
 def test_terminal_keeps_a_line_of_each_step_of_a_short_run(steps: int, shown: bool) -> None:
     stream = io.StringIO()
@@ -86,10 +107,35 @@ def test_final_console_lines_equal_readme() -> None:
         "first_step_s": 3.3,
         "metrics": {},
         "measured_peak_bytes": int(42.6 * 1024**2),
+        "goodput": None,
     }
     stream = io.StringIO()
     RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))
     assert stream.getvalue() in README.read_text()
+
+
+@pytest.mark.parametrize(("background", "lines"), [("true", 1), ("false", 0)])
+def test_console_names_reason_of_missing_estimate(
+    background: str, lines: int, tmp_path: Path
+) -> None:
+    overrides = ["launch.nproc=1", f"run_dir={tmp_path}", "name=run"]
+    chosen = config.load([*overrides, f"estimate.background={background}"])
+    (tmp_path / "logs").mkdir()
+    prediction = BackgroundEstimate(get_context("forkserver"), chosen)
+    prediction.memory.set_result(None, "it was not ready when the run had ended")
+    prediction.step.set_result(None, "no step was done")
+    stream = io.StringIO()
+    console = RunConsole(stream=stream)
+    summary._estimate_fields(chosen, prediction, console, is_done=True)
+    reason = "summary.json has no predicted_peak_bytes: it was not ready when the run had ended"
+    assert " ".join(stream.getvalue().split()).count(reason) == lines
+
+
+def test_goodput_is_in_the_summary_of_runs_with_failures_only() -> None:
+    goodput = {"share": 0.671, "predicted_share": 0.666, "failures": 9}
+    [(_, text)] = summary._rows_of_goodput(goodput)
+    assert text == "67.1% with 9 failures, 66.6% predicted"
+    assert summary._rows_of_goodput({**goodput, "failures": 0}) == []
 
 
 @pytest.mark.parametrize(

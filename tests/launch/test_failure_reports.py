@@ -11,13 +11,14 @@ import pytest
 
 import axonlaunch
 from axonlaunch import config
+from axonlaunch.diagnostics.failure_text import fold_ranks, plain_ranks
 from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
 from axonlaunch.launch.failures.hang import HangLocation, locate, main_stack
 from axonlaunch.launch.failures.hints import hint
-from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
+from axonlaunch.launch.failures.report import Crash, Report, exit_reason
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 from axonlaunch.launch.output import console
-from axonlaunch.launch.output.console import _fold_ranks, _shown_frames
+from axonlaunch.launch.output.console import _shown_frames
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:
@@ -62,16 +63,17 @@ def test_ranks_are_reported_as_ranges(numbers: list[int], reported: str) -> None
 
 
 def test_failures_caused_by_lost_peer_are_folded() -> None:
-    reported = _fold_ranks(
+    reported = fold_ranks(
         (
             (0, "RuntimeError: [x.cc:1] Connection closed by peer [::1]:7"),
             (1, "RuntimeError: [y.cc:2] Read error: Connection reset by peer"),
             (2, "ValueError: bad"),
-        )
+        ),
+        first="ValueError: bad",
     )
     assert reported == [
-        ("ranks 0-1", "lost the connection to a rank that had ended"),
-        ("rank 2", "ValueError: bad"),
+        "ranks 0-1: lost the connection to a rank that had ended",
+        "rank 2: the same",
     ]
 
 

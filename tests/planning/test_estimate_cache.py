@@ -76,11 +76,18 @@ def test_irrelevant_settings_share_cached_estimate(override: str) -> None:
         "launch.backend=mock",
         "launch.device=cpu",
         "hardware=h100_80gb",
+        "adapter=lora",
     ],
 )
 def test_another_run_is_another_estimate(override: str) -> None:
     estimate_cache.write_estimate(run(), MADE)
     assert estimate_cache.read_estimate(run(override)) is None
+
+
+def test_another_adapter_is_another_estimate() -> None:
+    estimate_cache.write_estimate(run("adapter=lora"), MADE)
+    for changed in ("adapter.rank=4", "adapter.dropout=0.1", "adapter.targets=[q_proj]"):
+        assert estimate_cache.read_estimate(run("adapter=lora", changed)) is None
 
 
 def test_full_trace_estimate_is_cached_separately() -> None:

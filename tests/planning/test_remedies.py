@@ -99,18 +99,35 @@ def test_several_changes_are_reported_if_one_is_not_enough() -> None:
 
 
 def test_sharding_is_tried_before_offload() -> None:
-    offloading = candidate_changes(run("strategy=ddp"))[-1]
+    *_, offloading, _, _ = candidate_changes(run("strategy=ddp"))
     assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
         "params",
         "optimizer_states",
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    assert candidate_changes(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
+    *_, offloading, _, _ = candidate_changes(
+        run("strategy=tensor", "strategy.tensor.degree=8", *HEADS)
+    )
+    assert offloading == []
+
+
+def test_lower_precision_of_states_and_masters_is_tried_last() -> None:
+    *_, masters, states = candidate_changes(run("strategy=zero1", "train.precision=bf16"))
+    assert [option.settings for option in masters] == [
+        {"train.param_dtype": "bf16", "optimizer.master_weights": "fp32"}
+    ]
+    assert [option.settings for option in states] == [
+        {"optimizer.state_dtype": "bf16"},
+        {"optimizer.state_dtype": "8bit"},
+    ]
+    for other in ("optimizer=muon", "adapter=lora", "optimizer.state_dtype=8bit"):
+        *_, masters, states = candidate_changes(run("strategy=fsdp", other))
+        assert masters == states == []
 
 
 def test_sequence_parallelism_is_reported_for_tensor_ranks() -> None:
-    [*_, tensor, _, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
+    [*_, tensor, _, _, _, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
         "strategy.tensor.sequence_parallel": True,
@@ -252,15 +269,16 @@ def test_offload_is_reported_per_rank_and_node_and_needs_host_memory(
 
 
 def test_no_offload_is_reported_on_cpu() -> None:
-    assert candidate_changes(run("strategy=fsdp", "hardware=cpu"))[-1] == []
+    *_, offloading, _, _ = candidate_changes(run("strategy=fsdp", "hardware=cpu"))
+    assert offloading == []
 
 
 def test_a_quantized_base_is_tried_before_offload_for_an_adapter() -> None:
-    *_, options, _ = candidate_changes(run("adapter=lora"))
+    *_, options, _, _, _ = candidate_changes(run("adapter=lora"))
     assert [option.settings for option in options] == [
         {"adapter.base": "int8"},
         {"adapter.base": "nf4"},
     ]
-    *_, options, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
+    *_, options, _, _, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
     assert [option.settings for option in options] == [{"adapter.base": "nf4"}]
-    assert candidate_changes(run())[-2] == []
+    assert candidate_changes(run())[-4] == []

@@ -11,7 +11,7 @@ from run_folders import run_folder
 
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.planning.throughput.predicted_parts import predict_step
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.system.processes.forked_map import map_forked

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("server")
 PIPELINE = "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
+MASTERS = f"{BF16} optimizer.master_weights=fp32"
 WIDE = (
     "model=llama_debug model.hidden_size=128 model.intermediate_size=256 "
     "model.num_attention_heads=4 model.num_key_value_heads=2"
@@ -56,6 +57,23 @@ SLOW_CASES: dict[int, list[str]] = {
         f"strategy=fsdp {BF16}",
         f"strategy=fsdp adapter=lora {BF16}",
         f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
+        f"strategy=ddp {MASTERS}",
+        f"strategy=ddp {MASTERS} train.grad_dtype=fp32 train.micro_batch_size=2",
+        f"strategy=zero1 {MASTERS} train.micro_batch_size=2",
+        f"strategy=fsdp {MASTERS} train.grad_dtype=fp32",
+        f"{FSDP}.cpu_offload=optimizer_states {MASTERS}",
+        f"strategy=tensor {MASTERS} optimizer=lion",
+        f"{PIPELINE}=1f1b {MASTERS} train.grad_dtype=fp32",
+        "strategy=ddp optimizer.state_dtype=bf16",
+        "strategy=zero1 optimizer.state_dtype=bf16",
+        f"strategy=fsdp {MASTERS} optimizer.state_dtype=bf16",
+        "strategy=tensor optimizer.state_dtype=bf16",
+        "strategy=ddp optimizer=adamw_8bit",
+        "strategy=zero1 optimizer=adamw_8bit",
+        f"strategy=fsdp {MASTERS} optimizer=adamw_8bit",
+        f"{FSDP}.cpu_offload=optimizer_states optimizer=adamw_8bit",
+        f"strategy=tensor {WIDE} optimizer=lion_8bit",
+        f"{PIPELINE}=1f1b optimizer=adamw_8bit",
         "strategy=ddp train.freeze=[layers.*.mlp.*]",
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",

@@ -164,10 +164,7 @@ def _engine(
     loader = rank_loader(
         config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
     )
-    # Targets and inputs in the loader's batch share rows that are one token longer. Copy them into
-    # separate tensors.
-    loaded = loader.batch(0)
-    batch = Batch(loaded.inputs.contiguous(), loaded.targets.contiguous())
+    batch = loader.batch(0)
     # Create meshes before there is any storage, because they hold a few bytes on the host.
     source = Source(storing=storing)
     return build_engine(config, world, sample=sample_inputs(loader.dataset), source=source), batch

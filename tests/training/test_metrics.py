@@ -21,7 +21,7 @@ from axonlaunch.comm import RankFailedError, World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.training_hooks import EVALUATION_METRICS
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.events import Evaluated, Event, Monitor, Noted
 from axonlaunch.launch.output.sweep import print_sweep_table
 from axonlaunch.models.build import build_model

@@ -19,7 +19,11 @@ from axonlaunch.verification.result import ParityResult
 DDP = ["strategy=ddp", "launch.nproc=2"]
 FSDP = ["strategy=fsdp", "launch.nproc=2"]
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
+ZERO1 = ["strategy=zero1", "launch.nproc=2"]
+LOWER = ["train.precision=bf16", "train.param_dtype=bf16"]
+FP16 = ["train.precision=fp16", "train.param_dtype=fp16"]
 OWN = ["model=custom", "data=digits"]
+WIDE = ["model.hidden_size=128", "model.num_hidden_layers=2"]
 SMALL = ["model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"]
 
 
@@ -87,7 +91,13 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
         [*OWN, *DDP, f"model.target={__name__}:normed"],
         [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
-        [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
+        [*MODELS["mlp"], *FSDP, *LOWER],
+        [*MODELS["mlp"], *ZERO1, *LOWER, "optimizer.master_weights=fp32", "train.grad_dtype=fp32"],
+        [*MODELS["mlp"], *FSDP, *LOWER, "optimizer.master_weights=fp32", "optimizer=lion"],
+        [*MODELS["gpt"], *TENSOR, *FP16, "optimizer.master_weights=fp32"],
+        [*MODELS["mlp"], *FSDP, "optimizer.state_dtype=bf16"],
+        [*MODELS["gpt"], *ZERO1, *WIDE, "optimizer=adamw_8bit"],
+        [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "optimizer=lion_8bit"],
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
         # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
         # fraction.

@@ -2,7 +2,8 @@
 
 The format has two files, ``adapter_config.json`` and ``adapter_model.safetensors``. PEFT's tensor
 names are the model's names with a prefix, except for magnitudes and packed experts. Only LoRA and
-DoRA of linear layers and LoRA of packed experts are supported; other features are refused by name.
+DoRA of linear layers, LoRA of packed experts and full modules are supported; other features are
+refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from axonlaunch.checkpoint.loading import reader
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.adapter import EXPERTS, MAGNITUDE, LoraConfig, is_of_adapter
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +32,12 @@ _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PEFT_MAGNITUDE = MAGNITUDE.removesuffix(".weight")
+_LORA_ENDS = (_A, _B, _PEFT_MAGNITUDE)
 _NESTED = ".base_layer"
 _PACKED = re.compile(rf"(?P<holder>.+)\.(?P<key>[^.]+){EXPERTS}(?P<end>\.lora_[AB]\.weight)")
 _ABSENT = (
-    *("modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
+    *("rank_pattern", "alpha_pattern", "lora_bias", "layer_replication"),
+    *("trainable_token_indices", "use_qalora", "alora_offset"),
 )
 """Unsupported keys of ``adapter_config.json`` that change the result of an adapter if set."""
 _FLOATS = ["F64", "F32", "F16", "BF16"]
@@ -52,7 +54,8 @@ class PeftFolder:
         rslora: Value for ``adapter.rslora``.
         dora: Value for ``adapter.dora``.
         targets: Full names of the adapted layers, and patterns of packed experts.
-        shapes: Shapes of the tensors by PEFT's names.
+        full: Names of parameters of the model that the file has in full (``modules_to_save``).
+        shapes: Shapes of the tensors by PEFT's names, without copies of tied parameters.
     """
 
     rank: int
@@ -60,6 +63,7 @@ class PeftFolder:
     rslora: bool
     dora: bool
     targets: tuple[str, ...]
+    full: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
 
 
@@ -76,6 +80,7 @@ def read_peft(folder: Path) -> PeftFolder:
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
     packed = tuple(content.get("target_parameters") or ())
+    full = [key for key in entries if _is_in_modules(key, content.get("modules_to_save"))]
     holders = [f".{name.rpartition('.')[0]}" for name in packed]
     layers = [key.removesuffix(_A) for key in entries if key.endswith(_A)]
     linear = [
@@ -89,7 +94,12 @@ def read_peft(folder: Path) -> PeftFolder:
         rslora=bool(content.get("use_rslora", False)),
         dora=bool(content.get("use_dora", False)),
         targets=(*linear, *packed),
-        shapes={key: shape for key, (_, shape) in entries.items()},
+        full=tuple(key.removeprefix(_PREFIX) for key in full),
+        shapes={
+            key: shape
+            for key, (_, shape) in entries.items()
+            if key in full or key.endswith(_LORA_ENDS)
+        },
     )
 
 
@@ -131,11 +141,12 @@ def _mistyped_settings(content: dict[str, Any]) -> Iterator[str]:
     for key in ("use_rslora", "use_dora"):
         if not isinstance(content.get(key), bool | None):
             yield f"it has {key}={_shown(content[key])}, not true or false"
-    names = content.get("target_parameters")
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ):
-        yield f"it has target_parameters={_shown(names)}, not a list of names"
+    for key in ("target_parameters", "modules_to_save"):
+        names = content.get(key)
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            yield f"it has {key}={_shown(names)}, not a list of names"
 
 
 def _unsupported_parts(content: dict[str, Any], entries: _Entries) -> Iterator[str]:
@@ -145,16 +156,28 @@ def _unsupported_parts(content: dict[str, Any], entries: _Entries) -> Iterator[s
     if content.get("bias", "none") != "none":
         yield f"it has bias={_shown(content['bias'])}, which is not supported"
     ends = (_A, _B, _PEFT_MAGNITUDE) if content.get("use_dora") else (_A, _B)
-    other = [key for key in entries if not (key.startswith(_PREFIX) and key.endswith(ends))]
-    if other:
+    matrices = [key for key in entries if key.startswith(_PREFIX) and key.endswith(ends)]
+    full = [key for key in entries if _is_in_modules(key, content.get("modules_to_save"))]
+    other = [key for key in entries if key not in {*matrices, *full}]
+    # PEFT writes a copy of a tied parameter under its second name.
+    if other and not (full and content.get("ensure_weight_tying")):
         yield f"it holds {_shown(other[0])}, which is no matrix of LoRA on a linear layer"
-    layers = {key.rpartition(".lora_")[0] for key in entries}
+    layers = {key.rpartition(".lora_")[0] for key in matrices}
     if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - {*entries}):
         yield f"it lacks {_shown(lacking[0].removeprefix(_PREFIX))}"
     for name in content.get("target_parameters") or ():
         if "." not in name:
             shown = _shown(name)
             yield f"it has target_parameters={shown}; name its module too, as experts.{shown}"
+
+
+def _is_in_modules(key: str, modules: Sequence[str] | None) -> bool:
+    """Return whether a tensor is a parameter of one of PEFT's ``modules_to_save``.
+
+    PEFT compares the ends of module paths: ``lm_head`` and ``model.embed_tokens`` are both allowed.
+    """
+    path = f".{key.removeprefix(_PREFIX).rpartition('.')[0]}"
+    return any(path.endswith(f".{module}") for module in modules or ())
 
 
 def _mismatched_matrices(rank: int, entries: _Entries) -> Iterator[str]:
@@ -173,16 +196,18 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) and len(value) < 200 else reprlib.repr(value)
 
 
-def peft_names(names: Iterable[str]) -> dict[str, str]:
-    """Return PEFT's tensor name for each adapter parameter.
+def peft_names(names: Iterable[str], *, full: Iterable[str] = ()) -> dict[str, str]:
+    """Return PEFT's tensor name for each parameter of the adapter and each full one.
 
     PEFT's names of magnitudes lack ``.weight``. For several packed parameters of one module, PEFT
     nests a wrapper per parameter, and each nested wrapper adds ``.base_layer`` to the name.
 
     Args:
         names: Parameter names of a model or a pipeline stage, in order.
+        full: Names of parameters that the file has in full.
     """
-    adapter_names = [name for name in names if is_of_adapter(name)]
+    full = {*full}
+    adapter_names = [name for name in names if is_of_adapter(name) or name in full]
     packed = [match for name in adapter_names if (match := _PACKED.fullmatch(name))]
     holders: dict[str, list[str]] = {}
     for match in packed:
@@ -200,7 +225,7 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill a rank's adapter parameters from a PEFT folder, in place.
+    """Fill a rank's adapter parameters and full modules from a PEFT folder, in place.
 
     Args:
         state: Parameters of this rank by name; sharded ones are DTensors.
@@ -210,8 +235,9 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
     from axonlaunch.comm.mesh import local_part
     from axonlaunch.models.tensors.dtensor_regions import local_boxes
 
+    names = peft_names(state, full=read_peft(folder).full)
     with open_safetensors(folder / _WEIGHTS_FILE) as file:
-        for name, key in peft_names(state).items():
+        for name, key in names.items():
             parameter = state[name]
             local = local_part(parameter)
             for box in local_boxes(parameter) if local.numel() else ():

@@ -28,7 +28,7 @@ from torch.futures import Future
 from axonlaunch.checkpoint.format.manifest import is_name
 from axonlaunch.checkpoint.loading.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,7 +74,10 @@ class Reader(StorageReader):
         self._parameters, self._unused = saved.parameters, saved.unexpected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return shapes by parameter name; tensors that the model lacks keep their names."""
+        """Return shapes by the model's parameter names.
+
+        Tensors that are not of the model are included under their names in the files.
+        """
         by_name = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
         return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
 

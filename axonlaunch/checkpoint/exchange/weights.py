@@ -28,7 +28,8 @@ from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
-from axonlaunch.models.specs.source import model_in_folder, model_of, source_of
+from axonlaunch.models.specs.source_of import model_in_folder, source_of
+from axonlaunch.models.specs.spec import model_of
 from axonlaunch.system.storage.files import write_copy
 
 if TYPE_CHECKING:

@@ -251,7 +251,7 @@ def prune(run_dir: Path, retention: Retention) -> dict[Path, OSError]:
         OSError: The checkpoints can't be listed or read.
     """
     left: dict[Path, OSError] = {}
-    for checkpoint in list_superseded(list_checkpoints(run_dir), retention):
+    for checkpoint in list_unkept(list_checkpoints(run_dir), retention):
         try:
             _delete_unless_read(checkpoint.path)
         except FileNotFoundError:
@@ -275,8 +275,13 @@ def _delete_unless_read(folder: Path) -> None:
     delete(doomed)
 
 
-def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return the checkpoints that are not kept; the argument is sorted by step."""
+def list_unkept(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Return the checkpoints that a retention rule does not keep.
+
+    Args:
+        checkpoints: All checkpoints of the run, in order of their steps.
+        retention: The rule.
+    """
     evaluated = [
         (badness, -c.step, c) for c in checkpoints if (badness := retention.badness(c)) is not None
     ]

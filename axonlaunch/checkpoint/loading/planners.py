@@ -1,8 +1,8 @@
 """Planners of torch.distributed.checkpoint for ranks that hold several boxes of a tensor.
 
-Torch assumes that a rank holds one box of a tensor and that all boxes are equal. Packed weights,
-such as gate and up projections in one parameter, are sharded piece by piece, and a vocabulary may
-be sharded unevenly.
+A box is a rectangular region of the full tensor (``dtensor_regions.Box``). Torch assumes that a
+rank holds one box of a tensor and that all boxes are equal. Packed weights, such as gate and up
+projections in one parameter, are sharded piece by piece, and a vocabulary may be sharded unevenly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from axonlaunch.models.tensors.dtensor_regions import Box, local_boxes, needs_bo
 
 
 class WritesBoxes(DefaultSavePlanner):
-    """Writes each box of a rank as a separate chunk."""
+    """Save planner that writes each box of a tensor on this rank as a separate chunk."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
@@ -52,7 +52,7 @@ class WritesBoxes(DefaultSavePlanner):
 
 
 class ReadsBoxes(DefaultLoadPlanner):
-    """Reads each box of a rank separately."""
+    """Load planner that reads each box of a tensor on this rank separately."""
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""

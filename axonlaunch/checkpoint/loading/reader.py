@@ -257,13 +257,17 @@ def model_differences(
     without: Collection[str] = (),
     quantizes: bool = False,
 ) -> list[str]:
-    """Return the differences between a checkpoint and a model's parameters; [] if none.
+    """Return a message for each difference between a checkpoint and a model's parameters.
+
+    Missing and unexpected names and other shapes are differences. Persistent buffers of the
+    checkpoint are not.
 
     Args:
         checkpoint: Checkpoint to compare.
         model: The full model.
-        without: Parameters that the checkpoint need not have.
-        quantizes: Whether quantized parameters can be filled from saved values.
+        without: Names of parameters that the checkpoint need not have.
+        quantizes: Accept the shape before quantization for a quantized parameter, because loading
+            quantizes the saved values.
     """
     saved = shapes(checkpoint)
     buffers = {name for name, _ in model.named_buffers()}
@@ -278,14 +282,15 @@ def mismatches(
     without: Collection[str] = (),
     quantizes: bool = False,
 ) -> list[str]:
-    """Return the differences between saved shapes and a model's parameters; [] if none.
+    """Return a message for each difference between saved shapes and a model's parameters.
 
     Args:
-        saved: Shapes by name.
+        saved: Saved shapes by name.
         model: Model with the expected parameters.
-        optional: Names that may be missing from the model.
-        without: Parameters that are not expected.
-        quantizes: Whether quantized parameters can be filled from saved values.
+        optional: Saved names that are no error if the model lacks them.
+        without: Names of parameters that need not be saved.
+        quantizes: Accept the shape before quantization for a quantized parameter, because loading
+            quantizes the saved values.
     """
     from axonlaunch.models.tensors.packed_blocks import logical_shape
 

@@ -23,11 +23,13 @@ def checkpoint_root(config: RunConfig) -> Path | None:
 def resume_of(config: RunConfig) -> str:
     """Return the source that a run resumes from: ``auto``, ``never`` or a path.
 
-    A path to another run is only the starting point. Once the run has saved, the same command
-    resumes from the run's latest checkpoint, like torchtitan's ``initial_load_path``: ``name=b
-    checkpoint.resume=runs/a`` starts from step 20 of ``a``, is stopped after step 89, and continues
-    from step 89. A path to a checkpoint of the run itself goes back to that checkpoint. With
-    ``checkpoint.overwrite`` the run's own checkpoints don't count.
+    A path to another run is only the starting point, like torchtitan's ``initial_load_path``: once
+    the run has saved, the result is ``auto``, its latest checkpoint. A path to a checkpoint of the
+    run itself goes back to that checkpoint. With ``checkpoint.overwrite`` the run's own checkpoints
+    don't count.
+
+    Example: ``name=b checkpoint.resume=runs/a`` starts run ``b`` from step 20, the last of ``a``.
+    ``b`` is stopped after step 89. The same command then continues ``b`` from step 89.
 
     Args:
         config: Configuration of the run; ``run_dir`` may be unresolved.
@@ -76,13 +78,23 @@ def resume_of_restart(
 
 
 def is_launched_by(events: Iterable[Mapping[str, Any]], launched_by: str) -> bool:
-    """Return whether a launcher made the latest start of a run, given the events of the run."""
+    """Return whether a launcher made the latest start of a run.
+
+    Args:
+        events: Events of the run, the oldest first.
+        launched_by: Name of the launcher in these events.
+    """
     starts = [event.get("by") for event in events if event["event"] == "launched"]
     return starts[-1:] == [launched_by]
 
 
 def is_of(path: Path, run_dir: Path) -> bool:
-    """Return whether a path is the parent of a run's ``checkpoints`` folder, or a checkpoint."""
+    """Return whether a path belongs to a run.
+
+    Args:
+        path: Parent of a ``checkpoints`` folder, or a checkpoint.
+        run_dir: Parent of the run's ``checkpoints`` folder.
+    """
     path, run_dir = _real(path), _real(run_dir)
     return run_dir in (path, path.parent.parent)
 

@@ -27,7 +27,10 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile(io.RawIOBase):
-    """New file, written in order; the disk stores one buffer while the next one fills."""
+    """New file that is written from start to end with direct I/O.
+
+    There are two buffers: a thread writes one to the disk while the other one fills.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Create the file; an existing file or link is an error.

@@ -16,17 +16,17 @@ _Name = tuple[str, ...]
 
 
 class HostCopies:
-    """Copies states to host memory; buffers for GPU tensors are page-locked and reused.
+    """Copies states to host memory, from a GPU into page-locked buffers that later copies reuse.
 
-    CUDA copies to pageable memory go through a small page-locked buffer and block for each tensor.
-    New memory also costs a page fault per page.
+    Without page-locked memory, CUDA copies through a small buffer and the host waits for each
+    tensor. Without reuse, each page of new memory costs a page fault.
     """
 
     def __init__(self) -> None:
         self._kept: dict[_Name, Tensor] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a complete copy of a state; it overwrites the previously returned copy.
+        """Return a complete copy of a state; it may overwrite the previously returned copy.
 
         Args:
             state: Nested dictionary of tensors.

@@ -133,7 +133,7 @@ def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
     from axonlaunch.data import build_dataset
     from axonlaunch.data.hub.pinning import fetch_data, pinned_data
     from axonlaunch.data.shards.encoding import Tokenising
-    from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
+    from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 
     is_new = False
     with spinner("reading") as show_progress:

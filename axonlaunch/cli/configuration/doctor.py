@@ -138,4 +138,6 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
         latency = f"{measured['link_latency_us']:,.0f} us per hop"
         speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['allgather_bw_gb_s']:.3g}"
         rows.append(("gloo", f"{latency}, {speeds}"))
+    if "disk_gb_s" in measured:
+        rows.append(("checkpoints", f"{measured['disk_gb_s']:.3g} GB/s to the disk of runs"))
     return rows

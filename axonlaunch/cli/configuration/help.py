@@ -112,9 +112,9 @@ class Section:
     Attributes:
         page: Name of the page.
         heading: Heading of the section.
-        line: The first of the lines with most of the words.
-        count: Number of times that the words are in the section; in the heading and in a row they
-            count more.
+        line: The line with most of the words; the first of several.
+        count: Number of occurrences of the words. An occurrence in the heading counts more, and so
+            do all words one after another.
     """
 
     page: str
@@ -124,7 +124,7 @@ class Section:
 
 
 def search_pages(words: str, pages: Mapping[str, str]) -> list[Section]:
-    """Return the sections that contain all words, those with most of them first.
+    """Return up to ten sections that contain all words, those with the highest ``count`` first.
 
     Args:
         words: Words, in any case and with any space between them.

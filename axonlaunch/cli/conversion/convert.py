@@ -85,7 +85,7 @@ def command(
 
 
 def with_schema(text: str) -> str:
-    """Return an experiment with the line by which editors find the schema, above its folder."""
+    """Insert the line by which editors find the schema, which is in the parent folder."""
     from axonlaunch.config.validation.json_schema import FILE_NAME, editor_line
 
     package, newline, rest = text.partition("\n")  # Hydra reads the first line

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.shared.options import (
+    ConfigDir,
+    ConfigName,
+    Json,
+    Overrides,
+    TokenCount,
+    check_tokens,
+    print_json,
+)
 from axonlaunch.cli.shared.plotting import check_plot, save
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
@@ -21,7 +29,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.config import RunConfig
-    from axonlaunch.planning.records import Forecast, Remedy, RoutingForecast, Searched
+    from axonlaunch.planning.records import (
+        Forecast,
+        Remedy,
+        RoutingForecast,
+        Searched,
+        TrainingForecast,
+    )
 
 _LABEL = 14
 """Width of the column of labels in front of conclusions."""
@@ -34,6 +48,8 @@ EXAMPLES = """Examples:
   axonlaunch estimate experiment=llama3_8b launch.nproc=64 hardware=h100_80gb
   axonlaunch estimate strategy=hybrid model=llama_debug launch.nproc=512 \\
       train.global_batch_size=512 --plot memory.svg
+  axonlaunch estimate experiment=llama3_8b launch.nproc=64 hardware=h100_80gb \\
+      hardware.price_per_hour=2.5 --tokens 3T
 """
 
 
@@ -61,6 +77,7 @@ def command(
             show_default=False,
         ),
     ] = None,
+    tokens: TokenCount = None,
     as_json: Json = False,
 ) -> None:
     """Estimate peak memory per rank."""
@@ -78,6 +95,7 @@ def command(
         )
     if plot is not None:
         check_plot(plot)
+    count = check_tokens(tokens)
     with forkserver.warm(preload=preloads(overrides)) as context:
         from axonlaunch.planning.estimate import forecast, load_for_estimate, with_changes
 
@@ -88,7 +106,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )
-            estimate = forecast(context, config, exact=exact, analytic=analytic)
+            estimate = forecast(context, config, exact=exact, analytic=analytic, tokens=count)
         if plot is not None:
             from axonlaunch.planning.reports.memory_plot import draw_memory
 
@@ -117,6 +135,7 @@ def estimate_to_json(estimate: Forecast) -> dict[str, Any]:
         "changes": [asdict(remedy) for remedy in estimate.changes],
         "untried": estimate.untried,
         "routings": [_routing_to_json(routed) for routed in estimate.routings],
+        "training": None if estimate.training is None else asdict(estimate.training),
         "notes": estimate.notes,
     }
 
@@ -148,18 +167,34 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
     console.print(memory_table.build_memory_table(memory))
     console.print()
-    width = console.width
-    console.print(
-        memory_table.bars(memory, memory_bytes=estimate.memory_bytes, width=width), no_wrap=True
-    )
+    bars = memory_table.bars(memory, memory_bytes=estimate.memory_bytes, width=console.width)
+    console.print(bars, no_wrap=True)
     console.print()
     for label, text, style in memory_table.conclusions(estimate):
-        lines = textwrap.wrap(text, width - _LABEL)
-        for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
-            console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
+        print_labelled(label, text, console, style=style)
+    if estimate.training is not None:
+        console.print()
+        print_training(estimate.training, console)
     if estimate.routings:
         console.print("\nexperts: the rank with the most tokens, in every layer")
         console.print(memory_table.build_routing_table(estimate))
+
+
+def print_training(training: TrainingForecast, console: Console) -> None:
+    """Print the predicted duration, goodput and cost of training."""
+    from axonlaunch.planning.reports.training_table import training_lines
+
+    for label, text in training_lines(training):
+        print_labelled(label, text, console)
+
+
+def print_labelled(label: str, text: str, console: Console, *, style: str = "") -> None:
+    """Print a text after a label, in lines of the console's width."""
+    from rich.text import Text
+
+    lines = textwrap.wrap(text, console.width - _LABEL)
+    for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
+        console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
 
 
 def show_routing_changes(

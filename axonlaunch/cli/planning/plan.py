@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.planning.estimate import print_training
+from axonlaunch.cli.shared.options import (
+    ConfigDir,
+    ConfigName,
+    Json,
+    Overrides,
+    TokenCount,
+    check_tokens,
+    print_json,
+)
 from axonlaunch.cli.shared.output_files import writing
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.launch.output.spinner import spinner
@@ -31,6 +40,7 @@ EXAMPLES = """Examples:
       train.global_batch_size=128 train.precision=bf16
   axonlaunch plan --devices 8 experiment=llama3_8b hardware=a100_80gb \\
       strategy.tensor.degree=2 --write experiment/planned.yaml
+  axonlaunch plan --devices 64 experiment=llama3_8b hardware=h100_80gb --tokens 3T
 """
 
 
@@ -56,6 +66,7 @@ def command(
             show_default=False,
         ),
     ] = None,
+    tokens: TokenCount = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
@@ -63,7 +74,7 @@ def command(
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.storage.files import replace_text
 
-    count = _check_options(devices, write, overrides or [])
+    count, target = _check_options(devices, write, overrides or []), check_tokens(tokens)
     written = partial(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -79,6 +90,7 @@ def command(
             devices=count,
             config_name=config_name,
             config_dirs=config_dir or [],
+            tokens=target,
         )
     seconds = time.monotonic() - began
     if write is not None:
@@ -135,6 +147,9 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
         if remark:
             lines = textwrap.fill(remark, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)
+    if plan.candidates[0].training is not None:
+        console.print("\nwith layout 1")
+        print_training(plan.candidates[0].training, console)
 
 
 def _check_options(devices: int | None, write: Path | None, overrides: list[str]) -> int:

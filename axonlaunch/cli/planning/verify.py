@@ -52,7 +52,7 @@ _SHOWN = {
 
 
 class ReferencePrecision(StrEnum):
-    """Arithmetic of the single process."""
+    """Precision in which the single process computes (``--reference``)."""
 
     AS_CONFIGURED = "train.precision"
     FP64 = "fp64"

@@ -112,7 +112,7 @@ def _read(
 def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ; empty if a folder is not a run of this package."""
     from axonlaunch.diagnostics.report.comparison import changed_settings
-    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+    from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
 
     try:
         return changed_settings([read_run(folder) for folder in folders])

@@ -14,7 +14,7 @@ from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
-    from axonlaunch.diagnostics.report.run_record import RunRecord
+    from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 HELP = "Write an HTML page of runs. Several runs are compared."
 EXAMPLES = """Examples:

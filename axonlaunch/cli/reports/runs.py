@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table
 
-    from axonlaunch.diagnostics.report.run_record import RunRecord
+    from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 HELP = "List runs: status, layout, step, loss, speed, age."
 EXAMPLES = """Examples:
@@ -67,7 +67,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List runs, newest first."""
-    from axonlaunch.diagnostics.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.record.run_record import find_runs
 
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
@@ -101,7 +101,7 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
         ConfigError: A status or key is unknown.
     """
     from axonlaunch.config.problems.did_you_mean import nearest, unknown
-    from axonlaunch.diagnostics.report.run_record import RunStatus
+    from axonlaunch.diagnostics.report.record.run_record import RunStatus
 
     for condition in conditions:
         if condition.key == "status":
@@ -119,7 +119,7 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
 def row_of(run: RunRecord) -> dict[str, Any]:
     """Return what ``axonlaunch runs`` shows of a run."""
     from axonlaunch.config import CONFIG
-    from axonlaunch.diagnostics.report.run_timeline import cost
+    from axonlaunch.diagnostics.report.record.run_timeline import cost
     from axonlaunch.system.storage.run_files import EVENTS, METRICS
     from axonlaunch.system.text.units import rate_in
 

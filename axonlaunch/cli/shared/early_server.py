@@ -22,9 +22,9 @@ _HELP = {"--help", "-h"}
 
 @contextmanager
 def early_server(arguments: Sequence[str]) -> Iterator[None]:
-    """Start the server if the command line will need it, and stop it on exit.
+    """Start the fork server if the command line will need it, and stop it on exit.
 
-    If it is not started here, the command starts it when it needs it.
+    A command that needs the server although it was not started here starts it itself.
 
     Args:
         arguments: Unparsed arguments of the command line: ``train strategy=fsdp ...``.

@@ -49,6 +49,15 @@ Trust = Annotated[
         help="Import the Python code that the run's configuration names. Only for code you trust.",
     ),
 ]
+TokenCount = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        help="Number of tokens to train on, as in 3T: predict days, goodput, price and energy.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -69,8 +78,29 @@ def refuse(message: str) -> NoReturn:
     raise ConfigError([ConfigIssue("", message)])
 
 
+def check_tokens(tokens: str | None) -> float | None:
+    """Return the number of ``--tokens``; None without the option.
+
+    Raises:
+        ConfigError: It is not a positive number.
+    """
+    if tokens is None:
+        return None
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.system.text.formatting import parse_quantity
+
+    number = parse_quantity(tokens)
+    if number is None or number < 1:
+        message = "must be a number of tokens, as in 3T, 500B or 1e9"
+        raise ConfigError([ConfigIssue("--tokens", message, tokens)])
+    return number
+
+
 def print_json(content: dict[str, Any]) -> None:
-    """Print an object to standard output, without values of environment variables."""
+    """Print an object as JSON to standard output.
+
+    Texts with the value of an environment variable show ``${oc.env:NAME}`` instead of the value.
+    """
     from axonlaunch.config.values.environment_values import without_environment
 
     sys.stdout.write(json.dumps(without_environment(content), indent=1) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from axonlaunch.diagnostics.report.run_record import RunRecord
+    from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 
 def read_runs(names: Sequence[str]) -> list[RunRecord]:
@@ -21,7 +21,7 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
     """
     from axonlaunch.config import ConfigError, ConfigIssue, suggest_run_folder
     from axonlaunch.config.values.url import is_url
-    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+    from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
 
     records, problems = [], []
     for text in names:
@@ -36,7 +36,7 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
 
 def _read_remote(url: str) -> RunRecord:
     from axonlaunch.checkpoint.format.storage import reaching, storage_path
-    from axonlaunch.diagnostics.report.run_record import read_run
+    from axonlaunch.diagnostics.report.record.run_record import read_run
 
     path = storage_path(url)
     with reaching(path):

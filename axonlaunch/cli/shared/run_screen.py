@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import ConsoleDimensions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_SHOWN_FACTS = ("step", "loss", "evaluation loss", "layout", "in steps", "goodput")
+from axonlaunch.cli.shared.braille import braille_line
+from axonlaunch.system.text.formatting import size as size_text
+
+_LEFT = ("step", "loss", "evaluation loss", "in steps", "goodput")
+_RIGHT = ("layout", "peak memory")
+"""Facts in the two columns of figures; the speed follows those on the right."""
+_LABEL = 10
+"""Characters of the labels at the left of a curve."""
+_NODE = {"processor": "share", "memory": "bytes", "GPU use": "share", "GPU power": "watts"}
 _STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 
 
@@ -22,17 +30,20 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
         size: Columns and rows of the terminal.
     """
     style = _STYLES.get(run["status"], "red")
+    figures = _figures(run["facts"])
     shown: list[RenderableType] = [
         Text.assemble((run["label"], "bold"), "  ", (run["status"], style)),
-        _facts(run),
+        figures,
     ]
+    if run["system"]:
+        shown.append(_node(run["system"]))
     # Reserve rows for headings, the label of the axis and the cursor's line.
-    left = size.height - len(_rows(run)) - 8
+    left = size.height - figures.row_count - len(shown) - 6
     if "loss" in run["series"]:
         steps, values = run["series"]["loss"]
         ranks = run["ranks"]
         bars = min(len(ranks["worked"][0]), left // 2) if ranks else 0
-        shown += [Text("\nloss", style="bold"), curve(steps, values, size.width - 12, left - bars)]
+        shown += [Text("\nloss", style="bold"), curve(steps, values, size.width, left - bars)]
         if ranks:
             shown += [Text("\nshare of time that each rank worked", style="bold")]
             shown += _bars(ranks, bars, size.width - 30)
@@ -44,54 +55,62 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
 def curve(
     steps: Sequence[float], values: Sequence[float | None], width: int, height: int
 ) -> RenderableType:
-    """Return a curve of block characters. Each column shows the mean of equally many steps."""
-    columns = _columns(steps, values, max(10, width))
-    finite = [value for value in columns if value is not None]
-    if not finite or height < 2:
+    """Return a curve by step, with its highest and lowest value on the left.
+
+    Args:
+        steps: Ascending steps, one or more.
+        values: One value for each step; None leaves a gap.
+        width: Characters in a row, with labels.
+        height: Rows, without the labels of steps.
+    """
+    if height < 2 or all(value is None for value in values):
         return Text("no values yet", style="dim")
-    low, high = min(finite), max(finite)
-    if low == high:
-        low -= 1.0  # draws a line at the top
-    span = high - low
-    eighths = [
-        None if value is None else 1 + round((value - low) / span * (8 * height - 1))
-        for value in columns
+    rows, low, high = braille_line(steps, values, width=max(10, width - _LABEL - 1), height=height)
+    edges = {0: high, height - 1: low}
+    shown = [
+        Text(f"{f'{edges[row]:.4g}' if row in edges else '':>{_LABEL}} ", style="dim")
+        + Text(text, "cyan")
+        for row, text in enumerate(rows)
     ]
-    rows = []
-    for row in reversed(range(height)):
-        filled = [0 if level is None else min(8, max(0, level - 8 * row)) for level in eighths]
-        edge = {height - 1: high, 0: low}.get(row)
-        label = f"{edge:>9.4g} " if edge is not None else " " * 10
-        rows.append(Text(label, style="dim") + Text("".join(_BLOCKS[n] for n in filled), "cyan"))
-    return Group(*rows, Text(f"{'':10}step {steps[0]:,} to {steps[-1]:,}", style="dim"))
+    first, last = f"step {steps[0]:,}", f"{steps[-1]:,}"
+    between = " " * max(1, len(rows[0]) - len(first) - len(last))
+    return Group(*shown, Text(f"{'':{_LABEL + 1}}{first}{between}{last}", style="dim"))
 
 
-def _columns(
-    steps: Sequence[float], values: Sequence[float | None], width: int
-) -> list[float | None]:
-    """Return the mean of the values in each column; empty columns repeat the previous mean."""
-    bins: list[list[float]] = [[] for _ in range(width)]
-    step_range = (steps[-1] - steps[0]) or 1
-    for step, value in zip(steps, values, strict=True):
-        if value is not None:
-            bins[min(width - 1, int((step - steps[0]) / step_range * width))].append(value)
-    columns: list[float | None] = []
-    for column in bins:
-        previous = columns[-1] if columns else None
-        columns.append(sum(column) / len(column) if column else previous)
-    return columns
-
-
-def _facts(run: dict[str, Any]) -> Table:
+def _figures(facts: Sequence[tuple[str, str]]) -> Table:
+    """Return the most important facts in two columns of names and values."""
+    values = dict(facts)
+    speeds = [name for name in values if name.endswith("/s")]
+    rows = zip_longest(
+        *(
+            [(name, values[name]) for name in names if name in values]
+            for names in (_LEFT, [*_RIGHT, *speeds])
+        ),
+        fillvalue=("", ""),
+    )
     table = Table.grid(padding=(0, 2))
-    for name, value in _rows(run):
-        table.add_row(Text(name, style="dim"), Text(value))
+    for left, right in rows:
+        texts = (left[0], left[1].partition(" of wall")[0], *right)
+        table.add_row(*(Text(text, style="" if n % 2 else "dim") for n, text in enumerate(texts)))
     return table
 
 
-def _rows(run: dict[str, Any]) -> list[tuple[str, str]]:
-    facts = run["facts"]
-    return [(name, value) for name, value in facts if name in _SHOWN_FACTS or name.endswith("/s")]
+def _node(system: dict[str, Any]) -> Text:
+    """Return the latest sample of the main rank's node in one line."""
+    texts = [f"node {system['host']}"]
+    for chart in system["charts"]:
+        name, of, total = chart["title"].partition(", of ")
+        if unit := _NODE.get(name):
+            latest = [line["y"][-1] for line in chart["lines"] if line["y"][-1] is not None]
+            values = " ".join(_in_unit(value, unit) for value in latest)
+            texts.append(f"{name} {values}{' of ' if of else ''}{total}")
+    return Text("   ".join(texts), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _in_unit(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.0%}"
+    return size_text(value) if unit == "bytes" else f"{value:.0f} W"
 
 
 def _bars(ranks: dict[str, Any], count: int, width: int) -> list[RenderableType]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.launch.commands.dry_run import DryRun
+    from axonlaunch.launch.local.node_shares import NodeShare
 
 MOST_SAMPLES = 1000
 """Largest number of runs of a sweep."""
@@ -55,6 +56,7 @@ EXAMPLES = """Examples:
       launch.slurm.partition=gpu --render
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
   axonlaunch train -m --samples 8 'optimizer.lr=tag(log,interval(1e-4,1e-2))'
+  axonlaunch train -m --parallel 4 optimizer.lr=1e-4,3e-4,1e-3,3e-3
 """
 
 
@@ -80,6 +82,15 @@ def command(
             show_default=False,
         ),
     ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With -m: train N runs at once, each on a share of this node's devices and cores.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -100,6 +111,10 @@ def command(
 
     if samples is not None and not multirun:
         refuse("--samples: draws the runs of a sweep; add -m")
+    if parallel is not None and not multirun:
+        refuse("--parallel: trains runs of a sweep at once; add -m")
+    if parallel is not None and (dry_run or render):
+        refuse("--parallel: divides this node among runs that are launched here; leave it out")
     if dry_run:
         raise typer.Exit(
             _dry_run(
@@ -126,6 +141,7 @@ def command(
             config_dirs=config_dir or [],
             multirun=multirun,
             samples=samples,
+            parallel=parallel,
         )
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)
@@ -156,11 +172,21 @@ def command(
             # Hide torch's warnings about unknown connections to its store. Ranks still print
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            runs, results = prepare_runs(load_runs(request, environment.of_node(), options)), []
-            for run in runs:
-                results.append(run.launch())
-                if results[-1].is_last:
-                    break
+            runs = load_runs(request, environment.of_node(), options)
+            shares: Sequence[NodeShare] = ()
+            if parallel is not None:
+                from axonlaunch.launch.local.parallel_sweep import launch_at_once, share_node
+
+                runs, shares = share_node(runs, at_once=parallel, server=server)
+            runs = prepare_runs(runs)
+            if shares:
+                results = launch_at_once(runs, shares, request)
+            else:
+                results = []
+                for run in runs:
+                    results.append(run.launch())
+                    if results[-1].is_last:
+                        break
             print_comparison(runs, results)
             status = next((result.status for result in results if result.status), 0)
             summaries = [result.summary for result in results if result.summary is not None]

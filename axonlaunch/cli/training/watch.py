@@ -82,7 +82,7 @@ def command(
 
 def _newest(folder: Path) -> Path:
     from axonlaunch.config import CONFIG
-    from axonlaunch.diagnostics.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.record.run_record import find_runs
 
     runs = list(find_runs(folder))
     readable = [run.path for run in runs if run.status != "unreadable"]
@@ -94,7 +94,7 @@ def _newest(folder: Path) -> Path:
 
 def await_run(path: Path) -> Path:
     """Return the folder of a run with this path or name; wait until a missing folder has a run."""
-    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+    from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
 
     folders = [path] if path.is_absolute() else [path, Path("runs", path)]
     if any(folder.exists() for folder in folders):
@@ -111,7 +111,7 @@ def await_run(path: Path) -> Path:
 def has_runs(folder: Path) -> bool:
     """Return whether a folder is no run but contains runs."""
     from axonlaunch.config import CONFIG
-    from axonlaunch.diagnostics.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.record.run_record import find_runs
 
     return not (folder / CONFIG).exists() and next(find_runs(folder), None) is not None
 
@@ -121,7 +121,7 @@ def _follow_table(folder: Path) -> None:
     from rich.live import Live
 
     from axonlaunch.cli.reports.runs import row_of, table_of
-    from axonlaunch.diagnostics.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.record.run_record import find_runs
 
     def table() -> Any:
         rows = sorted(map(row_of, find_runs(folder)), key=lambda row: -row["changed_at"])

@@ -29,7 +29,10 @@ LINE_BYTES = 512
 def check_collective(
     group: ProcessGroup, line: str, *, problem: Exception | None = None
 ) -> list[str]:
-    """Check that the lines of all ranks are the same up to a ``|``; return the line of each rank.
+    """Check that all ranks of a group make the same call; return the line of each rank.
+
+    The part of the line before the first ``|`` must be the same on all ranks. On NCCL nothing is
+    compared, and the result repeats this rank's line.
 
     Args:
         group: Group that contains this rank.
@@ -55,6 +58,8 @@ def check_p2p(
     peer: int, group: ProcessGroup, verb: str, what: str, *, problem: Exception | None = None
 ) -> None:
     """Check that another rank of the group performs the other end of the same message.
+
+    On NCCL nothing is compared.
 
     Args:
         peer: Global rank of the other end.

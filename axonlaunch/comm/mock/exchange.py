@@ -108,7 +108,7 @@ class PendingCollective(PendingOperation):
         return len(self._calls) == len(self.ranks)
 
     def finish(self, work: Callable[[list[Any]], None]) -> None:
-        """Process the payloads of all ranks, in rank order."""
+        """Call a function once with the payloads of all ranks, in rank order."""
         if not self.done:
             try:
                 # Inference mode, so that writing is invisible to autograd and also works for

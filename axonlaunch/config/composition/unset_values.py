@@ -19,7 +19,7 @@ _FOR_PRESETS = ("adamw", "adam", "nadam", "muon")
 
 
 def without_alternatives(composed: Composed) -> Composed:
-    """Let a key replace its alternative if the user did not set that one.
+    """Let a key that is set replace another key, unless the user set that key too.
 
     | key | replaces |
     | --- | --- |

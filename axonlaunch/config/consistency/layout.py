@@ -121,7 +121,11 @@ class Layout:
         return self.degrees["tp"]
 
     def divisor(self, divided: Divided) -> int:
-        """Return the number of ranks that something is divided among, for example sequences."""
+        """Return the number of ranks that layers, blocks or sequences are divided among.
+
+        Args:
+            divided: One of these three words: ``"sequences"``.
+        """
         return divisor(self.degrees, divided)
 
     def division(self, *, is_expert: bool = False) -> ParameterDivision:
@@ -240,7 +244,13 @@ class Layout:
         return sizes
 
     def mesh_axes(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the axes of the run's mesh that include the axes with these names of ``axes``."""
+        """Return the axes of the run's mesh that contain some axes of ``axes``.
+
+        The run's mesh merges axes that are ``LIKE_DATA`` into a data axis.
+
+        Args:
+            names: Names of the axes.
+        """
         merged = (self._merged_into if name in LIKE_DATA else name for name in names)
         return tuple(dict.fromkeys(merged))
 
@@ -253,7 +263,7 @@ class Layout:
         return dict(reversed(coordinates.items()))
 
     def data_shard(self, rank: int) -> int:
-        """Return the number of the batch share, below ``data_ranks``, that a rank processes."""
+        """Return the index of the batch share that a rank processes, below ``data_ranks``."""
         return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
 
     def random_stream(self, rank: int) -> int:
@@ -302,7 +312,7 @@ def nodes(config: RunConfig) -> tuple[int, int]:
 
 
 def settings_for_ranks(world_size: int) -> dict[str, int]:
-    """Return the settings that give a run ``world_size`` ranks, independent of nodes."""
+    """Return the settings that give a run ``world_size`` ranks, all on one node."""
     return {"launch.nproc": world_size, "launch.nnodes": 1}
 
 
@@ -319,9 +329,9 @@ def data_parallel_facts(strategy: StrategyConfig) -> DataParallelFacts:
 def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
     """Return the name of the data-parallel variant.
 
-    ``strategy.data_parallel=null`` selects ddp, or none if no two ranks hold the same parameters.
-    Ranks that share a sequence hold the same parameters, but each has only the gradient of its
-    positions. Therefore 2 such ranks need ddp, as 2 replicas do.
+    ``strategy.data_parallel=null`` selects ``ddp`` if several ranks hold the same parameters, else
+    ``none``. Context-parallel ranks hold the same parameters too, and each has only the gradient of
+    its positions. So they need ``ddp`` like replicas.
     """
     if strategy.data_parallel is not None:
         return strategy.data_parallel

@@ -29,6 +29,7 @@ from axonlaunch.config.consistency.layout import (
 )
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.schedules import ConstantConfig, WSDConfig
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
@@ -60,7 +61,8 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     problems = [
         *run_name_issues(config),
         *_unused_settings(config),
-        *_parameters_in_bf16(config),
+        *_parameters_in_16_bits(config),
+        *_masters(config),
         *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
@@ -135,8 +137,8 @@ def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
 
 
-def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Require bf16 precision for bf16 weights, which are used without conversion."""
+def _parameters_in_16_bits(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Require the precision of weights in 16 bits, which are used without conversion."""
     precision = precision_of(config)
     stored = precision.parameters
     if stored.is_low and precision.compute != stored:
@@ -145,6 +147,43 @@ def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
             f"use {stored.name}"
         )
         yield ConfigIssue("train.precision", message, precision.name)
+
+
+def _masters(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield masters that nothing needs or that a layout can't keep, and missing masters."""
+    precision, name = precision_of(config), config.strategy.data_parallel
+    stored, masters = precision.parameters, precision.masters
+    is_trained_in_16_bits = stored.is_low and config.adapter is None
+    if masters is not None:
+        message = ""
+        if not stored.is_low:
+            message = f"weights are in {stored.name}; use train.param_dtype=bf16, or null"
+        elif config.adapter is not None:
+            message = "only the adapter is trained, and it is in fp32; use null"
+        elif not data_parallel_facts(config.strategy).is_exact:
+            message = f"strategy.data_parallel={name} averages weights, not masters; use null"
+        if message:
+            yield ConfigIssue("optimizer.master_weights", message, masters.name)
+    elif precision.needs_loss_scale and is_trained_in_16_bits:
+        message = (
+            f"gradients in {stored.name} are scaled, and unscaling them in {stored.name} loses "
+            "small ones; add optimizer.master_weights=fp32, or use fp32"
+        )
+        yield ConfigIssue("train.param_dtype", message, stored.name)
+    if precision.gradients == stored:
+        return
+    pipeline = config.strategy.pipeline
+    is_pipelined = (
+        pipeline.degree > 1 and not data_parallel_facts(config.strategy).shards_parameters
+    )
+    message = ""
+    if masters is None:
+        message = "only the update of masters is in fp32; add optimizer.master_weights=fp32"
+    elif is_pipelined and SCHEDULES[pipeline.schedule].separate_weight_grad:
+        message = f"torch adds up those of {pipeline.schedule} as they are; use 1f1b, or fsdp"
+    if message:
+        message += ", or parameter"
+        yield ConfigIssue("train.grad_dtype", message, config.train.grad_dtype)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:

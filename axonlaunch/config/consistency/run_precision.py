@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from axonlaunch.config.consistency.layout import estimate_device
-from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision, automatic_precision
+from axonlaunch.config.precision import (
+    NUMBER_FORMATS,
+    PRECISIONS,
+    Precision,
+    automatic_precision,
+    master_format,
+)
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.plain import with_values
 
@@ -14,7 +20,7 @@ def with_precision(config: RunConfig, *, has_bf16: bool | None = None) -> RunCon
     """Decide ``train.precision=auto``.
 
     It is bf16 on GPUs that compute in bf16, and fp32 on others and on CPUs, which are slower in
-    bf16 without special instructions. ``train.param_dtype=bf16`` requires bf16.
+    bf16 without special instructions. Weights in 16 bits require the precision of their format.
 
     Args:
         config: Configuration of a run.
@@ -27,24 +33,31 @@ def with_precision(config: RunConfig, *, has_bf16: bool | None = None) -> RunCon
         hardware, device = config.hardware, config.launch.device
         on_gpu = estimate_device(config) == "gpu" if device == "auto" else device == "cuda"
         has_bf16 = on_gpu and (hardware is None or hardware.bf16_tflops is not None)
-    has_bf16 = has_bf16 or NUMBER_FORMATS[config.train.param_dtype].is_low
-    return with_values(config, {"train.precision": automatic_precision(has_bf16=has_bf16)})
+    stored = NUMBER_FORMATS[config.train.param_dtype]
+    precision = automatic_precision(stored=stored, has_bf16=has_bf16)
+    return with_values(config, {"train.precision": precision})
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """Return the precision of a run, including its formats of parameters and reductions."""
+    """Return the precision of a run, including its formats of tensors between computations."""
+    precision, stored = PRECISIONS[config.train.precision], NUMBER_FORMATS[config.train.param_dtype]
+    arithmetic = precision.replica_arithmetic
     return dataclasses.replace(
-        PRECISIONS[config.train.precision],
-        parameters=NUMBER_FORMATS[config.train.param_dtype],
+        precision,
+        # Autocast keeps the sum over blocks in fp32 only if the embeddings are.
+        replica_arithmetic="copies" if stored.is_low else arithmetic,
+        parameters=stored,
+        gradients=NUMBER_FORMATS.get(config.train.grad_dtype, stored),
         reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
+        masters=master_format(config.optimizer),
     )
 
 
 def sums_as_stored(config: RunConfig) -> bool:
-    """Return whether gradients are summed over ranks in the format of the trained parameters.
+    """Return whether trained parameters, their gradients and sums over ranks have one format.
 
-    torch's DDP can't sum in another format. Adapters are in fp32, even on parameters in bf16.
+    torch's DDP supports no others. Adapters are in fp32, even on parameters in bf16.
     """
     precision = precision_of(config)
     stored = precision if config.adapter is None else PRECISIONS[config.train.precision]
-    return precision.reduce == stored.parameters
+    return precision.reduce == stored.parameters == stored.gradients

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from axonlaunch.config.optimization import optimizer_states as states
 from axonlaunch.config.optimization.optimizer_states import OptimizerFacts, ParameterFacts
+from axonlaunch.config.precision import MasterFormatName, StateFormatName
 from axonlaunch.config.problems.errors import target_problems
 from axonlaunch.config.registry import Entry, Registry
 
@@ -33,11 +34,17 @@ class GroupedOptimizer:
     """options for parameters whose names match a pattern, {PATTERN: {OPTION: value}}: any option of
     the optimizer, and lr_scale; the last matching pattern has priority
     """
-    state_dtype: Literal["parameter", "fp32"] = field(
-        default="parameter", metadata={"of_all_groups": True}
-    )
-    """dtype of the update and of the states with the shape of the parameter. parameter: the dtype
-    of the weights (train.param_dtype); fp32: fp32, even if the weights are bf16
+    master_weights: MasterFormatName | None = field(default=None, metadata={"of_all_groups": True})
+    """dtype of a copy of each weight in 16 bits, which the optimizer updates and checkpoints hold;
+    the weight is the rounded copy. It is sharded like optimizer states. null: no copies, the
+    optimizer updates the weights, and changes smaller than their rounding are lost
+    """
+    state_dtype: StateFormatName = field(default="parameter", metadata={"of_all_groups": True})
+    """dtype of the states with the shape of the parameter. parameter: the dtype of the updated
+    weights or masters; fp32: fp32, even if the weights are bf16; bf16: half the bytes, rounded up
+    or down at random after each update, so that small changes are kept on average; 8bit: blocks of
+    64 values with codes of 8 bits and a scale, for matrices of at least 4,096 elements. Except with
+    parameter the update is computed in fp32
     """
 
 

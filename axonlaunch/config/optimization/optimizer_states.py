@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from axonlaunch.config.precision import BLOCK, SCALE_BYTES
 
 Shape = tuple[int, ...]
 Sharding = Literal["elementwise", "collective", "whole"]
@@ -16,6 +18,8 @@ Sharding = Literal["elementwise", "collective", "whole"]
 _BYTES = {"float32": 4, "int64": 8, "float64": 8, "bfloat16": 2, "float16": 2}
 _BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "int32": 4, "int16": 2, "int": 8, "float": 8}
 """Bytes per element by dtype; Python numbers are saved in 8 bytes."""
+_LEAST_QUANTIZED = 4096
+"""Elements from which a parameter's states are quantized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,11 @@ def column_means(shape: Shape) -> Shape | None:
     return (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
 
 
+def packed_blocks(shape: Shape) -> Shape | None:
+    """Return the shape of a state in 8 bits: codes and scale of each block along the last dim."""
+    return (*shape[:-1], shape[-1] // BLOCK, BLOCK + SCALE_BYTES)
+
+
 def of_vectors(shape: Shape) -> Shape | None:
     """Return the shape of a state with the shape of a vector; None for matrices."""
     return shape if len(shape) < 2 else None
@@ -76,6 +85,8 @@ class OptimizerState:
         absent_at_zero: Field of the configuration; if its value is 0, there is no such state. None
             if the state always exists.
         on_host: Whether the state is in host memory even if the parameter is not.
+        is_positive: Whether no element is negative, so that codes in 8 bits need no sign.
+        is_packed: Whether the state is stored in 8 bits: in blocks along the last dim.
     """
 
     name: str
@@ -84,6 +95,20 @@ class OptimizerState:
     initial: float | None = 0.0
     absent_at_zero: str | None = None
     on_host: bool = False
+    is_positive: bool = False
+    is_packed: bool = False
+
+    def in_blocks(self, shape: Shape) -> OptimizerState:
+        """Return the same state in 8 bits, if that is possible.
+
+        Args:
+            shape: Shape of the full parameter. Vectors and parameters of few elements have other
+                states, as those of bitsandbytes and torchao, and so have rows of broken blocks.
+        """
+        is_large = math.prod(shape) >= _LEAST_QUANTIZED and len(shape) > 1
+        if self.dtype != "parameter" or not is_large or shape[-1] % BLOCK:
+            return self
+        return replace(self, shape=packed_blocks, dtype="uint8", is_packed=True)
 
     def kept_dims(self, ndim: int) -> tuple[int, ...]:
         """Return the dims that the state shares with a parameter of ``ndim`` dims.
@@ -125,7 +150,10 @@ class OptimizerFacts:
 
 _STEP = OptimizerState(name="step", shape=one_number, dtype="float32")
 _HOST_STEP = OptimizerState(name="step", shape=one_number, dtype="float32", on_host=True)
-_MOMENTS = (OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq"))
+_MOMENTS = (
+    OptimizerState(name="exp_avg"),
+    OptimizerState(name="exp_avg_sq", is_positive=True),
+)
 
 ADAM = OptimizerFacts(states=(_STEP, *_MOMENTS), sharding="elementwise", fixed={"fused": True})
 """Facts about Adam and AdamW."""

@@ -6,19 +6,20 @@ The options of a parameter group apply to parameters with names that match its p
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts, Sharding
-from axonlaunch.config.precision import state_format
+from axonlaunch.config.precision import master_format, quantizes_states, state_format
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigIssue
 from axonlaunch.system.processes.targets import load_target
 
 LR_SCALE = "lr_scale"
-NOT_OF_A_GROUP = ("name", "groups", "state_dtype", "target", "arguments")
+NOT_OF_A_GROUP = ("name", "groups", "master_weights", "state_dtype", "target", "arguments")
 """Fields of an optimizer's configuration that a parameter group can't set."""
 _PROBE = "axonlaunch.engines.optimizer.probe:probe"
 _PROBE_STATES = "axonlaunch.engines.optimizer.probe:probe_states"
@@ -79,6 +80,8 @@ def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
     """
     declared = OPTIMIZERS.facts(config.name).states
     states = load_target(_PROBE_STATES)(config, tuple(shape)) if declared is None else declared
+    if quantizes_states(config):
+        states = tuple(state.in_blocks(tuple(shape)) for state in states)
     return {
         state.name: state
         for state in states
@@ -99,19 +102,23 @@ def sharding_of(config: Any) -> Sharding:
 def state_bytes(
     config: Any, parameters: Iterable[ParameterFacts], *, parameter_bytes: int = 4
 ) -> int:
-    """Return the bytes of the optimizer states of full parameters.
+    """Return the bytes of the optimizer states of full parameters, and of their masters.
 
     Args:
         config: Optimizer configuration of the run.
         parameters: Parameters that are updated.
         parameter_bytes: Bytes per element of the parameters.
     """
-    chosen = state_format(config)
+    chosen, masters = state_format(config), master_format(config)
     element = chosen.nbytes if chosen is not None else parameter_bytes
+    master = 0 if masters is None else masters.nbytes
     return sum(
-        state.nbytes(parameter.shape, element=element)
+        master * math.prod(parameter.shape)
+        + sum(
+            state.nbytes(parameter.shape, element=element)
+            for state in states_of(with_options(config, parameter), parameter.shape).values()
+        )
         for parameter in parameters
-        for state in states_of(with_options(config, parameter), parameter.shape).values()
     )
 
 

@@ -181,7 +181,7 @@ class DatasetFacts:
     """Properties of a dataset that are known without reading it."""
 
     sample: Callable[[Any], SampleShape] | None = None
-    """function from the configuration to the sample shape; None: build the dataset and ask it"""
+    """function from the configuration to the sample shape; None: the built dataset tells it"""
     files: tuple[str, ...] = ()
     """required keys that name files; estimates work without them"""
     is_text: bool = False

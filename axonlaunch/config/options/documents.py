@@ -193,7 +193,7 @@ class TextRowsConfig:
 
     @property
     def held_out_files(self) -> HeldOutConfig:
-        """Files that are held out; without files if rows of the training files are."""
+        """Files that are held out; no files if rows of the training files are held out."""
         if isinstance(self.held_out, HeldOutConfig):
             return self.held_out
         return HeldOutConfig(files=self.held_out if isinstance(self.held_out, list) else [])

@@ -90,9 +90,25 @@ class HardwareConfig:
     """bandwidth between a device and host memory, one direction, GB/s (1e9)"""
     host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """fraction of host_gb_s that copies of pinned memory reach"""
+    disk_gb_s: float | None = field(default=None, metadata={"above": 0})
+    """rate at which all ranks of a node together write and read checkpoints, GB/s (1e9); null: as
+    measured for hardware=cpu, otherwise 1, as in the cluster of Llama 3
+    """
+    restart_s: float | None = field(default=None, metadata={"min": 0})
+    """seconds from a failure to the next step, without reading the checkpoint: until it is noticed,
+    the node is replaced and the ranks have started; null: 600
+    """
+    mtbf_gpu_hours: float | None = field(default=None, metadata={"above": 0})
+    """device hours for each failure that ends an attempt at a run; null: as published, 8,000 up to
+    1,024 devices (30,000 at best), rising to 40,000 (30,000 to 50,000) from 16,384
+    """
     price_per_hour: float | None = field(default=None, metadata={"min": 0})
-    """price of one device per hour, in any currency, from which reports compute the cost of a run;
-    null: no cost is reported
+    """price of one device per hour, in any currency, from which plans and reports compute the cost
+    of a run; null: no cost is reported
+    """
+    kwh_per_hour: float | None = field(default=None, metadata={"min": 0})
+    """energy of one device per hour with its share of the node and of cooling, kWh; null: no energy
+    is reported
     """
 
     @property

@@ -15,10 +15,10 @@ from axonlaunch.config.registry import Entry, RegisteredConfig, Registry
 
 @dataclass(frozen=True)
 class MetricFacts:
-    """Properties of a metric that are known without its code.
+    """Properties of a metric that its registration declares, known before its code is imported.
 
     Attributes:
-        num_sums: Number of sums that it returns for a micro-batch.
+        num_sums: Number of sums that the metric returns for a micro-batch.
         higher_is_better: Whether a higher value is better.
     """
 
@@ -111,7 +111,9 @@ def metric_name(config: Any) -> str:
 def is_best_highest(metrics: Sequence[Any], best: str) -> bool:
     """Return whether the best value of ``train.best_metric`` is the highest one.
 
-    Classifiers have the accuracy if no metrics are listed.
+    Args:
+        metrics: Configured metrics. An empty list stands for ``accuracy``, which classifiers get.
+        best: Value of ``train.best_metric``; ``loss`` is best if it is lowest.
     """
     listed = metrics or [AccuracyConfig()]
     return any(is_higher_better(metric) for metric in listed if metric_name(metric) == best)

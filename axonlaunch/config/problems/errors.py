@@ -138,7 +138,12 @@ def refuse_invalid(group: str, config: Any) -> None:
 
 
 def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:
-    """Return ``(field, message)`` if a ``target`` is not of the form ``module:attribute``."""
+    """Return ``(field, message)`` if a ``target`` is not of the form ``module:attribute``, or [].
+
+    Args:
+        target: Value of the field ``target``.
+        attribute: Placeholder for the attribute in the message, such as ``Class``.
+    """
     module, _, name = (target or "").partition(":")
     if module and name:
         return []
@@ -152,7 +157,13 @@ def divisors(number: int) -> list[int]:
 
 
 def divisor_of(number: int, *, at_most: int = 8) -> str:
-    """List the divisors of a number, ``1, 2, 4 or 8``; long lists are cut in the middle."""
+    """Return the divisors of a number as text: ``1, 2, 4 or 8``.
+
+    Args:
+        number: Number to divide.
+        at_most: Number of divisors to name. If there are more, the largest two and the smallest
+            ones are named.
+    """
     numbers = divisors(number)
     if len(numbers) > at_most:
         numbers = numbers[: at_most - 2] + numbers[-2:]

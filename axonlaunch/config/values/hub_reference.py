@@ -80,7 +80,7 @@ def parse_hub_reference(text: str) -> HubReference | None:
 
 
 def without_commits(value: Any) -> Any:
-    """Return a value of a configuration; in a list, data sets of the Hub have no commit."""
+    """Remove the commits from a list of data sets of the Hub; return other values unchanged."""
     if not isinstance(value, list):
         return value
     references = [parse_hub_reference(item) if isinstance(item, str) else None for item in value]

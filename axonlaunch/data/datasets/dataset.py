@@ -146,7 +146,7 @@ class Batch:
             yield part.rows(0, counted) if 0 < counted < len(part) else part
 
     def ready(self, size: int) -> Batch:
-        """Return this batch, because its micro-batches are slices."""
+        """Return this batch unchanged: its micro-batches are slices and need no preparation."""
         del size
         return self
 

@@ -176,7 +176,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], full: Any) -> Any:
 
 
 def taken_names(forward: Callable[..., Any], batch: Mapping[str, Any]) -> list[str]:
-    """Return the names in a batch that a forward has parameters for; ``**kwargs`` takes none."""
+    """Return the names in a batch that are named parameters of a forward.
+
+    Names that only ``**kwargs`` would take are not returned.
+    """
     return [name for name in inspect.signature(forward).parameters if name in batch]
 
 

@@ -31,7 +31,7 @@ class SourceFile:
         size: Size in bytes.
         stamp: A value that changes with the file: modification time, or version in remote storage.
             Files of the Hub have none, because their names contain the commit.
-        path: Path of the file if the name is another one: that of a file in the Hub's cache.
+        path: Path to open if it is not the name, as for files in the Hub's cache; else empty.
         after: Number of the row before the first one that is read, as ``RowReader`` counts.
         last: Number of the last row that is read; None: all.
     """
@@ -47,12 +47,12 @@ class SourceFile:
 
     @property
     def identity(self) -> list[str | int]:
-        """Values that differ for files with other rows."""
+        """Values that identify the rows: two files with equal values have the same rows."""
         rows = [] if self.last is None else [self.after, self.last]
         return [self.name, self.size, self.stamp, *rows]
 
     def overlaps(self, other: SourceFile) -> bool:
-        """Return whether some row is read by both."""
+        """Return whether both read at least one common row."""
         ends = [each.last if each.last is not None else sys.maxsize for each in (self, other)]
         return self.name == other.name and max(self.after, other.after) < min(ends)
 

@@ -43,7 +43,7 @@ class SyntheticTokens(NoText):
         steps = np.arange(self.sample_shape[0] + 1, dtype=np.uint64)
         tokens = (start[:, None] + stride[:, None] * steps) % np.uint64(self.vocab_size)
         tokens = tokens.astype(np.int64)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # of the estimated size
         if not self._is_packed:
             return Batch.from_numpy(inputs, targets)
         positions = np.arange(inputs.shape[1]) % self._document_length

@@ -11,7 +11,10 @@ _Batch = TypeVar("_Batch")
 
 
 class Workers(Protocol):
-    """Processes that the thread waits for, see ``data.reading.processes``."""
+    """Worker processes that read batches while a thread of this process waits for them.
+
+    ``data.reading.processes`` implements it.
+    """
 
     def wait(self, result: Future[_Batch]) -> _Batch:
         """Return the result of a load, or raise an error if a process hangs."""
@@ -26,11 +29,11 @@ class Workers(Protocol):
 def load_ahead(
     loads: Iterator[Callable[[], _Batch]], *, ahead: int, workers: Workers | None = None
 ) -> Generator[_Batch]:
-    """Yield the results of functions, in order, called in a thread while the caller works.
+    """Call functions in a thread, while the caller works, and yield their results in order.
 
-    An exception is raised at the position of its result. Closing the generator ends the thread and
-    the processes. If processes had to be killed, the thread ends a few seconds later, when torch
-    notices.
+    An exception of a function is raised when its result is due. Closing the generator ends the
+    thread and the processes. If processes had to be killed, the thread ends a few seconds later,
+    when torch notices.
 
     Args:
         loads: The functions.

@@ -77,7 +77,7 @@ def record_in(table: ProgressTable, worker: int) -> None:
 
 
 def begin_sample(name: str) -> None:
-    """Record that this process begins to read a sample; nothing in a process without a table.
+    """Record that this process begins to read a sample; do nothing in a process without a table.
 
     Raises:
         ReadingStoppedError: The rank needs no more samples.

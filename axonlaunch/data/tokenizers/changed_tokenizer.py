@@ -27,10 +27,11 @@ from axonlaunch.system.storage.files import FileCopy
 
 
 def add_tokens(loaded: Tokenizer, config: TokenizerConfig) -> Tokenizer:
-    """Return a tokenizer with the configured tokens, which it may have already.
+    """Return a tokenizer that has the configured tokens, adding those that are missing.
 
     Raises:
-        ConfigError: It is that of bytes, or can't be changed.
+        ConfigError: Tokens are configured for the tokenizer of bytes, or the tokenizer can't be
+            changed.
     """
     if not config.new_tokens():
         return loaded

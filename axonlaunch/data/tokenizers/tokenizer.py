@@ -12,7 +12,6 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,6 @@ import numpy.typing as npt
 
 from axonlaunch.config.options.data import NUM_BYTES
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.tokenizers.tokenizer_files import (
     folder_at,
     foreign_files,
@@ -201,7 +199,7 @@ class PretrainedTokenizer:
         return self.call_isolated(_decode, valid, special, characters=len(valid), what=_BLAMED)
 
     def keep(self, folder: Path) -> list[str]:
-        """Copy the files to a folder, with the facts that select the class."""
+        """Copy the files to a folder, with a ``config.json`` that selects the class."""
         folder.mkdir(parents=True, exist_ok=True)
         files = with_model(self.files, self.model)
         for name, file in files.items():
@@ -251,15 +249,6 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
             texts.append(text[len(previous) :])
             previous = text
     return texts
-
-
-def tokenizer_of(config: RunConfig) -> TokenizerConfig:
-    """Return the tokenizer of a run; by default the one in the folder of its model."""
-    configured = config.tokenizer
-    is_default = configured.name == "auto" and not configured.path
-    if not is_default or config.model_path is None:
-        return configured
-    return replace(configured, path=config.model_path)
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

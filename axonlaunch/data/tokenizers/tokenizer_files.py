@@ -14,10 +14,13 @@ import operator
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.schema import RunConfig
 from axonlaunch.system.storage.files import (
     LARGEST_MODEL_FILE,
     FileCopy,
@@ -42,6 +45,15 @@ _NOT_READ = "*.index.json"
 _MODEL_FILE = "config.json"
 _MODEL_KEYS = ("model_type", "tokenizer_class", "model_name")
 """Keys, outside the tokenizer's files, by which transformers selects a tokenizer's class."""
+
+
+def tokenizer_of(config: RunConfig) -> TokenizerConfig:
+    """Return the tokenizer of a run; by default the one in the folder of its model."""
+    configured = config.tokenizer
+    is_default = configured.name == "auto" and not configured.path
+    if not is_default or config.model_path is None:
+        return configured
+    return replace(configured, path=config.model_path)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from axonlaunch.system.node import host
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.temporary_folders import temporary_folder
 from axonlaunch.system.storage import cache
+from axonlaunch.system.storage.disk import free_bytes
 
 _DIGITS = 4
 """Significant digits of measured figures."""
@@ -61,7 +62,7 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
     threads = host.threads(ranks=ranks)
     with temporary_folder() as folder:
         store = str(folder / "store")
-        calls = [(rank, ranks, threads, store) for rank in range(ranks)]
+        calls = [(rank, ranks, threads, store, str(_disk())) for rank in range(ranks)]
         measured, *_ = forked_call.call_together(
             context,
             "axonlaunch.diagnostics.doctor.microbenchmarks:run_microbenchmarks",
@@ -101,10 +102,16 @@ def _keep(ranks: int, figures: dict[str, Any]) -> None:
 
 
 def _file(ranks: int) -> Path:
-    """Return the cache file for this processor, its cores, and the versions of torch and code."""
-    key = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
+    """Return the cache file for this processor, its cores, the disk, and versions of the code."""
+    device = _disk().stat().st_dev
+    key = (_processor(), sorted(os.sched_getaffinity(0)), device, version("torch"), _source())
     name = sha256(repr(key).encode()).hexdigest()[:16]
     return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+
+
+def _disk() -> Path:
+    """Return the existing folder on the disk that holds the runs of this working folder."""
+    return free_bytes(Path("runs"))[0]
 
 
 def _processor() -> str:

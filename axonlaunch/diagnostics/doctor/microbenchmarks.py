@@ -6,7 +6,9 @@ caches and memory bandwidth.
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,11 +35,15 @@ _HALF = 0.5
 _CHAIN = 20
 _LARGE = 4 * 2**20
 """Bytes of the collectives that measure bandwidth."""
+_SAVED = 128 * 2**20
+"""Bytes that all ranks together write to the disk."""
 _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
 """Bytes that kernels read and write: from the first-level cache to newly mapped pages."""
 
 
-def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
+def run_microbenchmarks(
+    rank: int, ranks: int, threads: int, store: str, folder: str
+) -> dict[str, Any]:
     """Run the benchmark on one rank; return the figures, which are the same on every rank.
 
     Args:
@@ -45,11 +51,13 @@ def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict
         ranks: Number of ranks.
         threads: Number of threads of this process.
         store: File of the store for the rendezvous.
+        folder: Folder on the disk whose speed is measured.
     """
     torch.set_num_threads(threads)
     file_store = dist.FileStore(store, ranks)
     with World.join(local_place(rank, ranks), backend="gloo", timeout_s=120, store=file_store):
-        return {**_computing(), **_moving(), **(_talking(ranks) if ranks > 1 else {})}
+        talking = _talking(ranks) if ranks > 1 else {}
+        return {**_computing(), **_moving(), **talking, **_saving(ranks, folder)}
 
 
 def _computing() -> dict[str, Any]:
@@ -102,6 +110,25 @@ def _talking(ranks: int) -> dict[str, Any]:
         "link_gb_s": 2 * share * _LARGE / max(reduced - latency, reduced / 10) / 1e9,
         "allgather_bw_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
     }
+
+
+def _saving(ranks: int, folder: str) -> dict[str, Any]:
+    """Measure how fast all ranks together write files; empty if the folder can't be written to."""
+    content = os.urandom(_SAVED // ranks)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+
+            def write() -> None:
+                file.seek(0)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+
+            seconds = _once(write)
+    except OSError:
+        seconds = 0.0  # the ranks must agree
+    slowest = _largest_of_ranks(seconds)
+    return {"disk_gb_s": _SAVED / slowest / 1e9} if slowest else {}
 
 
 def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.diagnostics.report.run_timeline import cost
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_timeline import cost
+from axonlaunch.system.storage.strict_json import plain_number
 from axonlaunch.system.text.formatting import quantity, size
 from axonlaunch.system.text.units import rate_in
 
@@ -50,11 +51,68 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         *_rates(runs),
         ("time to first step (s)", [run.summary.get("first_step_s") for run in runs]),
         ("cost", [cost(run) for run in runs]),
-        ("peak memory (bytes)", [run.summary.get("measured_peak_bytes") for run in runs]),
-        ("estimated (bytes)", [run.summary.get("predicted_peak_bytes") for run in runs]),
+        (
+            "peak memory of tensors (bytes)",
+            [run.summary.get("measured_peak_bytes") for run in runs],
+        ),
+        (
+            "estimated peak memory (bytes)",
+            [run.summary.get("predicted_peak_bytes") for run in runs],
+        ),
         ("predicted step (s)", [run.summary.get("predicted_step_s") for run in runs]),
     ]
     return [row for row in rows if any(value is not None for value in row[1])]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The metric by which runs are compared.
+
+    Attributes:
+        name: Title of the metric.
+        values: Value of each run; None if a run has none.
+        is_highest: Whether the highest value is the best.
+    """
+
+    name: str
+    values: list[float | None]
+    is_highest: bool = False
+
+    def order(self) -> list[int]:
+        """Return the numbers of the runs, the best first and those without a value last."""
+        sign = -1 if self.is_highest else 1
+        keys = [math.inf if value is None else sign * value for value in self.values]
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def ranking(runs: Sequence[RunRecord]) -> Ranking:
+    """Rank runs by ``train.best_metric``, else by the evaluation loss, else by the loss.
+
+    The last evaluation counts. A metric is used if all runs name the same one and one was measured.
+    """
+    metric = runs[0].config.get("train.best_metric")
+    if all(run.config.get("train.best_metric") == metric for run in runs):
+        values = [plain_number(_last_evaluation(run, f"eval_{metric}")) for run in runs]
+        if metric != "loss" and any(value is not None for value in values):
+            return Ranking(str(metric), values, _is_highest(runs[0], str(metric)))
+    losses = [plain_number(_last_evaluation(run, "eval_loss")) for run in runs]
+    if any(loss is not None for loss in losses):
+        return Ranking("evaluation loss", losses)
+    return Ranking("loss", [plain_number(_last(run, "loss")) for run in runs])
+
+
+def _is_highest(run: RunRecord, metric: str) -> bool:
+    """Return whether a higher value is better, as for all metrics that say nothing else.
+
+    Code of metrics is not imported, because a run may be from somebody else.
+    """
+    listed = run.config.get("metrics")
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and entry.get("higher_is_better") is False:
+            target = str(entry.get("target", ""))
+            if metric in (entry.get("name"), target.rpartition(":")[2].rpartition(".")[2]):
+                return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -63,8 +121,7 @@ class RunRow:
 
     Attributes:
         run: Number of the run among all, counted from 0.
-        is_best: Whether the run has the lowest evaluation loss, or the lowest loss if no run was
-            evaluated.
+        is_best: Whether the run is the best by ``ranking``.
         cells: Texts by column.
     """
 
@@ -82,15 +139,10 @@ def run_table(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[list[str
         runs: Two or more runs.
         names: Their labels.
     """
-    settings, metrics = (
-        changed_settings(runs),
-        dict.fromkeys(k for run in runs for k in run.metrics),
-    )
-    losses = [_number(_last_evaluation(run, "eval_loss")) for run in runs]
-    if all(loss is None for loss in losses):
-        losses = [_number(_last(run, "loss")) for run in runs]
-    ranked = [math.inf if loss is None else loss for loss in losses]
-    order = sorted(range(len(runs)), key=ranked.__getitem__)
+    settings = changed_settings(runs)
+    metrics = dict.fromkeys(key for run in runs for key in run.metrics)
+    ranked = ranking(runs)
+    order = ranked.order()
     head = [
         "run",
         "status",
@@ -105,18 +157,19 @@ def run_table(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[list[str
         run, rate = runs[number], rate_of(runs[number])
         values = [_last(run, "loss"), _last_evaluation(run, "eval_loss")]
         values += [_last_evaluation(run, key) for key in metrics]
-        texts = ["" if _number(value) is None else f"{value:.4f}" for value in values]
-        speed = "" if _number(rate) is None else f"{quantity(rate)} {run.unit}/s"
+        texts = ["" if plain_number(value) is None else f"{value:.4f}" for value in values]
+        speed = "" if plain_number(rate) is None else f"{quantity(rate)} {run.unit}/s"
         step = str(_last(run, "step") or 0)
         cells = [names[number], run.status, step, *texts, speed]
-        is_best = number == order[0] and losses[number] is not None
-        rows.append(RunRow(number, is_best, cells + [texts[number] for _, texts in settings]))
+        is_best = number == order[0] and ranked.values[number] is not None
+        cells += [brief(run.config.get(key), texts[number]) for key, texts in settings]
+        rows.append(RunRow(number, is_best, cells))
     return head + [key for key, _ in settings], rows
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+def brief(value: Any, text: str) -> str:
+    """Return a value as text; one with many digits, as those drawn at random have, with six."""
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
 
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:

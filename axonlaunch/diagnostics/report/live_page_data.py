@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import FILES, NotARunError, RunReader, is_running
+from axonlaunch.diagnostics.report.record.run_record import (
+    FILES,
+    NotARunError,
+    RunReader,
+    is_running,
+)
 
 _REST = 20.0
 """Seconds of reuse per second of computation; limits the load to a twentieth of a core."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
+from axonlaunch.diagnostics.failure_text import failure_place, failure_reason, fold_ranks
 from axonlaunch.diagnostics.report.comparison import (
     changed_settings,
     metric_title,
@@ -21,17 +21,21 @@ from axonlaunch.diagnostics.report.comparison import (
     run_table,
     with_units,
 )
+from axonlaunch.diagnostics.report.coordinates import coordinates_of
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.diagnostics.report.run_timeline import (
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_timeline import (
     cost,
     device_seconds,
-    goodput,
     nodes_of_run,
     spans,
     step_seconds,
 )
+from axonlaunch.diagnostics.report.record.wall_time import wall_time
 from axonlaunch.diagnostics.report.step_parts import steps_of
+from axonlaunch.diagnostics.report.system_figures import system_of
+from axonlaunch.system.storage.strict_json import plain_number
+from axonlaunch.system.text.formatting import size
 from axonlaunch.system.text.units import Counted
 
 _BUCKETS = 800
@@ -44,10 +48,10 @@ CURVES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     **{f"{unit}_per_s": f"{unit}/s" for unit in get_args(Counted)},
-    "mfu": "MFU",
+    "mfu": "model FLOP/s utilization (MFU)",
     "expert_load": "expert load (largest / mean)",
     "step_s": "step time (s)",
-    "peak_memory_bytes": "memory (bytes)",
+    "peak_memory_bytes": "peak memory",
 }
 """Keys of ``metrics.jsonl`` that are drawn, with the titles of their charts."""
 
@@ -61,14 +65,29 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "curves": {
             **CURVES,
+            "peak_memory_bytes": f"peak memory {_owner_of_memory(runs)}",
             **{key: metric_title(key) for run in runs for key in run.metrics},
         },
         "counted": " or ".join(dict.fromkeys(run.unit for run in runs)),
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "table": _table(runs) if len(runs) > 1 else None,
+        "coordinates": coordinates_of(runs) if len(runs) > 1 else None,
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
         "results": with_units(results(runs)) if len(runs) > 1 else [],
     }
+
+
+def _peak_memory(run: RunRecord) -> str | None:
+    peak = plain_number(run.steps[-1].get("peak_memory_bytes")) if run.steps else None
+    return None if peak is None else f"{size(peak)} {_owner_of_memory([run])}"
+
+
+def _owner_of_memory(runs: Sequence[RunRecord]) -> str:
+    """Return the owner of ``peak_memory_bytes``: the process on a CPU, tensors on a GPU."""
+    is_cpu = {run.started.get("device") == "cpu" for run in runs}
+    if len(is_cpu) > 1:
+        return "(of the process on a CPU, of tensors on a GPU)"
+    return "of the main rank's process" if is_cpu.pop() else "of the main rank's tensors"
 
 
 def _table(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -87,7 +106,6 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     started, summary = run.started, run.summary
     launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
     counted = sum(_counts(run))
-    share = goodput(run)
     versions = started.get("versions")
     last = run.steps[-1] if run.steps else {}
     rows: list[tuple[str, Any]] = [
@@ -111,11 +129,10 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("in steps", _duration(step_seconds(run))),
         (run.unit, _thousands(counted)),
         (f"{run.unit}/s", _thousands(rate_of(run))),
+        ("peak memory", _peak_memory(run)),
         ("cost", _cost(run)),
-        (
-            "goodput",
-            None if share is None else f"{share:.1%} of wall time was spent in training steps",
-        ),
+        ("goodput", _goodput(run)),
+        ("predicted goodput", _predicted_goodput(summary.get("goodput"))),
         ("proof", _proof(summary.get("proof"))),
         (
             "versions",
@@ -153,6 +170,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         "steps": steps_of(run),
         "ranks": _ranks(run),
         "experts": _experts(run),
+        "system": system_of(run),
         "life": [
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
             for span in spans(run)
@@ -180,7 +198,7 @@ def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
 
 def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | None]]:
     x = [line["step"] for line in lines]
-    y = [_finite(line.get(key)) for line in lines]
+    y = [plain_number(line.get(key)) for line in lines]
     indices = indices_to_keep(x, y, buckets=_BUCKETS)
     return [[x[i] for i in indices], [_rounded(y[i]) for i in indices]]
 
@@ -192,7 +210,7 @@ def _progress(run: RunRecord) -> list[list[float]]:
         done = max(0, line["step"] - steps[-1])
         steps.append(line["step"])
         targets.append(targets[-1] + counted)
-        seconds.append(seconds[-1] + (_finite(line.get("step_s")) or 0.0) * done)
+        seconds.append(seconds[-1] + (plain_number(line.get("step_s")) or 0.0) * done)
     every = max(1, len(steps) // _COLUMNS)
     chosen = sorted({*range(0, len(steps), every), len(steps) - 1})
     return [[_rounded(row[i]) or 0.0 for i in chosen] for row in (steps, targets, seconds)]
@@ -202,7 +220,7 @@ def _counts(run: RunRecord) -> list[float]:
     """Return the targets since the previous logged step, assuming equal counts in all steps."""
     counts, previous = [], 0
     for line in run.steps:
-        count = _finite(line.get(run.unit)) or 0.0
+        count = plain_number(line.get(run.unit)) or 0.0
         counts.append(count * max(0, line["step"] - previous))
         previous = line["step"]
     return counts
@@ -211,19 +229,21 @@ def _counts(run: RunRecord) -> list[float]:
 def _memory(run: RunRecord) -> dict[str, Any] | None:
     """Return the estimated memory of each distinct rank, and the measured peak."""
     ranks = run.estimate.get("ranks") if run.estimate else None
-    measured = _finite(run.summary.get("measured_peak_bytes"))
+    measured = plain_number(run.summary.get("measured_peak_bytes"))
     if not isinstance(ranks, list):
         return None if measured is None else {"measured": measured, "ranks": []}
     rows = []
     for rank in ranks:
         breakdown = rank.get("breakdown") if isinstance(rank, dict) else None
         if isinstance(breakdown, dict):
-            numbers = {str(name): _finite(size) or 0.0 for name, size in breakdown.items()}
+            numbers = {str(name): plain_number(number) or 0.0 for name, number in breakdown.items()}
             coords = rank.get("coords")
             items = coords.items() if isinstance(coords, dict) else []
             position = " ".join(f"{axis}={index}" for axis, index in items if index)
             name = f"rank {rank.get('rank')}" + (f" ({position})" if position else "")
-            rows.append({"name": name, "parts": numbers, "peak": _finite(rank.get("peak_bytes"))})
+            rows.append(
+                {"name": name, "parts": numbers, "peak": plain_number(rank.get("peak_bytes"))}
+            )
     return {"measured": measured, "ranks": rows}
 
 
@@ -263,7 +283,7 @@ def _experts(run: RunRecord) -> dict[str, Any] | None:
         "steps": [step for step, _ in lines],
         "blocks": blocks,
         "loads": [
-            [_rounded(_finite(row.get(block))) or 1.0 for block in blocks] for _, row in lines
+            [_rounded(plain_number(row.get(block))) or 1.0 for block in blocks] for _, row in lines
         ],
     }
 
@@ -282,15 +302,18 @@ def _are_shares(event: dict[str, Any]) -> bool:
 def _crash(run: RunRecord) -> dict[str, Any] | None:
     if run.crash is None:
         return None
-    keys = ("rank", "world_size", "host", "kind", "reason", "doing", "step", "traceback", "hint")
-    followers = run.crash.get("followers")
+    keys = ("rank", "world_size", "traceback", "hint")
+    coords, followers = run.crash.get("coords"), run.crash.get("followers")
+    reason = str(failure_reason(run.crash))
+    later = [
+        (follower["rank"], str(follower.get("reason")))
+        for follower in (followers if isinstance(followers, list) else [])
+        if isinstance(follower, dict) and isinstance(follower.get("rank"), int)
+    ]
     return {key: run.crash.get(key) for key in keys} | {
-        "reason": failure_reason(run.crash),
-        "followers": [
-            f"rank {follower.get('rank')}: {plain_reason(str(follower.get('reason')))}"
-            for follower in (followers if isinstance(followers, list) else [])
-            if isinstance(follower, dict)
-        ],
+        "reason": reason,
+        "place": failure_place(run.crash, coords if isinstance(coords, dict) else {}),
+        "followers": fold_ranks(later, first=reason),
     }
 
 
@@ -301,15 +324,48 @@ def _cost(run: RunRecord) -> str | None:
     return f"{amount:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
 
 
+def _goodput(run: RunRecord) -> str | None:
+    """Return the fraction of wall time in steps that count, and the other parts of it."""
+    parts = wall_time(run)
+    if parts is None:
+        return None
+    others = {
+        "saving": parts.saving_s,
+        "lost": parts.lost_s,
+        "restarting": parts.restarting_s,
+        "start, evaluation and rest": parts.other_s,
+    }
+    shares = [
+        f"{seconds / parts.total_s:.1%} {name}" for name, seconds in others.items() if seconds
+    ]
+    text = f"{parts.goodput:.1%} of wall time was spent in training steps"
+    return f"{text} ({', '.join(shares)})" if shares else text
+
+
+def _predicted_goodput(goodput: Any) -> str | None:
+    """Return the goodput that the figures of the hardware predict, and its error."""
+    if not isinstance(goodput, dict):
+        return None
+    share, predicted = (plain_number(goodput.get(key)) for key in ("share", "predicted_share"))
+    if share is None or predicted is None:
+        return None
+    both = [goodput.get("predicted_s"), goodput.get("measured_s")]
+    parts = [
+        f"{key} {seconds[0]:,.3g} s instead of {seconds[1]:,.3g} s"
+        for key in ("saving", "lost", "restarting")
+        if None not in (seconds := [_part(part, key) for part in both])
+    ]
+    return f"{predicted:.1%}, {100 * (predicted - share):+.1f} points: {', '.join(parts)}"
+
+
+def _part(parts: Any, key: str) -> float | None:
+    return plain_number(parts.get(key)) if isinstance(parts, dict) else None
+
+
 def _proof(proof: Any) -> str | None:
     if not isinstance(proof, dict):
         return None
     return ", ".join(f"{key} {value}" for key, value in proof.items() if value not in (None, ""))
-
-
-def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
 
 
 def _rounded(value: float | None) -> float | None:
@@ -319,12 +375,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _short(value: Any) -> str | None:
-    number = _finite(value)
+    number = plain_number(value)
     return None if number is None else f"{number:.4f}"
 
 
 def _thousands(value: Any) -> str | None:
-    number = _finite(value)
+    number = plain_number(value)
     return None if number is None else f"{round(number):,}"
 
 

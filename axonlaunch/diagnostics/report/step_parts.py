@@ -11,7 +11,7 @@ from typing import Any
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.pipeline_actions import pipeline_actions
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 _MAX_ACTIONS = 4000
 

@@ -54,12 +54,18 @@ def choose_update(
             facts=facts,
             modules=modules,
             units=units,
+            seed=config.seed,
         )
     if layout.facts.shards_parameters:
         offload = CPUOffload(config.strategy.fsdp.cpu_offload)
         if offload.streams_the_update:
             states_on = device if offload is CPUOffload.PARAMS else HOST
             return StreamedUpdate(
-                config.optimizer, trained, device=device, states_on=states_on, parameters=facts
+                config.optimizer,
+                trained,
+                device=device,
+                states_on=states_on,
+                parameters=facts,
+                seed=config.seed,
             )
-    return Update(config.optimizer, trained, parameters=facts)
+    return Update(config.optimizer, trained, parameters=facts, seed=config.seed)

@@ -94,9 +94,12 @@ class DDP(nn.Module):
         )
         if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
             return
-        # torch's reducer supports neither DTensors, nor another type for the sum, nor rows.
+        # torch's reducer supports neither DTensors, nor another type of gradients or of their sum,
+        # nor rows.
         has_plain_tensors = not any(isinstance(p, DTensor) for p in module.parameters())
+        has_other_gradients = any(p.grad_dtype != p.dtype for p in module.parameters())
         uses_torch_ddp = has_plain_tensors and reduce_dtype is None and not scatters_rows
+        uses_torch_ddp = uses_torch_ddp and not has_other_gradients
         if self.sync is GradSyncStrategy.OVERLAPPED and uses_torch_ddp:
             options: dict[str, Any] = {
                 "bucket_cap_mb": bucket_size_mb,

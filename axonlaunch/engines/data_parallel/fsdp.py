@@ -18,6 +18,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -43,6 +44,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     MemoryWatch,
     estimate_fsdp_memory,
 )
+from axonlaunch.engines.data_parallel.torch_internals import reduce_gradients_to
 from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
@@ -55,7 +57,7 @@ are gathered with the root, to save the fixed cost of a message.
 
 
 class ShardingStrategy(StrEnum):
-    """What is divided among ranks."""
+    """Tensors that are divided among ranks."""
 
     FULL_SHARD = "full_shard"
     """parameters, gradients, optimizer states (ZeRO-3)"""
@@ -68,7 +70,7 @@ class ShardingStrategy(StrEnum):
 
 
 class CPUOffload(StrEnum):
-    """What is kept in host memory between uses."""
+    """Tensors that are kept in host memory between uses."""
 
     NONE = "none"
     PARAMS = "params"
@@ -240,6 +242,17 @@ class FSDP(nn.Module):
                 optimizer, device=self._device, states_on=HOST if states_on_host else self._device
             )
         return optimizer
+
+    def accumulate_in(self, dtype: torch.dtype) -> None:
+        """Add up the gradients of micro-batches in a dtype, see ``train.grad_dtype``.
+
+        Call this after the shards were initialized.
+        """
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = dtype
+        for unit in self._sharded_units():
+            reduce_gradients_to(unit, dtype)
 
     def memory_estimate(self, optimizer: OptimizerConfig | str = "adamw") -> FSDPMemoryEstimate:
         """Return the bytes that this rank holds between steps, independent of the device.

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.config.precision import state_format
+from axonlaunch.config.precision import master_format, state_format
 from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, whole_parameter
 from axonlaunch.engines.optimizer.optimizers import new_state
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -69,7 +69,7 @@ class FSDPMemoryEstimate:
     Attributes:
         parameter_bytes: Bytes of this rank's parameter shards.
         gradient_bytes: Bytes of the gradients of the trained shards.
-        optimizer_bytes: Bytes of the optimizer states of the trained shards.
+        optimizer_bytes: Bytes of the optimizer states and the masters of the trained shards.
     """
 
     parameter_bytes: int
@@ -88,10 +88,15 @@ def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPM
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     state_number_format = state_format(optimizer)
     dtype = None if state_number_format is None else torch_dtype(state_number_format)
+    masters = master_format(optimizer)
+    in_16_bits = [p for p in trained.values() if p.dtype != torch.float32]
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
         gradient_bytes=sum(local_tensor(p).nbytes for p in trained.values()),
         optimizer_bytes=sum(
+            0 if masters is None else masters.nbytes * local_tensor(p).numel() for p in in_16_bits
+        )
+        + sum(
             new_state(state, p.to("meta"), device=torch.device("meta"), dtype=dtype).nbytes
             for name, p in trained.items()
             for state in states_of(

@@ -16,6 +16,11 @@ from axonlaunch.comm.averaging.row_bucket import RowBucket
 from axonlaunch.comm.mesh import local_part
 
 
+def no_gradient(parameter: Tensor) -> Tensor:
+    """Return zeros in the shape and type of a parameter's gradient."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
 class GradientShare(ABC):
     """The gradients of one bucket.
 
@@ -55,7 +60,7 @@ class GradientShare(ABC):
     def _gradients(self) -> tuple[list[Tensor], Tensor]:
         """Return all gradients, with zeros for missing ones, and a presence flag for each."""
         self._absent = [n for n, parameter in enumerate(self.parameters) if parameter.grad is None]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = [no_gradient(p) if p.grad is None else p.grad for p in self.parameters]
         local = [local_part(gradient.detach()) for gradient in gradients]
         present = local[0].new_ones(len(local))
         if self._absent:  # indexing with host data makes the host wait for the device
@@ -96,7 +101,7 @@ class WholeGradients(GradientShare):
         self.bucket.finish()
         *means, present = self.bucket.extract()
         for number in self._absent:
-            self.parameters[number].grad = torch.zeros_like(self.parameters[number])
+            self.parameters[number].grad = no_gradient(self.parameters[number])
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
         torch._foreach_copy_(gradients, means)
         for parameter in self._absent_everywhere(present):
@@ -147,7 +152,7 @@ class RowGradients(GradientShare):
         skipped = set(self._absent_everywhere(present))
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter not in skipped:
-                row = mean.to(parameter.dtype)
+                row = mean.to(parameter.grad_dtype)
                 previous = self._rows.get(parameter)
                 self._rows[parameter] = row if previous is None else previous + row
         self.clear()

@@ -23,7 +23,7 @@ from axonlaunch.engines.data_parallel.gradient_shares import (
 
 
 class GradSyncStrategy(StrEnum):
-    """When gradients are averaged over replicas."""
+    """Time at which gradients are averaged over replicas."""
 
     OVERLAPPED = "overlapped"
     """buckets are reduced during backward, if possible by torch's DistributedDataParallel"""

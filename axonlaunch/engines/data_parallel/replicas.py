@@ -93,7 +93,7 @@ def make_replicas(
         module: This rank's module, with its initial weights.
         kind: Name of the data-parallel variant; must not shard parameters.
         group: The data-parallel ranks.
-        sync: When DDP averages gradients.
+        sync: Time at which DDP averages gradients, a ``GradSyncStrategy`` or its value.
 
     Returns:
         The replicas; call their ``module`` instead of the original. None if the variant averages
@@ -107,8 +107,8 @@ def make_replicas(
         return None
     ddp, reduce_dtype = strategy.ddp, torch_dtype(NUMBER_FORMATS[strategy.reduce_dtype])
     scatters_rows = DATA_PARALLEL.facts(kind).divides_update
-    trained_dtypes = {
-        parameter.dtype for parameter in module.parameters() if parameter.requires_grad
+    gradient_dtypes = {
+        parameter.grad_dtype for parameter in module.parameters() if parameter.requires_grad
     }
     averaged = DDP(
         module,
@@ -117,7 +117,7 @@ def make_replicas(
         bucket_size_mb=ddp.bucket_size_mb,
         broadcast_buffers=ddp.broadcast_buffers,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        reduce_dtype=None if trained_dtypes == {reduce_dtype} else reduce_dtype,
+        reduce_dtype=None if gradient_dtypes == {reduce_dtype} else reduce_dtype,
         scatters_rows=scatters_rows,
         waits_in_backward=divisor(degrees_of(strategy), "sequences") == 1,
     )

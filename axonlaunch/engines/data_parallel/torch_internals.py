@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
@@ -90,6 +91,24 @@ def fsdp_parameters(module: FSDPModule) -> Iterable[Any]:
     state: Any = module._get_fsdp_state()
     group = state._fsdp_param_group
     return () if group is None else group.fsdp_params
+
+
+def reduce_gradients_to(module: FSDPModule, dtype: torch.dtype) -> None:
+    """Give a unit's sharded gradients a dtype, in which they are added up, not the parameters'.
+
+    ``fully_shard`` decides it in the first forward, by the dtype of the parameters.
+    """
+    state: Any = module._get_fsdp_state()
+    group = state._fsdp_param_group
+    if group is None:
+        return
+    decide = group._init_mp_dtypes
+
+    def decide_gradients() -> None:
+        decide()
+        group._orig_dtype = dtype
+
+    group._init_mp_dtypes = decide_gradients
 
 
 def ignored_names(module: nn.Module) -> set[str]:

@@ -51,6 +51,7 @@ class ShardedUpdate(Update):
         axis: str = "dp_replicate",
         gradients: MutableMapping[Tensor, Tensor] | None = None,
         facts: Mapping[str, ParameterFacts] | None = None,
+        seed: int = 0,
         modules: Sequence[nn.Module] = (),
         units: Sequence[nn.Module] = (),
     ) -> None:
@@ -66,6 +67,7 @@ class ShardedUpdate(Update):
                 cleared after use. None if every rank has full gradients in the parameters.
             facts: Facts about the parameters that select optimizer options, by the same names; None
                 derives names and shapes from the parameters.
+            seed: Seed of random numbers, see ``Update``.
             modules: Modules that use the parameters, in the order of their forwards. A forward
                 waits for the rows it needs, so communication overlaps with earlier forwards.
                 Without modules each update waits.
@@ -85,8 +87,8 @@ class ShardedUpdate(Update):
         self._strides = {
             p: part.stride() for p, part in local_parts.items() if not part.is_contiguous()
         }
-        rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
-        super().__init__(config, rows, parameters=facts)
+        rows = {name: self._trained_rows(p) for name, p in parameters.items()}
+        super().__init__(config, rows, parameters=facts, seed=seed)
         self._in_flight: dict[Tensor, _Message] = {}
         self._readers = _first_readers(modules, units)
         for reader in self._readers:
@@ -97,6 +99,11 @@ class ShardedUpdate(Update):
         self._gather_order = [p for p in used if p in updated] + [
             p for p in updated if p not in used
         ]
+
+    def _trained_rows(self, parameter: Tensor) -> nn.Parameter:
+        rows = nn.Parameter(self._rows(parameter))
+        rows.grad_dtype = parameter.grad_dtype
+        return rows
 
     def _rows(self, parameter: Tensor) -> DTensor:
         """Return a DTensor with a view of this rank's rows of a parameter as its local tensor."""
@@ -152,10 +159,19 @@ class ShardedUpdate(Update):
             rows = rows.new_empty_strided(rows.shape, strides).copy_(rows)
         return self._dtensor(rows, parameter)
 
-    def apply(self, *, rate: Callable[[float], float], skip: Tensor | None = None) -> None:
+    def round_masters(self) -> None:
+        """Set this rank's rows to the rounded masters, and gather the rows of all ranks."""
+        super().round_masters()
+        if self._masters:
+            self._gather()
+            self.finish()
+
+    def apply(
+        self, *, rate: Callable[[float], float], step: int = 1, skip: Tensor | None = None
+    ) -> None:
         """Update this rank's rows and start gathering the rows of all ranks."""
         self.finish()  # rows that no forward needed
-        super().apply(rate=rate, skip=skip)
+        super().apply(rate=rate, step=step, skip=skip)
         self._gather()
         if not self._readers:
             self.finish()

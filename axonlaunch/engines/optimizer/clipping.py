@@ -18,38 +18,47 @@ _ROW = 4096
 """Number of elements whose squares a CPU sums sequentially."""
 
 
-def clip_gradients(
-    parameters: Iterable[Tensor],
-    *,
-    max_norm: float | None,
-    norm: Tensor | None = None,
-    loss_scale: Tensor | None = None,
-) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], *, max_norm: float | None) -> Tensor:
     """Scale gradients so that the full model's 2-norm is at most ``max_norm``.
 
     Args:
         parameters: Parameters with the gradients to scale: plain tensors, or DTensors of any mesh.
         max_norm: Maximum norm; None does not clip.
-        norm: The norm, if ``gradient_norm`` has already computed it; None computes the norm of
-            ``parameters``.
+
+    Returns:
+        The norm before clipping, 0-dim fp32, the same on every rank.
+    """
+    parameters = list(parameters)
+    norm, factor = clipping_factor(gradient_norm(parameters), max_norm=max_norm)
+    scale_gradients(parameters, factor)
+    return norm
+
+
+def clipping_factor(
+    norm: Tensor, *, max_norm: float | None, loss_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm without the loss scale, and the factor of the gradients; None for 1.
+
+    Args:
+        norm: Norm of the full model's gradient.
+        max_norm: Maximum norm; None does not clip.
         loss_scale: Factor by which gradients are too large, 0-dim; None for 1. It is a power of
             two, so dividing by it together with clipping, in one pass, gives the same bits as
             before it.
-
-    Returns:
-        The norm before clipping, without the loss scale, 0-dim fp32, the same on every rank.
     """
-    parameters = list(parameters)
-    norm = gradient_norm(parameters) if norm is None else norm
     if loss_scale is not None:
         norm = norm / loss_scale
-    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     factor = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if loss_scale is not None:
         factor = (1.0 if factor is None else factor) / loss_scale
+    return norm, factor
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> None:
+    """Multiply gradients by a factor, in place and in their type; None changes nothing."""
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if factor is not None and gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    return norm
 
 
 def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:
@@ -90,7 +99,9 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
     % too small, of 2^29 10 %.
     """
     if gradients[0].device.type != "cpu":
-        return list(torch._foreach_norm(gradients))
+        # In their type, the norm of fp16 gradients would overflow.
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        return list(torch._foreach_norm(gradients, 2, dtype))
     return [_norm_by_rows(gradient) for gradient in gradients]
 
 

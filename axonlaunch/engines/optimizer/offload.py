@@ -34,6 +34,7 @@ class StreamedUpdate(Update):
         device: torch.device,
         states_on: torch.device,
         parameters: Mapping[str, ParameterFacts] | None = None,
+        seed: int = 0,
     ) -> None:
         """Create the streaming optimizers.
 
@@ -43,16 +44,20 @@ class StreamedUpdate(Update):
             device: Device of the update.
             states_on: Device of the states between updates.
             parameters: Facts about the parameters, see ``Update``.
+            seed: Seed of random numbers, see ``Update``.
         """
         self._device = device
         self._states_on = states_on
-        super().__init__(config, tensors, parameters=parameters)
+        super().__init__(config, tensors, parameters=parameters, seed=seed)
 
     def _build(self) -> list[Optimizer]:
         made = self._optimizers()
         for optimizer in made:
             stream_parameters(
-                optimizer, device=self._device, states_on=self._states_on, dtype=self._dtype
+                optimizer,
+                device=self._device,
+                states_on=self._states_on,
+                arithmetic=self._arithmetic,
             )
         return made
 

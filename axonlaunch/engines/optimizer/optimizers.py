@@ -112,15 +112,19 @@ def new_state(
     full = state.shape(tuple(parameter.shape))
     assert full is not None
     dims = state.kept_dims(parameter.ndim)
-    if len(full) == parameter.ndim:
+    if state.is_packed:
+        packed = state.shape(tuple(local.shape))
+        assert packed is not None
+        shape = packed
+    elif len(full) == parameter.ndim:
         shape = tuple(local.shape[dim] if dim in dims else full[dim] for dim in range(local.ndim))
     else:
         shape = full
     # Memory that is copied to a device in every update is page-locked, as in ``offload``.
     is_copied = local.is_cuda and device.type == "cpu" and not state.on_host
     place = torch.device("meta") if is_copied else device
-    if shape == local.shape and dtype == local.dtype:  # same strides as the parameter
-        made = torch.empty_like(local, device=place)
+    if shape == local.shape:  # same strides as the parameter
+        made = torch.empty_like(local, dtype=dtype, device=place)
     else:
         made = torch.empty(shape, dtype=dtype, device=place)
     return (page_locked(made) if is_copied else made).fill_(state.initial or 0)
@@ -139,18 +143,26 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
     Dims that the state does not have are replicated: for a matrix sharded by rows, row means [m, 1]
     are sharded like its rows, column means [1, n] are not.
     """
-    if not isinstance(parameter, DTensor) or local.ndim != parameter.ndim:
+    if not isinstance(parameter, DTensor):
+        return local
+    if state.is_packed:
+        packed = state.shape(tuple(parameter.shape))
+        assert packed is not None
+        stride = torch.empty(packed, device="meta").stride()
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return dtensor_of(local, mesh, placements, shape=packed, stride=stride)
+    if local.ndim != parameter.ndim:
         return local
     if not local.ndim and state.dtype != "parameter":  # step counter
         return local
     dims = state.kept_dims(parameter.ndim)
     full = state.shape(tuple(parameter.shape))
     assert full is not None
-    placements: list[Placement] = [
+    kept: list[Placement] = [
         placement if getattr(placement, "dim", None) in dims else Replicate()
         for placement in parameter.placements
     ]
     stride = torch.empty(full, device="meta").stride()
     if full == parameter.shape:
         stride = parameter.stride()
-    return dtensor_of(local, parameter.device_mesh, placements, shape=full, stride=stride)
+    return dtensor_of(local, parameter.device_mesh, kept, shape=full, stride=stride)

@@ -19,8 +19,13 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import sharding_of, states_of
-from axonlaunch.config.precision import state_format
-from axonlaunch.engines.optimizer.clipping import clip_gradients
+from axonlaunch.config.precision import (
+    master_format,
+    quantizes_states,
+    state_format,
+    update_format,
+)
+from axonlaunch.engines.optimizer.clipping import clipping_factor, gradient_norm, scale_gradients
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
     as_divided,
@@ -29,9 +34,12 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
-from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
+from axonlaunch.engines.optimizer.streaming import STREAMED, UpdateArithmetic, stream_parameters
+from axonlaunch.engines.precision.rounded_states import RoundedStates
+from axonlaunch.models.tensors.packed_blocks import STATE_FORMATS
 from axonlaunch.models.torch_dtypes import torch_dtype
 
+_MASTER = OptimizerState(name="master")
 _NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
 """Kinds of states that are Python numbers; checkpoints store them as tensors."""
 
@@ -43,6 +51,9 @@ class Update:
     elementwise update gives the same result, and plain tensors are updated faster. Optimizers that
     communicate shards themselves get the DTensor.
 
+    With masters, each parameter in 16 bits has a copy in fp32, which the optimizer updates. They
+    are allocated when they are first used: after the initial weights.
+
     Attributes:
         tensors: Updated tensors, by fully-qualified name of the parameter.
     """
@@ -53,6 +64,7 @@ class Update:
         tensors: Mapping[str, Tensor],
         *,
         parameters: Mapping[str, ParameterFacts] | None = None,
+        seed: int = 0,
     ) -> None:
         """Create the optimizers of some tensors.
 
@@ -61,17 +73,30 @@ class Update:
             tensors: Tensors to update, by name.
             parameters: Facts about the parameters that select their options, by the same names;
                 None derives names and shapes from the tensors.
+            seed: Seed of the random numbers by which states are rounded.
         """
         self.tensors = dict(tensors)
-        self._configs = chosen_options(config, parameters or facts_of(tensors))
-        chosen = state_format(config)
-        dtype = None if chosen is None else torch_dtype(chosen)
-        # States of parameters in that format have it anyway.
-        is_other = any(tensor.dtype != dtype for tensor in tensors.values())
-        self._dtype = dtype if is_other else None
+        facts = parameters or facts_of(tensors)
+        self._configs = chosen_options(config, facts)
         self._updated = {
             name: self._tensor_for_optimizer(name, tensor) for name, tensor in tensors.items()
         }
+        stored, updated = (
+            None if chosen is None else torch_dtype(chosen)
+            for chosen in (state_format(config), update_format(config))
+        )
+        # States of parameters in that format have it anyway.
+        is_other = any({t.dtype, updated} != {stored} for t in tensors.values())
+        is_other |= quantizes_states(config)
+        self._state_dtype = stored if is_other else None
+        self._arithmetic = UpdateArithmetic(dtype=updated if is_other else None)
+        self._has_masters = master_format(config) is not None
+        self._masters: dict[Tensor, Tensor] = {}
+        self._rounded: RoundedStates | None = None
+        if is_other and stored != updated:
+            self._round_states(seed, facts)
+        elif quantizes_states(config):
+            self._quantize_states()
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold no trained parameters.
@@ -85,10 +110,50 @@ class Update:
 
     def _build(self) -> list[Optimizer]:
         made = self._optimizers()
-        if self._dtype is not None:
+        if self._arithmetic.dtype is not None:
             for optimizer in made:
-                stream_parameters(optimizer, dtype=self._dtype)
+                stream_parameters(optimizer, arithmetic=self._arithmetic)
         return made
+
+    def _round_states(self, seed: int, facts: Mapping[str, ParameterFacts]) -> None:
+        """Store the states with the shape of their parameter in bf16, see ``RoundedStates``."""
+        names = {parameter: name for name, parameter in self._updated.items()}
+        rounded = self._rounded = RoundedStates(seed=seed)
+
+        def is_rounded(parameter: Tensor, key: str) -> bool:
+            return self._kinds(names[parameter])[key].dtype == "parameter"
+
+        def read(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            return value.float() if is_rounded(parameter, key) else value
+
+        def store(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            if not is_rounded(parameter, key):
+                return value
+            # Copies of a weight on two pipeline stages have the same name in the full model.
+            name = names[parameter]
+            return rounded.round(f"{facts[name].name}.{key}", value, self.tensors[name])
+
+        self._arithmetic.read_state, self._arithmetic.store_state = read, store
+
+    def _quantize_states(self) -> None:
+        """Store large states in 8 bits."""
+        names = {parameter: name for name, parameter in self._updated.items()}
+
+        def read(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            state = self._kinds(names[parameter])[key]
+            if not state.is_packed:
+                return value
+            values = STATE_FORMATS[state.is_positive].dequantize(value, torch.float32)
+            # With the strides of the parameter, as fused kernels require.
+            return torch.empty_like(parameter, dtype=values.dtype, device=value.device).copy_(
+                values
+            )
+
+        def store(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+            state = self._kinds(names[parameter])[key]
+            return STATE_FORMATS[state.is_positive].quantize(value) if state.is_packed else value
+
+        self._arithmetic.read_state, self._arithmetic.store_state = read, store
 
     def _optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the tensors, before streaming is added."""
@@ -98,16 +163,21 @@ class Update:
         """Return the tensor that the optimizer sees instead of a parameter."""
         if not isinstance(tensor, DTensor) or sharding_of(self._configs[name]) == "collective":
             return tensor
-        return nn.Parameter(_part(tensor))
+        parameter = nn.Parameter(_part(tensor))
+        parameter.grad_dtype = tensor.grad_dtype
+        return parameter
 
     def collect_gradients(self) -> None:
         """Move gradients to the updated tensors; full parameters already have theirs."""
 
-    def apply(self, *, rate: Callable[[float], float], skip: Tensor | None = None) -> None:
+    def apply(
+        self, *, rate: Callable[[float], float], step: int = 1, skip: Tensor | None = None
+    ) -> None:
         """Update every tensor and free the gradients.
 
         Args:
             rate: Maps a group's peak learning rate to its learning rate in this step.
+            step: Number of this step, from 1, on which the rounding of states depends.
             skip: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
                 skips.
         """
@@ -115,13 +185,48 @@ class Update:
             for group in optimizer.param_groups:
                 group["lr"] = rate(group[PEAK_LR])
         self._hand_over()
+        self._make_masters()
+        if self._rounded is not None:
+            self._rounded.step = step
         if self._made:  # the optimizer owns its states now; keep no second copy
             self._made, self._divided = {}, {}
         if skip is None:
             self._step()
         else:
             self._step_unless(skip)
+        self._arithmetic.factor = None
         self.forget_gradients()
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the masters by name, sharded like optimizer states; allocate missing ones.
+
+        They have the values of the parameters until the first step.
+        """
+        self._make_masters()
+        return {
+            name: as_divided(_MASTER, self._masters[parameter], self.tensors[name])
+            for name, parameter in self._updated.items()
+            if parameter in self._masters
+        }
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Set parameters to the rounded values of their masters; all ranks must call this."""
+        for name, parameter in self._updated.items():
+            if (master := self._masters.get(parameter)) is not None:
+                local_part(self.tensors[name]).copy_(master)
+
+    @torch.no_grad()
+    def _make_masters(self) -> None:
+        if not self._has_masters or self._masters:
+            return
+        dtype = self._arithmetic.dtype
+        for name, parameter in self._updated.items():
+            tensor = self.tensors[name]
+            if tensor.dtype != dtype:
+                master = new_state(_MASTER, tensor, device=self._states_device(tensor), dtype=dtype)
+                self._masters[parameter] = master.copy_(local_part(tensor))
+        self._arithmetic.masters = self._masters
 
     def finish(self) -> None:
         """Wait for work started by ``apply``; must be called before parameters are read."""
@@ -188,12 +293,17 @@ class Update:
 
         Args:
             max_norm: Maximum norm; None does not clip.
-            norm: Norm if already computed, see ``clipping.clip_gradients``.
-            loss_scale: Loss scale to divide by, see ``clipping.clip_gradients``.
+            norm: Norm if already computed; None computes that of ``tensors``.
+            loss_scale: Loss scale to divide by, see ``clipping.clipping_factor``.
         """
-        return clip_gradients(
-            self.tensors.values(), max_norm=max_norm, norm=norm, loss_scale=loss_scale
-        )
+        if norm is None:
+            norm = gradient_norm(self.tensors.values())
+        norm, factor = clipping_factor(norm, max_norm=max_norm, loss_scale=loss_scale)
+        if self._arithmetic.dtype is None:
+            scale_gradients(self.tensors.values(), factor)
+        else:
+            self._arithmetic.factor = factor
+        return norm
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return optimizer states as ``{"<parameter>.<state>": tensor}``; allocate missing ones.
@@ -264,7 +374,7 @@ class Update:
             tensor, parameter, kinds = self.tensors[name], self._updated[name], self._kinds(name)
             device = self._states_device(tensor)
             made: dict[str, Any] = {
-                key: new_state(kind, tensor, device=device, dtype=self._dtype)
+                key: new_state(kind, tensor, device=device, dtype=self._state_dtype)
                 for key, kind in kinds.items()
             }
             for key, kind in kinds.items():

@@ -1,12 +1,14 @@
 """Optimizer steps that process one parameter at a time, on another device or in another type.
 
 A working copy replaces each parameter during its update, so only one copy exists at a time. On a
-GPU there are up to three: one arriving, one being updated, one leaving.
+GPU there are up to three: one arriving, one being updated, one leaving. The master of a parameter
+is a working copy that is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MethodType
 from weakref import WeakSet
 
@@ -22,6 +24,33 @@ from axonlaunch.models.tensors.page_locked import page_locked
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers with a streaming step."""
+StateConversion = Callable[[Tensor, str, Tensor], Tensor]
+"""Maps a parameter, the name of a state and its value to the value in another type."""
+
+
+def _same_value(parameter: Tensor, name: str, value: Tensor) -> Tensor:
+    del parameter, name
+    return value
+
+
+@dataclass(kw_only=True)
+class UpdateArithmetic:
+    """The types of a streaming step, where they differ from those of the parameters.
+
+    Attributes:
+        dtype: Type of the update; None for the type of the parameter.
+        masters: Masters by parameter, in the type of the update, where states are stored.
+        read_state: Converts a stored state to the type of the update.
+        store_state: Converts an updated state to the type in which it is stored.
+        factor: Factor of the gradients in the next step, 0-dim; None for 1. Gradients are
+            multiplied in the type of the update.
+    """
+
+    dtype: torch.dtype | None = None
+    masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    read_state: StateConversion = _same_value
+    store_state: StateConversion = _same_value
+    factor: Tensor | None = None
 
 
 def stream_parameters(
@@ -29,7 +58,7 @@ def stream_parameters(
     *,
     device: torch.device | None = None,
     states_on: torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    arithmetic: UpdateArithmetic | None = None,
 ) -> None:
     """Make an optimizer's step process parameters one after another, on a device or in a type.
 
@@ -40,9 +69,10 @@ def stream_parameters(
         optimizer: The optimizer; its parameters are on the host or on the device.
         device: Device of the update; None for the device of the parameter.
         states_on: Device of the states between updates; None for the device of the update.
-        dtype: Type of the update and its states; None for the type of the parameter.
+        arithmetic: Types of the update; None for those of the parameters.
     """
     update = optimizer.step
+    chosen = arithmetic or UpdateArithmetic()
     streams = copy_streams(device)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
@@ -57,12 +87,13 @@ def stream_parameters(
                     if tensor.grad is not None:
                         with streams.arriving():
                             target = device or tensor.device
-                            working, before = _brought(self, tensor, target, dtype)
+                            working, before = _brought(self, tensor, target, chosen)
                         self.param_groups = [{**group, "params": [working]}]
                         update()
                         used = (working, working.grad, dict(self.state[working]))
                         with streams.leaving(*used):
-                            _taken_back(self, tensor, working, states_on or working.device, before)
+                            home = states_on or working.device
+                            _taken_back(self, tensor, working, home, before, chosen)
         finally:
             self.param_groups = groups
             streams.finish()
@@ -74,18 +105,26 @@ def stream_parameters(
 
 
 def _brought(
-    optimizer: Optimizer, tensor: Tensor, device: torch.device, dtype: torch.dtype | None
+    optimizer: Optimizer, tensor: Tensor, device: torch.device, arithmetic: UpdateArithmetic
 ) -> tuple[Tensor, dict[str, object]]:
     """Return a working copy of a parameter on a device, and the states stored elsewhere.
 
     The copy has its gradient and its states on the device.
     """
-    dtype = dtype or tensor.dtype
-    working = nn.Parameter(moved(tensor.detach(), device).to(dtype))
+    dtype = arithmetic.dtype or tensor.dtype
+    source = arithmetic.masters.get(tensor, tensor)
+    working = nn.Parameter(moved(source.detach(), device).to(dtype))
     assert tensor.grad is not None
     working.grad = moved(tensor.grad, device).to(dtype)
+    if arithmetic.factor is not None:
+        local_part(working.grad).mul_(arithmetic.factor.to(device))
     states = optimizer.state.pop(tensor, {})
-    optimizer.state[working] = {k: _place(v, device) for k, v in states.items()}
+    brought: dict[str, object] = {}
+    for name, value in states.items():
+        if isinstance(value, Tensor):
+            value = arithmetic.read_state(tensor, name, moved(value, device))
+        brought[name] = value
+    optimizer.state[working] = brought
     return working, states
 
 
@@ -96,18 +135,24 @@ def _taken_back(
     working: Tensor,
     states_on: torch.device,
     before: dict[str, object],
+    arithmetic: UpdateArithmetic,
 ) -> None:
-    """Copy an updated working copy and its states back to the parameter.
+    """Copy an updated working copy and its states back to the parameter, and to its master.
 
     States return to the host memory that held them before the update, because page-locking new
     memory would take longer than the copy. The host does not wait for these copies.
     """
     if tensor.device != working.device or tensor.dtype != working.dtype:
         _copy(working.detach(), tensor.detach())
+    master = arithmetic.masters.get(tensor)
+    if master is not None and master.device != working.device:
+        _copy(working.detach(), master)
     states = optimizer.state.pop(working)
-    optimizer.state[tensor] = {
-        key: _back(value, states_on, before.get(key)) for key, value in states.items()
-    }
+    for key, value in states.items():
+        if isinstance(value, Tensor):
+            value = arithmetic.store_state(tensor, key, value)
+        states[key] = _back(value, states_on, before.get(key))
+    optimizer.state[tensor] = states
 
 
 def _back(value: object, device: torch.device, pinned: object) -> object:

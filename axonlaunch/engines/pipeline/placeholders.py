@@ -60,11 +60,21 @@ class Placeholder(nn.Module):
 
 
 class PassingBlock(Placeholder):
-    """Placeholder for a block: returns its input, or the stage's received hidden states."""
+    """Placeholder for a block of another stage: returns its input.
+
+    The last block before the stage returns the hidden states that the stage received instead.
+    """
 
     def __init__(
         self, absent: nn.Module, *, returns: int | None, micro_batch: _MicroBatch | None = None
     ) -> None:
+        """Create the placeholder.
+
+        Args:
+            absent: The block.
+            returns: Length of the tuple that the block returns; None if it returns a tensor.
+            micro_batch: Holder of the received hidden states, for the last block before the stage.
+        """
         super().__init__(absent)
         self._returns = returns
         self._micro_batch = micro_batch
@@ -114,7 +124,10 @@ class End(Placeholder):
         self._micro_batch = micro_batch
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return zeros of the received type; rotary tables and masks take their type from it."""
+        """Return zeros with the dtype and device of the received hidden states.
+
+        The model's code derives the dtype of rotary tables and masks from them.
+        """
         received = self._micro_batch.received
         assert received is not None, "no input from the previous stage"
         batch, length = received.shape[:2]

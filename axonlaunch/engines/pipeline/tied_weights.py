@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.mesh import local_part
+from axonlaunch.engines.data_parallel.gradient_shares import no_gradient
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -81,5 +82,5 @@ class TiedGradients:
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = no_gradient(parameter)
         return local_part(parameter.grad)

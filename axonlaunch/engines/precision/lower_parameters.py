@@ -68,12 +68,15 @@ def lower_blocks(
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Return whether a module has running statistics; torch needs its parameters in their type."""
+    """Return whether a module has running statistics.
+
+    torch requires that its parameters have the type of the statistics.
+    """
     return isinstance(module, RunningNorm) and module.running_mean is not None
 
 
 def reading_lower(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a module's parameters are read as in its forward."""
+    """Return a context in which a module's parameters are read in the type of its forward."""
     return module._arithmetic.reading() if isinstance(module, _Lower) else nullcontext()
 
 

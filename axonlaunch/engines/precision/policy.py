@@ -74,7 +74,7 @@ def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_only: boo
 def sharded_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Return fully_shard's policy: the dtypes in which it gathers parameters and reduces gradients.
 
-    None means the dtype of the parameters.
+    A dtype of the policy is None if it is that of the parameters.
     """
     reduce_dtype = torch_dtype(precision.reduce)
     if not precision.gather.is_low:

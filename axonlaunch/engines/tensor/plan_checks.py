@@ -268,6 +268,39 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
     return None
 
 
+def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> Iterator[str]:
+    """Yield the parameters with rows that a plan cuts within blocks of ``BLOCK`` values.
+
+    Args:
+        module: The full model, on any device.
+        plan: Maps name patterns to styles.
+        degree: Number of ranks on the tensor axis.
+    """
+    for entry in style_modules(module, plan):
+        cuts = dict(entry.cuts)
+        if _cuts_rows(entry):
+            cuts["weight"] = Cut(1, entry.pieces)
+        for key, cut in cuts.items():
+            parameter = entry.module._parameters[key]
+            assert parameter is not None
+            of_rank, rest = divmod(parameter.shape[-1], degree * cut.pieces)
+            is_row = cut.dim == parameter.ndim - 1 and parameter.ndim > 1
+            if is_row and (rest or of_rank % BLOCK):
+                yield f"{entry.name}.{key}"
+
+
+def _cuts_rows(entry: Styled) -> bool:
+    """Return whether the style of a linear layer or an embedding cuts the rows of its weight."""
+    weight = entry.module._parameters.get("weight")
+    if weight is None or isinstance(entry.module, nn.Embedding):
+        return weight is not None and entry.style == "column_gathered"
+    if (sizes := linear_sizes(entry.module)) is None:
+        return False
+    if entry.style in ("row", "row_split"):
+        return not sizes.transposed
+    return sizes.transposed and entry.style in (*COLUMN_STYLES, "column_gathered")
+
+
 def _indivisible(entry: Styled, degree: int) -> str | None:
     for key, cut in entry.cuts.items():
         parameter = entry.module._parameters[key]
@@ -295,13 +328,8 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
 
 def _quantized_layer_problem(entry: Styled, degree: int) -> str | None:
     """Return an error message if the style of a linear layer would divide a quantized block."""
-    sizes, weight = linear_sizes(entry.module), entry.module._parameters.get("weight")
-    if sizes is None or weight is None:
-        return None
-    is_of_inputs = entry.style in ("row", "row_split")
-    if is_of_inputs == sizes.transposed:  # rows are whole
-        return None
-    if not is_of_inputs and entry.style not in (*COLUMN_STYLES, "column_gathered"):
+    weight = entry.module._parameters.get("weight")
+    if weight is None or not _cuts_rows(entry):
         return None
     return _divides_blocks(f"{entry.name}.weight", weight, Cut(1, entry.pieces), degree)
 

@@ -136,7 +136,12 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 @config_errors()
 def estimate(
-    config: RunConfig, *, exact: bool = False, analytic: bool = False, changes: bool = True
+    config: RunConfig,
+    *,
+    exact: bool = False,
+    analytic: bool = False,
+    changes: bool = True,
+    tokens: float | None = None,
 ) -> Forecast:
     """Estimate the peak memory of each rank, as ``axonlaunch estimate`` does.
 
@@ -146,6 +151,7 @@ def estimate(
         analytic: Whether to count only parameters, gradients and optimizer states.
         changes: Whether to search for changes that make the run fit if it does not, which takes up
             to 30 seconds.
+        tokens: Number of tokens to train on; the result then has ``training``.
 
     Raises:
         ConfigError: The configuration can't be run on any node or can't be traced.
@@ -156,7 +162,7 @@ def estimate(
     config = _check_again(config)
     with _tracing(config) as context:
         config = resolve_for_node(context, config)
-        result = forecast(context, config, exact=exact, analytic=analytic)
+        result = forecast(context, config, exact=exact, analytic=analytic, tokens=tokens)
         return with_changes(context, config, result) if changes else result
 
 
@@ -185,7 +191,9 @@ def verify(
 
 
 @config_errors()
-def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
+def plan(
+    config: RunConfig, *, devices: int, fixed: Sequence[str] = (), tokens: float | None = None
+) -> Plan:
     """Search for the fastest layouts that fit, as ``axonlaunch plan`` does.
 
     The search replaces the layout of the configuration, except the settings in ``fixed``. The
@@ -195,6 +203,7 @@ def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
         config: Result of ``load``, with ``hardware``.
         devices: Number of devices, with one rank each.
         fixed: Keys of layout settings to keep, such as ``strategy.tensor.degree``.
+        tokens: Number of tokens to train on; the layouts then have ``training``.
 
     Raises:
         ConfigError: No layout fits, or the configuration can't be run.
@@ -206,7 +215,7 @@ def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
         raise ConfigError([ConfigIssue("fixed", message, unknown)])
     config = _check_again(config)
     with _tracing(config) as context:
-        return plan_config(context, config, devices=devices, fixed=fixed)
+        return plan_config(context, config, devices=devices, fixed=fixed, tokens=tokens)
 
 
 def _check_again(config: object) -> RunConfig:

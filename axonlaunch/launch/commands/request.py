@@ -27,6 +27,7 @@ class Request:
         config_dirs: Folders with the user's YAML files.
         multirun: Whether the overrides describe a sweep.
         samples: Number of runs of a sweep that are drawn at random; None for every combination.
+        parallel: Number of runs of a sweep that train at once; None for one after another.
     """
 
     overrides: Sequence[str]
@@ -34,6 +35,7 @@ class Request:
     config_dirs: Sequence[Path] = ()
     multirun: bool = False
     samples: int | None = None
+    parallel: int | None = None
     _composed: dict[tuple[str, ...], Composed] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -48,6 +50,7 @@ class Request:
             "train",
             *(["-m"] if self.multirun else []),
             *([] if self.samples is None else ["--samples", str(self.samples)]),
+            *([] if self.parallel is None else ["--parallel", str(self.parallel)]),
             *options,
             *self.overrides,
         ]

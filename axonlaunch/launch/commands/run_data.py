@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, suggest_run_folder
-from axonlaunch.diagnostics.report.run_record import NotARunError, RunStatus, read_run
+from axonlaunch.diagnostics.report.record.run_record import NotARunError, RunStatus, read_run
 
 if TYPE_CHECKING:
     import numpy as np

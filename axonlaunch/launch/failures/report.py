@@ -149,18 +149,6 @@ def plain_error(error: OSError) -> str:
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
-def plain_ranks(numbers: list[int]) -> str:
-    """Return ranks as text, with consecutive ones as a range: ``ranks 0, 4-7``."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
-
-
 def exit_reason(status: int | None) -> str:
     """Return the reason for the failure of a process that sent no report."""
     if status is not None and status < 0:

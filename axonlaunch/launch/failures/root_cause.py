@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from axonlaunch.diagnostics.failure_text import plain_ranks
 from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
-from axonlaunch.launch.failures.report import Crash, FailureKind, Report, plain_ranks
+from axonlaunch.launch.failures.report import Crash, FailureKind, Report
 
 _SUSPICION: dict[FailureKind, int] = {
     "interrupted": 0,

@@ -23,7 +23,7 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.values.url import is_url
-from axonlaunch.diagnostics.lost_peer import plain_reason
+from axonlaunch.diagnostics.failure_text import failure_place, fold_ranks
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -36,7 +36,7 @@ from axonlaunch.events import (
     Straggler,
     perplexity_of,
 )
-from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
+from axonlaunch.launch.failures.report import Crash
 from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.text.formatting import quantity, size
 from axonlaunch.system.text.streams import refusal
@@ -45,10 +45,12 @@ from axonlaunch.system.text.terminal import console_on
 SLOW = 0.2
 """Fraction of a step that other ranks must wait for a slow rank before it is reported."""
 _PERSISTENT = 4
-_FEW_STEPS = 10
-"""Largest number of steps of a run that leaves a line of each step on a terminal too."""
 """Consecutive logged steps in which the same rank must be slow before it is reported. Short work of
 the operating system can slow any rank down for a moment."""
+_WIDE = 110
+"""Columns of a terminal whose progress bar has room for all figures of memory."""
+_FEW_STEPS = 10
+"""Largest number of steps of a run that leaves a line of each step on a terminal too."""
 _SHOWN = 16
 """Number of traceback lines to show, counted from the end; the log contains all lines."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
@@ -172,7 +174,7 @@ class RunConsole:
 
     def _step(self, event: StepLogged) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
-        memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
+        memory = peak = f"{size(event.peak_memory_bytes)}{self._of_process}"
         if event.mfu is not None:
             speed += f"  {event.mfu:.1%} MFU"
         if event.reserved_bytes is not None:
@@ -180,7 +182,8 @@ class RunConsole:
         if event.alloc_retries:
             memory += f", {event.alloc_retries} retries"
         if self._progress is not None and self._task is not None:
-            numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
+            shown = memory if self._console.width >= _WIDE else peak
+            numbers = f"loss {event.loss:.3f}  {speed}  {shown}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         if not self._console.is_terminal or self._has_few_steps:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
@@ -252,31 +255,17 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    if location := _location(first, coords):
-        body.append(f"\n{location}", style="dim")
+    if place := failure_place(vars(first), coords):
+        body.append(f"\n{place}", style="dim")
     if first.traceback:
         body.append("\n\n" + _shown_frames(first.traceback.rstrip()), style="default")
-    for ranks, reason in _fold_ranks(crash.followers):
-        reason = "the same" if reason == first.reason else reason
-        body.append(f"\n{ranks}: {reason}", style="dim")
+    for text in fold_ranks(crash.followers, first=first.reason):
+        body.append(f"\n{text}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
     if first.log:
         # Outside the panel, because the panel would wrap a long path.
         console.print(f"log: {escape(shortened(first.log))}", soft_wrap=True)
     return console
-
-
-def _location(report: Report, coords: dict[str, int]) -> str:
-    """Return a rank's mesh coordinates, node and step as text."""
-    parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
-    if report.host:
-        parts.append(f"on {report.host}")
-    if report.step is not None:
-        doing = {"stepping": f"in step {report.step + 1}"}
-        parts.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
-    elif report.doing:
-        parts.append(f"{report.doing}, before the first step")
-    return ", ".join(parts)
 
 
 def _shown_frames(text: str) -> str:
@@ -309,14 +298,6 @@ def _shown_frames(text: str) -> str:
     while sum(map(len, rest)) > _SHOWN and len(rest) > 2:
         rest.pop(0)
     return "\n".join(line for frame in [first, *cut, *rest] for line in frame)
-
-
-def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
-    """Group ranks by reason, as in ``ranks 1-7: connection closed``."""
-    groups: dict[str, list[int]] = {}
-    for rank, reason in followers:
-        groups.setdefault(plain_reason(reason), []).append(rank)
-    return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
 
 
 def shortened(path: str) -> str:

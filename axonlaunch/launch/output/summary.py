@@ -32,6 +32,7 @@ from axonlaunch.launch.output.console import (
     show_crash,
     show_hint,
 )
+from axonlaunch.launch.output.measured_goodput import goodput_of_run
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
@@ -180,6 +181,7 @@ def finish_run(
     summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
+    summary["goodput"] = finite(goodput_of_run(config))
     summary |= _estimate_fields(config, record.prediction, console, is_done=status == "done")
     is_pushed = True
     if status == "done" and config.checkpoint.push is not None:
@@ -263,8 +265,10 @@ def _estimate_fields(
         _write(config, name, content)
     estimated: dict[str, float] = {}
     if prediction.memory.result is None:
-        text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}\n"
-        _log(config, text + prediction.memory.traceback)
+        text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}"
+        _log(config, f"{text}\n{prediction.memory.traceback}")
+        if is_done and prediction.is_wanted:
+            console.line(text)
     else:
         estimated["predicted_peak_bytes"] = prediction.memory.result.peak_bytes
     if prediction.step.result is not None:
@@ -302,7 +306,10 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
-    """Return a rank's coordinates on the mesh axes with more than one rank, the last fastest."""
+    """Return a rank's coordinates on the mesh axes of more than one rank.
+
+    The last axis varies fastest.
+    """
     layout = Layout.of(config, world_size=num_ranks(config))
     return {axis: n for axis, n in layout.coordinates(rank).items() if layout.axes[axis] > 1}
 
@@ -320,6 +327,7 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append((f"{counted}/s", quantity(rate)))
     if summary["first_step_s"]:
         rows.append(("time to first step", f"{summary['first_step_s']:.1f} s"))
+    rows += _rows_of_goodput(summary["goodput"])
     peak, estimated = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
     if peak is not None:
         estimate = "" if estimated is None else f", {size(estimated)} estimated"
@@ -333,6 +341,17 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("uploaded to", summary["pushed"]))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows
+
+
+def _rows_of_goodput(goodput: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the goodput of a run with failures, and how far its prediction was off."""
+    if goodput is None or not goodput["failures"]:
+        return []
+    failures = goodput["failures"]
+    text = f"{goodput['share']:.1%} with {failures} failure{'s' * (failures > 1)}"
+    if goodput["predicted_share"] is not None:
+        text += f", {goodput['predicted_share']:.1%} predicted"
+    return [("goodput", text)]
 
 
 def resuming_command(config: RunConfig, words: Sequence[str], *, name: str | None) -> str | None:

@@ -32,7 +32,10 @@ def as_written(overrides: Sequence[str]) -> str:
 
 
 def name_of_sweep(configs: Sequence[RunConfig]) -> str:
-    """Return the name with which a sweep's command resumes; empty if it has its runs' names."""
+    """Return the name that resumes a sweep whose runs are ``NAME/0``, ``NAME/1``, ...; else empty.
+
+    Without such numbers, the command names the runs itself and resumes as it is.
+    """
     parents = {config.name.rpartition("/")[0] for config in configs}
     numbers = [config.name.rpartition("/")[2] for config in configs]
     is_numbered = numbers == [str(number) for number in range(len(configs))]

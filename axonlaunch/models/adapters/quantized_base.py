@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from axonlaunch.config import ConfigIssue
 from axonlaunch.config.axes import LAYER_AXES
-from axonlaunch.config.registry import Needs
 from axonlaunch.models.modules.convert_module import convert_module
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import (
@@ -35,13 +33,10 @@ from axonlaunch.models.tensors.packed_blocks import (
     BLOCK_FORMATS,
     BlockFormat,
     format_of,
+    library_problem,
     logical_shape,
 )
 from axonlaunch.models.torch_internals import storage_key
-
-_BITSANDBYTES = Needs("bitsandbytes", "bitsandbytes", "axonlaunch[quantized]")
-_OLDEST = (0, 48)
-"""Oldest version of bitsandbytes that dequantizes on CPUs as on GPUs."""
 
 
 class QuantizedWeights(nn.Module):
@@ -192,7 +187,7 @@ def quantize_base(
 def base_problems(
     module: nn.Module, base: str, spec: ModelSpec, *, layers: dict[str, nn.Module]
 ) -> Iterator[ConfigIssue]:
-    """Yield what keeps the base from being quantized: a missing package, or the first weight.
+    """Yield why the base can't be quantized: a missing package, and the first unsuitable weight.
 
     Args:
         module: Model after ``quantize_base``.
@@ -200,7 +195,7 @@ def base_problems(
         spec: Spec of the model.
         layers: Linear layers that can be adapted, by name.
     """
-    if base == "nf4" and (message := _library_problem()):
+    if base == "nf4" and (message := library_problem()):
         yield ConfigIssue("adapter.base", message, base)
     for _, key, name in _weights(module, spec, layers):
         weight = dict(module.named_parameters(remove_duplicate=False))[f"{name}.{key}"]
@@ -210,16 +205,6 @@ def base_problems(
         )
         yield ConfigIssue("adapter.base", message, base)
         return
-
-
-def _library_problem() -> str:
-    if _BITSANDBYTES.is_missing:
-        return str(_BITSANDBYTES)
-    installed = metadata.version(_BITSANDBYTES.package)
-    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        return f"bitsandbytes {installed} is installed, and {oldest} or newer is needed; update it"
-    return ""
 
 
 def quantized_names(module: nn.Module) -> dict[str, BlockFormat]:

@@ -88,7 +88,7 @@ class _SharesKey:
     def _fingerprint(self) -> str:
         config = self.config
         train = config.train
-        settings = (train.param_dtype, train.freeze, train.unfreeze)
+        settings = (train.param_dtype, train.grad_dtype, train.freeze, train.unfreeze)
         return repr((config.model, config.adapter, config.optimizer, config.seed, settings))
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +107,8 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
     facts = parameter_facts(spec, model)
     total_bytes = max(1, stored_bytes(model, element=element))
     trained = element if config.adapter is None else _FP32
-    gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    gradient = config.train.gradient_bytes if config.adapter is None else _FP32
+    gradients = gradient * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     experts = sum(
         p.numel() for n in spec.experts(model) for p in model.get_submodule(n).parameters()
@@ -121,6 +122,27 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         element * experts / total_bytes,
         active_experts(model),
     )
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of a checkpoint: saved weights, persistent buffers and optimizer states.
+
+    Raises:
+        ConfigError: The model can't be built, or the optimizer can't be tried out.
+    """
+    element = config.train.parameter_bytes
+    trained = element if config.adapter is None else _FP32
+    model = on_meta(config, seed=config.seed)
+    saved = [
+        _bytes_of(parameter, trained if parameter.requires_grad else element)
+        for parameter in model.parameters()
+        if parameter.requires_grad or config.saves_frozen
+    ]
+    names = model.state_dict().keys()
+    buffers = [buffer.nbytes for name, buffer in model.named_buffers() if name in names]
+    facts = parameter_facts(spec_for(config), model)
+    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
+    return sum(saved) + sum(buffers) + states
 
 
 def small_bytes(model: nn.Module, *, element: int) -> int:

@@ -59,11 +59,11 @@ class HuggingFaceSource(ModelSource):
         return super().initial_weights()
 
     def random_weights(self) -> dict[str, Any]:
-        """Return the setting of a run that needs no weight files."""
+        """Return the setting of a run that initializes weights at random instead of from files."""
         return {"model.init": "random"}
 
     def size(self, name: str) -> int | None:
-        """Return None: sizes are in ``config.json``, which is not read for one of them."""
+        """Return None: sizes are in ``config.json``, which is not read for a single size."""
         del name
         return None
 

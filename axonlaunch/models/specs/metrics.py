@@ -161,7 +161,11 @@ def make_accuracy(config: AccuracyConfig, *, key: str) -> Metric:
 
 
 def make_custom_metric(config: CustomMetricConfig, *, key: str) -> Metric:
-    """Return a metric from the import path of its function.
+    """Return the metric with a user's function, which it imports.
+
+    Args:
+        config: Configuration of the metric; ``target`` is the import path.
+        key: Configuration key of the metric in errors, such as ``metrics[0]``.
 
     Raises:
         ConfigError: It can't be imported or does not accept its arguments.

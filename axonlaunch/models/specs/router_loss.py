@@ -53,12 +53,12 @@ class RouterLoss:
 
     @contextmanager
     def running(self, mode: RoutingMode) -> Iterator[None]:
-        """Return a context for forwards.
+        """Return a context in which forwards count choices or compute their share of the loss.
 
         Args:
-            mode: ``count`` counts choices, and sums them over ranks at the end; ``share`` computes
-                the loss, from these counts or from those of the first forward; ``off`` does
-                neither.
+            mode: ``count`` counts the choices of experts; on exit they are summed over ranks.
+                ``share`` computes the loss from these counts, or without them from the choices of
+                the first forward. ``off`` does neither.
         """
         token, self._mode = _CURRENT.set(self), mode
         try:

@@ -1,7 +1,7 @@
 """Answers questions about the origin of a model: files, sizes, initial weights, small copies.
 
-Other packages ask the source and don't test the type of a model's configuration. This module does
-not import torch; methods import what they need.
+``models/specs/source_of.py`` chooses the source of a configuration. This module does not import
+torch; methods import what they need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from axonlaunch.config import ConfigIssue, RunConfig, to_tree
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 
 if TYPE_CHECKING:
@@ -57,30 +57,6 @@ class SmallModel:
 
     config: Any
     vocab_size: int
-
-
-def source_of(config: Any) -> ModelSource:
-    """Return the source of the model of a run's or a model's configuration."""
-    model = model_of(config)
-    if isinstance(model, HuggingFaceConfig):
-        from axonlaunch.models.hf.source import HuggingFaceSource
-
-        return HuggingFaceSource(model)
-    return ModelSource(model)
-
-
-def model_of(config: Any) -> Any:
-    """Return the model's configuration, from a run's configuration or unchanged."""
-    return config.model if isinstance(config, RunConfig) else config
-
-
-def model_in_folder(folder: Path) -> Any:
-    """Return the configuration of the model that a ``config.json`` describes, without its weights.
-
-    Args:
-        folder: Folder with files as ``save_pretrained`` writes them.
-    """
-    return HuggingFaceConfig(path=str(folder.absolute()), init="random")
 
 
 class ModelSource:
@@ -150,18 +126,27 @@ class ModelSource:
         return None if path is None else ("model.weights", path)
 
     def random_weights(self) -> dict[str, Any]:
-        """Return the settings of a run that replace the weights in the model's files by random."""
+        """Return the settings of a run that initialize weights at random instead of from files."""
         return {}
 
     # Sizes and structure
 
     def size(self, name: str) -> int | None:
-        """Return a size from the model's configuration, or None if it is unknown there."""
+        """Return a size from the model's configuration; None if it has no such size.
+
+        Args:
+            name: Name of the size, such as ``vocab_size``.
+        """
         value: int | None = getattr(self.model, name, None)
         return value
 
     def setting(self, name: str, value: int) -> str:
-        """Return the override that changes a size."""
+        """Return the override that sets a size: ``model.vocab_size=512``.
+
+        Args:
+            name: Name of the size, such as ``vocab_size``.
+            value: New value.
+        """
         return f"{self.sizes_key}.{name}={value}"
 
     def with_vocabulary(self, size: int) -> dict[str, Any]:

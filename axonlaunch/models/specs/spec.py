@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from axonlaunch.config import RunConfig
 from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 
@@ -222,8 +223,13 @@ class ModelSpec:
         return representative(module, self.layers or "", index_names=self.index_names)
 
 
+def model_of(config: Any) -> Any:
+    """Return the model's configuration, from a run's configuration or unchanged."""
+    return config.model if isinstance(config, RunConfig) else config
+
+
 def takes_positions() -> str:
-    """Return an empty reason; the ``unpackable`` of models that support packed rows."""
+    """Return an empty text: the ``ModelSpec.unpackable`` of models that support packed rows."""
     return ""
 
 

@@ -28,7 +28,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a full tensor that a rank holds.
+    """A rectangular region of a full tensor that a rank holds.
 
     Attributes:
         region: ``(offset, length)`` in each dimension of the full tensor.

@@ -10,8 +10,10 @@ Source: Dettmers et al., "QLoRA", 2023, section 3; bitsandbytes, ``functional.py
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +21,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm.mesh import local_part
+from axonlaunch.config.precision import BLOCK as BLOCK
+from axonlaunch.config.precision import QUANTIZED, SCALE_BYTES
+from axonlaunch.config.registry import Needs
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
-from axonlaunch.models.torch_internals import local_tensor
+from axonlaunch.models.torch_internals import local_tensor, without_modes
 
-BLOCK = 64
-"""Number of values that share a scale."""
-_SCALE_BYTES = 4
+_BITSANDBYTES = Needs("bitsandbytes", "bitsandbytes", "axonlaunch[quantized]")
+_OLDEST = (0, 48)
+"""Oldest version of bitsandbytes that dequantizes on CPUs as on GPUs."""
 _LARGEST_CODE = 127
 """Largest magnitude of a code of int8."""
 
@@ -43,7 +48,7 @@ class BlockFormat(ABC):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block with its scale."""
-        return self.code_bytes + _SCALE_BYTES
+        return self.code_bytes + SCALE_BYTES
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the uint8 tensor that stores values of a shape [..., n].
@@ -123,6 +128,46 @@ class _Int8(BlockFormat):
         return values.view(shape)
 
 
+class _Dynamic(BlockFormat):
+    """8-bit codes of bitsandbytes' optimizers; more of them are near zero than near the scale.
+
+    A tensor of zero bytes has the value 0.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
+    """
+
+    name = QUANTIZED
+    code_bytes = BLOCK
+
+    def __init__(self, *, is_signed: bool) -> None:
+        self._is_signed = is_signed
+
+    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        code = _dynamic_codes(self._is_signed, values.device)
+        codes, state = _library().quantize_blockwise(values.float(), code=code, blocksize=BLOCK)
+        return codes, state.absmax
+
+    def _dequantize(
+        self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        code = _dynamic_codes(self._is_signed, codes.device)
+        options = {"absmax": scales, "code": code, "blocksize": BLOCK}
+        values: Tensor = _library().dequantize_blockwise(codes.view(-1, BLOCK), **options)
+        return values.to(dtype).view(shape)
+
+
+@functools.cache
+def _dynamic_codes(is_signed: bool, device: torch.device) -> Tensor:
+    """Return the 256 values of the codes, in ascending order; an estimate does not count them."""
+    with without_modes():
+        codes: Tensor = _library().create_dynamic_map(signed=is_signed).to(device)
+    return codes
+
+
+STATE_FORMATS: dict[bool, BlockFormat] = {
+    is_positive: _Dynamic(is_signed=not is_positive) for is_positive in (False, True)
+}
+"""Formats of optimizer states in 8 bits, by whether no element is negative."""
 BLOCK_FORMATS: dict[str, BlockFormat] = {each.name: each for each in (_NF4(), _Int8())}
 _BY_BYTES = {each.block_bytes: each for each in BLOCK_FORMATS.values()}
 
@@ -149,12 +194,31 @@ def logical_numel(tensor: Tensor) -> int:
 def empty_values(packed: Tensor) -> Tensor:
     """Return fp32 memory for the values of a quantized tensor, sharded in the same way."""
     local = local_part(packed)
-    values = torch.empty(logical_shape(local), device=local.device)
+    return _sharded_like(packed, torch.empty(logical_shape(local), device=local.device))
+
+
+def state_values(packed: Tensor, *, is_positive: bool) -> Tensor:
+    """Return the fp32 values of an optimizer state in 8 bits, sharded in the same way."""
+    return _sharded_like(packed, STATE_FORMATS[is_positive].dequantize(packed, torch.float32))
+
+
+def _sharded_like(packed: Tensor, values: Tensor) -> Tensor:
     if not isinstance(packed, DTensor):
         return values
     shape = logical_shape(packed)
     stride = torch.empty(shape, device="meta").stride()
     return dtensor_of(values, packed.device_mesh, packed.placements, shape=shape, stride=stride)
+
+
+def library_problem() -> str:
+    """Return why bitsandbytes, for nf4 and states in 8 bits, can't be used; empty if it can."""
+    if _BITSANDBYTES.is_missing:
+        return str(_BITSANDBYTES)
+    installed = metadata.version(_BITSANDBYTES.package)
+    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        return f"bitsandbytes {installed} is installed, and {oldest} or newer is needed; update it"
+    return ""
 
 
 def _library() -> Any:

@@ -68,8 +68,11 @@ def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
     names = [tied.get(n, n) for module in modules for n, _ in module.named_parameters()]
     trained = [facts[name] for name in names if name in facts]
     size = element if config.adapter is None else 4  # trained parameters are fp32
+    gradient = config.train.gradient_bytes if config.adapter is None else size
     shares = TrainingShares(
-        gradients=size * sum(math.prod(parameter.shape) for parameter in trained) / max(1, total),
+        gradients=gradient
+        * sum(math.prod(parameter.shape) for parameter in trained)
+        / max(1, total),
         states=state_bytes(config.optimizer, trained, parameter_bytes=size) / max(1, total),
         small=sum(small_bytes(m, element=element) for m in modules) / max(1, total),
         looked_up=element * sum(map(looked_up_parameters, modules)) / max(1, total),

@@ -124,8 +124,10 @@ def _smaller_runs(config: RunConfig) -> Iterator[list[_Smaller]]:
     if length is not None:
         shorter = [length // 2**n for n in range(1, _HALVINGS + 1) if length % 2**n == 0]
         yield [_with_setting(config, "data.sequence_length", value) for value in shorter]
-    low = PRECISIONS[config.train.precision].compute
-    if low.is_low and not NUMBER_FORMATS[config.train.param_dtype].is_low:
+    precision = PRECISIONS[config.train.precision]
+    low = precision.compute
+    is_stored = NUMBER_FORMATS[config.train.param_dtype].is_low
+    if low.is_low and not is_stored and not precision.needs_loss_scale:
         yield [_with_setting(config, "train.param_dtype", low.name)]
     if config.adapter is None:
         changed = with_values(config, {"adapter": LoraConfig()})

@@ -14,6 +14,9 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
+from axonlaunch.config.precision import FP32, MIXED_PRECISION, QUANTIZED
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
@@ -37,11 +40,11 @@ _TOLERANCE = 1.15
 
 @dataclass(frozen=True)
 class Option:
-    """One setting changed.
+    """A value for one setting that may make a run fit.
 
     Attributes:
-        settings: Values by dotted key.
-        cost: Description of its cost.
+        settings: New values by dotted key.
+        cost: Description of the cost, such as slower steps.
     """
 
     settings: Settings
@@ -70,6 +73,8 @@ def candidate_changes(config: RunConfig) -> list[Options]:
         _pipeline(config, layout),
         _quantized_base(config),
         _offload(config, layout),
+        _masters(config, layout),
+        _states(config),
     ]
 
 
@@ -352,6 +357,44 @@ def _quantized_base(config: RunConfig) -> Options:
     }
     remaining = ["int8", "nf4"] if config.adapter.base is None else ["nf4"]
     return [Option({"adapter.base": base}, options[base]) for base in remaining]
+
+
+def _masters(config: RunConfig, layout: Layout) -> Options:
+    """Return the option to store weights in 16 bits, with masters that are divided like states.
+
+    With full weights on every rank it saves memory from two ranks on, and with shards nothing.
+    """
+    precision = precision_of(config)
+    is_low, is_stored = precision.compute.is_low, precision.parameters.is_low
+    divides = layout.facts.divides_update and layout.optimizer_shards > 1
+    if not is_low or is_stored or not divides or not _updates_elements(config):
+        return []
+    name = precision.compute.name
+    settings = {"train.param_dtype": name, "optimizer.master_weights": FP32.name}
+    return [Option(settings, f"gradients round to {name} between micro-batches and in sums")]
+
+
+def _states(config: RunConfig) -> Options:
+    """Return options to store optimizer states in fewer bits.
+
+    The difference in 8 bits is that of normally distributed states.
+    """
+    current = getattr(config.optimizer, "state_dtype", None)
+    if current is None or not _updates_elements(config):
+        return []
+    costs = {
+        MIXED_PRECISION.name: "optimizer states round to 16 bits, up or down at random",
+        QUANTIZED: "optimizer states round to 8 bits: they change by about 1%",
+    }
+    remaining = [*costs][[*costs].index(current) + 1 :] if current in costs else [*costs]
+    return [Option({"optimizer.state_dtype": name}, costs[name]) for name in remaining]
+
+
+def _updates_elements(config: RunConfig) -> bool:
+    """Return whether weights are trained by an included optimizer that can update in fp32."""
+    name = config.optimizer.name
+    is_included = name in OWN_OPTIMIZERS and OPTIMIZERS.facts(name).sharding == "elementwise"
+    return is_included and config.adapter is None
 
 
 def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:

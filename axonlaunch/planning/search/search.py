@@ -21,8 +21,9 @@ from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.models.facts.parameter_facts import checkpoint_bytes
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
@@ -135,6 +136,7 @@ def search_layouts(
         searched=len(layouts),
         candidates=found.plans[:LISTED],
         untraced=found.untraced,
+        saved_bytes=checkpoint_bytes(config),
     )
 
 

@@ -119,7 +119,7 @@ class FakeRank:
             self._gather_once()
         for _, updated in self.engine.named_updated():
             if updated.grad is None:
-                updated.grad = torch.empty_like(updated)
+                updated.grad = torch.empty_like(updated, dtype=updated.grad_dtype)
         phase = nullcontext() if self._trace is None else self._trace.during("temporary")
         with phase, fake_world.assume_true():
             self.engine.update()

@@ -23,7 +23,7 @@ from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world
@@ -83,14 +83,20 @@ class StageTrace:
 
     @classmethod
     def of(cls, reduced: ReducedRun, pp_rank: int, *, exact: bool) -> Self:
-        """Choose the runs that represent a position; ``exact`` chooses the full run."""
+        """Choose the shorter and shallower runs that represent a position on the pp axis.
+
+        Args:
+            reduced: The run to estimate.
+            pp_rank: Position on its pp axis.
+            exact: Trace the full run instead.
+        """
         short, short_pp_rank = (reduced, pp_rank) if exact else reduced.reduce(pp_rank)
         spare_blocks = 0 if exact else short.spare_blocks(short.stages_of(short_pp_rank))
         return cls(reduced, pp_rank, short, short_pp_rank, spare_blocks if spare_blocks > 1 else 0)
 
     @property
     def short_rank(self) -> int:
-        """First rank at the representing position in the short run."""
+        """First rank of ``short`` at the position ``short_pp_rank``; it is the one traced."""
         return self.short_pp_rank * self.short.world_size // self.short.layout.pipeline
 
     @property
@@ -99,7 +105,7 @@ class StageTrace:
         return self.spare_blocks, *self._removed_blocks()
 
     def traces(self) -> dict[TraceKey, Callable[[], Traced]]:
-        """Return the tracing functions by trace key."""
+        """Return the functions that trace the runs, one or two runs of different depth."""
         return {
             key: partial(trace_rank, self._without(fewer), self.short_rank)
             for key, fewer in self._removed_blocks().items()

@@ -52,7 +52,12 @@ class ForkServerError(RuntimeError):
 
 
 def modules_to_preload(*, compiler: bool, transformers: bool) -> list[str]:
-    """Return the modules with torch's compiler and with transformers, as requested."""
+    """Return the names of modules to preload, for ``warm``.
+
+    Args:
+        compiler: Whether to preload torch's compiler.
+        transformers: Whether to preload transformers.
+    """
     return [*([_COMPILER] if compiler else []), *([_TRANSFORMERS] if transformers else [])]
 
 

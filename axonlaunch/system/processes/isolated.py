@@ -85,7 +85,7 @@ class Isolated:
         return answer
 
     def end(self) -> None:
-        """Kill the copy, and so whatever call it is in; a later call makes a new one."""
+        """Kill the copy, which ends its current call; a later call makes a new copy."""
         if self._copy is not None:
             self._copy.kill()
 

@@ -39,7 +39,14 @@ def mark_own(file: Path, text: str) -> None:
 
 
 def is_marked_own(file: Path, text: str) -> bool:
-    """Return whether this user wrote a file with this content here, from this working folder."""
+    """Return whether a file has the mark that ``mark_own`` gave it.
+
+    That requires the same user, path, content and working folder.
+
+    Args:
+        file: Path of the file.
+        text: Its content.
+    """
     try:
         key, mark = _key(), read_text(_mark_of(file), at_most=2 * _BYTES)
         is_of_user = file.stat().st_uid == os.geteuid()

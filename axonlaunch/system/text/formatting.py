@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 GIB, MIB = 1024**3, 1024**2
 UNITS = {GIB: "GiB", MIB: "MiB"}
+_MULTIPLES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def size(number: float) -> str:
@@ -13,7 +16,11 @@ def size(number: float) -> str:
 
 
 def figures(number: float) -> str:
-    """Format a number with three significant digits, without an exponent."""
+    """Format a number without an exponent: ``0.00123``, ``12.3``, ``12345``.
+
+    Numbers below 100 have three significant digits but at most six decimal places, others have no
+    decimal places.
+    """
     if number == 0:
         return "0"
     if abs(number) >= 100:
@@ -29,10 +36,22 @@ def unit_of(number: float) -> int:
 
 def quantity(number: float) -> str:
     """Format a count with three significant digits: ``813``, ``1.84M``, ``41.2k``."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in _MULTIPLES.items():
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def parse_quantity(text: str) -> float | None:
+    """Return the number in a text like ``3T``, ``500b``, ``41.2k`` or ``1e9``; None without one."""
+    units = {unit.lower(): size for unit, size in _MULTIPLES.items()}
+    digits = text.strip().lower()
+    scale = units.get(digits[-1:], 1.0)
+    try:
+        number = float(digits[:-1] if scale != 1.0 else digits) * scale
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def ago(seconds: float) -> str:

@@ -80,7 +80,7 @@ class BackgroundLogger:
                 self._dropped += 1
 
     def take_problem(self) -> str | None:
-        """Return the logger's first problem once; None if nothing failed or after that."""
+        """Return the logger's first problem, but only once; None if there is none to report."""
         with self._changed:
             problem = self._problem
             if problem is None and self._call is not None and self._is_late():

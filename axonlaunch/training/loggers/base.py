@@ -44,9 +44,9 @@ class Logger:
     fails, that is tried again after 1 and 5 seconds.
 
     Attributes:
-        rewinds: Whether ``start`` removes entries after ``run.resumed_at``. If it does not, then a
-            resumed run calls the logger only from the last step on that was logged before, so that
-            its steps never decrease.
+        rewinds: Whether ``start`` removes entries after ``run.resumed_at``. If it does not, a
+            resumed run skips the steps before the last one that was logged, so that the steps of
+            the logger never decrease.
     """
 
     rewinds = False

@@ -14,7 +14,10 @@ _COLLAPSED, _PERSISTENT = 0.9, 3
 
 
 class RouterWatch:
-    """Counts in how many successive logged steps one expert of a layer has almost all tokens."""
+    """Notices routers that collapse: one expert computes 90% of the tokens of a layer.
+
+    A router has collapsed if that is so in three successive logged steps.
+    """
 
     def __init__(self) -> None:
         self._steps: Counter[str] = Counter()
@@ -29,7 +32,8 @@ class RouterWatch:
     def notes(self, loads: Mapping[str, ExpertLoad]) -> Iterator[str]:
         """Yield a text for each router that has just collapsed.
 
-        If tokens have more than half of the experts each, many tokens share an expert in any case.
+        Layers in which each token has more than half of the experts are left out, because an expert
+        then gets most tokens even if the layer is balanced.
         """
         for name, load in loads.items():
             if load.most < 2 or load.share < _COLLAPSED:

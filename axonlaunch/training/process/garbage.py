@@ -15,7 +15,7 @@ visits all imported objects, takes as long as several steps."""
 
 
 class GarbageCollection:
-    """Context that controls Python's garbage collector during a training loop."""
+    """Context in which Python's garbage collector runs only every few steps."""
 
     def __init__(self, every: int) -> None:
         """Prepare the collector.

@@ -19,7 +19,7 @@ from axonlaunch.config.problems.errors import one_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
-from axonlaunch.models.specs.source import model_in_folder, source_of
+from axonlaunch.models.specs.source_of import model_in_folder, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,6 +9,7 @@ import math
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.reference_values import Reference
@@ -28,6 +29,7 @@ def exercised_features(
         masks: Number of random draws that were compared: dropout masks, or probes in a model
             without dropout.
     """
+    masters = precision_of(config).masters
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
     clipped = sum(
         train.grad_clip is not None and train.grad_clip < step.norm < math.inf
@@ -41,6 +43,7 @@ def exercised_features(
             else f"backend {config.launch.backend}"
         ),
         "precision": f"{train.precision}, weights in {train.param_dtype}"
+        + (f" with masters in {masters.name}" if masters is not None else "")
         + (", reference in fp64" if plan.fp64 else ""),
         "accumulation": _accumulation(layout),
         "uneven targets": "by row and step",

@@ -23,6 +23,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import quantizes_states
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
 from axonlaunch.data.datasets.loader import Loader, full_loader, rank_loader
 from axonlaunch.engines.base import Engine
@@ -40,6 +41,7 @@ from axonlaunch.verification.references.differences import (
     compare_numbers,
     compare_tensors,
 )
+from axonlaunch.verification.references.plain_rounding import saved_values
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.references.tolerances import PARAMETER_FLOOR, state_floors
 
@@ -59,7 +61,9 @@ def prepared_engine(
     """
     engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
-    comparison_inputs.move_vectors(engine.named_parameters())
+    named, saved = [name for name, _ in engine.named_parameters()], engine.model_state_dict()
+    comparison_inputs.move_vectors((name, saved[name]) for name in dict.fromkeys(named))
+    engine.load_model_state_dict(saved)
     if not drops:
         comparison_inputs.Dropout(engine.modules)
     return engine, loader
@@ -294,14 +298,16 @@ class _LayoutRun:
         yield from self._buffers(number, state["model"])
         for key, actual in state["optimizer"].items():
             if key in self._reference.states:
-                expected = self._reference.states[key]
+                expected, is_number = self._reference.states[key], not actual.ndim
+                if quantizes_states(self._config.optimizer):
+                    actual = saved_values(key, actual)
                 yield compare_tensors(
                     (number, "state", key),
                     actual,
                     expected,
                     floor=floor.get(key.rpartition(".")[2], 0.0),
                 )
-                if actual.ndim:  # Python numbers are saved with a fixed dtype
+                if not is_number:  # Python numbers are saved with a fixed dtype
                     yield from self._dtype_difference(number, f"values of {key}", actual, expected)
 
     def _evaluation(self) -> Iterator[Difference]:
@@ -358,7 +364,7 @@ class _LayoutRun:
         saved = checkpoint.find_checkpoint(folder)
         assert saved is not None
         if self._world.is_main:
-            yield from read_by_one_process(saved, self._reference)
+            yield from read_by_one_process(saved, self._reference, self._config)
         if self._world.world_size > 1:
             dist.barrier()
         yield from read_in_parts(saved, self._reference, world=self._world)

@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch import checkpoint
+from axonlaunch.checkpoint.loading import reader
 from axonlaunch.checkpoint.loading.reader import read_full_tensors, refuse_damage
 from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.precision import quantizes_states
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of, packed_placement
 from axonlaunch.verification.references.differences import (
     Difference,
@@ -19,6 +22,7 @@ from axonlaunch.verification.references.differences import (
     compare_numbers,
     compare_tensors,
 )
+from axonlaunch.verification.references.plain_rounding import saved_values
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.references.tolerances import PARAMETER_FLOOR, state_floors
 
@@ -26,7 +30,9 @@ _PIECES = 2
 """Separate parts of a parameter that each rank reads."""
 
 
-def read_by_one_process(saved: checkpoint.Checkpoint, reference: Reference) -> Iterator[Difference]:
+def read_by_one_process(
+    saved: checkpoint.Checkpoint, reference: Reference, config: RunConfig
+) -> Iterator[Difference]:
     """Compare the checkpoint, read by one process, with the state of the reference."""
     number = reference.saved_step - 1
     refuse_damage(saved)
@@ -38,6 +44,8 @@ def read_by_one_process(saved: checkpoint.Checkpoint, reference: Reference) -> I
         section: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         for section, tensors in wanted.items()
     }
+    if quantizes_states(config.optimizer):
+        read["optimizer"] |= _memory_of_codes(saved, reference)
     read["counters"] = {"step": torch.tensor(0)}
     read_full_tensors(saved, read)
     floor = state_floors(reference.states)
@@ -46,16 +54,29 @@ def read_by_one_process(saved: checkpoint.Checkpoint, reference: Reference) -> I
             least = PARAMETER_FLOOR
             if section == "optimizer":
                 least = floor.get(name.rpartition(".")[2], 0.0)
-            quantity = (number, "checkpoint", f"{section}.{name}")
-            yield compare_tensors(quantity, read[section][name], expected, floor=least)
+            quantity, actual = (number, "checkpoint", f"{section}.{name}"), read[section][name]
+            if quantizes_states(config.optimizer):
+                actual = saved_values(name, actual)
+            yield compare_tensors(quantity, actual, expected, floor=least)
     steps = as_number(read["counters"]["step"]) or 0.0
     yield compare_numbers(number, "checkpoint", steps, float(reference.saved_step))
+
+
+def _memory_of_codes(saved: checkpoint.Checkpoint, reference: Reference) -> dict[str, Tensor]:
+    """Return memory for the states that a checkpoint holds in 8 bits."""
+    contents: dict[str, Any] = reader.contents(saved)
+    entries = {name: contents.get(f"optimizer.{name}") for name in reference.states}
+    return {
+        name: torch.zeros(entry.size, dtype=torch.uint8)
+        for name, entry in entries.items()
+        if entry is not None and entry.properties.dtype is torch.uint8
+    }
 
 
 def read_in_parts(
     saved: checkpoint.Checkpoint, reference: Reference, *, world: World
 ) -> Iterator[Difference]:
-    """Compare parameters that ranks read with other shards than those that were saved.
+    """Compare a checkpoint's parameters, read by ranks with other shards, with the reference.
 
     Each rank reads two separate parts of one dimension, as another layout would. Parameters with no
     dimension that can be divided so are skipped; ``read_by_one_process`` covers them. All ranks

@@ -77,7 +77,10 @@ class ChosenExperts(TopkChoices):
         self._place = place or _following_rows
 
     def choices(self) -> dict[str, Tensor]:
-        """Return the choices of all calls, [samples, positions, ...], by block and number."""
+        """Return the recorded choices of experts by ``<block>.<number of the choice in a call>``.
+
+        The calls of a block are concatenated: [samples, positions, ...].
+        """
         return {key: torch.cat(calls) for key, calls in self._choices.items()}
 
     def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:

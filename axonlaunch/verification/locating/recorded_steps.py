@@ -251,8 +251,9 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
             if updated.grad is not None:
                 step.gradients.setdefault(name, []).extend(_boxes(updated.grad))
         engine.update()
-        for name, parameter in engine.named_parameters():
-            step.parameters.setdefault(name, []).extend(_boxes(parameter))
+        saved = engine.model_state_dict()  # with masters in place of their parameters
+        for name in dict.fromkeys(name for name, _ in engine.named_parameters()):
+            step.parameters.setdefault(name, []).extend(_boxes(saved[name]))
         steps.append(step)
     return steps
 

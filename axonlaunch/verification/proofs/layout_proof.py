@@ -32,7 +32,8 @@ from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
-from axonlaunch.models.specs.source import ModelDivision, NotReducibleError, source_of
+from axonlaunch.models.specs.source import ModelDivision, NotReducibleError
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing

@@ -56,7 +56,7 @@ class ProvedTable:
 
 @functools.cache
 def proved_table() -> ProvedTable:
-    """Read the table that is part of the package."""
+    """Read the table of proved layouts from the package's file."""
     content = json.loads(FILE.read_text())
     families = {
         kind: Family(entry["class"], tuple(entry["also"]), entry["refused"], entry["notes"])

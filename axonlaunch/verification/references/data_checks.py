@@ -179,7 +179,8 @@ def _at_ends(loader: Loader, epoch: int) -> npt.NDArray[np.int64]:
 def random_problem(loader: Loader) -> str:
     """Describe a dataset with random samples; empty if its samples are reproducible.
 
-    The loader seeds the global generators for each sample, so only others are noticed.
+    The loader seeds the global generators for each sample. The samples are therefore random only if
+    the dataset uses another generator.
     """
     if isinstance(loader, StreamLoader):
         return ""

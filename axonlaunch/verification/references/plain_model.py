@@ -210,7 +210,8 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 def moves_buffers(model: nn.Module) -> bool:
     """Return whether results can depend on the micro-batch size or on earlier forwards.
 
-    Batch normalisation without running statistics also mixes samples.
+    Persistent buffers may be changed by a forward. Batch normalisation mixes samples even without
+    running statistics.
     """
     return has_batch_norm(model) or bool(saved_buffers(model))
 

@@ -21,7 +21,7 @@ from axonlaunch.config.optimization.schedules import SCHEDULERS
 from axonlaunch.models.specs.spec import ModelSpec
 
 PEAK = "initial_lr"
-_NOT_OPTIONS = {"name", "groups", "state_dtype", "target", "arguments"}
+_NOT_OPTIONS = {"name", "groups", "master_weights", "state_dtype", "target", "arguments"}
 _CLASSES: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,

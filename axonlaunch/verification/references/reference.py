@@ -21,7 +21,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import state_format
+from axonlaunch.config.precision import quantizes_states, state_format, update_format
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
@@ -30,7 +30,7 @@ from axonlaunch.models.adapters.quantized_base import quantized_names
 from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
-from axonlaunch.models.specs.source import source_of
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
@@ -59,6 +59,11 @@ from axonlaunch.verification.references.plain_optimizer import (
     clip,
     plain_optimizers,
     plain_rate,
+)
+from axonlaunch.verification.references.plain_rounding import (
+    is_like_parameter,
+    quantize_states,
+    round_states,
 )
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
 
@@ -119,12 +124,16 @@ class PlainRun:
         self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
+        self._updated: dict[str, Tensor] = {}
         self._start = self.copy_parameters()
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
         self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
             comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
-        self._updated = self._masters()
+        self._updated = self._tensors_to_update()
+        stored = state_format(config.optimizer)
+        self._rounds_states = stored is not None and stored.is_low and not plan.fp64
+        self._quantizes_states = quantizes_states(config.optimizer) and not plan.fp64
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._updated)
         is_scaled = self._precision.needs_loss_scale
         self._scaler = torch.amp.GradScaler(
@@ -157,6 +166,8 @@ class PlainRun:
                 is_kept = is_trained or name in formats
                 if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(dtype)
+                if self._has_masters and parameter.requires_grad:
+                    parameter.data = parameter.data.float()
         if self._spec.initializers is not None:
             start_magnitudes(model)  # from the weights in param_dtype
         if source_of(config).initial_weights() is not None:
@@ -171,13 +182,26 @@ class PlainRun:
             start_magnitudes(model)
         return model if model.training else model.train()  # keeps submodules in evaluation mode
 
-    def _masters(self) -> dict[str, Tensor]:
-        """Return the tensors to update: the parameters, or master copies in another format."""
-        chosen = state_format(self._config.optimizer)
-        if chosen is None:
+    @property
+    def _has_masters(self) -> bool:
+        """Whether parameters in 16 bits are rounded masters; in fp64 nothing is rounded."""
+        return self._precision.masters is not None and not self._plan.fp64
+
+    def _tensors_to_update(self) -> dict[str, Tensor]:
+        """Return the parameters, or copies in the format of the update.
+
+        Masters begin as the parameters, which are rounded then.
+        """
+        chosen = update_format(self._config.optimizer)
+        is_low = self._precision.parameters.is_low and self._config.adapter is None
+        if chosen is None or not is_low or self._plan.fp64:
             return dict(self._trained)
-        dtype = torch_dtype(chosen)
-        return {n: p.detach().to(dtype).clone() for n, p in self._trained.items()}
+        dtype, lower = torch_dtype(chosen), torch_dtype(self._precision.parameters)
+        copies = {n: p.detach().to(dtype).clone() for n, p in self._trained.items()}
+        for parameter in self._trained.values():
+            parameter.data = parameter.data.to(lower)
+            parameter.grad_dtype = torch_dtype(self._precision.gradients)
+        return copies
 
     def refuse_problems(self) -> None:
         """Check for faults that the reference and every layout share.
@@ -192,7 +216,11 @@ class PlainRun:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
 
     def run(self) -> Reference:
-        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
+        """Run every step.
+
+        Raises:
+            NoReferenceError: A check of the data or of the model in a step fails.
+        """
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
@@ -299,7 +327,8 @@ class PlainRun:
         for name, parameter in self._updated.items():
             gradient = self._trained[name].grad
             if parameter is not self._trained[name]:
-                parameter.copy_(self._trained[name].detach())
+                if not self._has_masters:
+                    parameter.copy_(self._trained[name].detach())
                 parameter.grad = None if gradient is None else gradient.float()
         updated = [tensor for tensor in self._updated.values() if tensor.grad is not None]
         if updated:
@@ -314,6 +343,10 @@ class PlainRun:
                 )
             if not skipped:
                 optimizer.step()
+                if self._rounds_states:
+                    round_states(optimizer, self._names(), seed=config.seed, step=number + 1)
+                if self._quantizes_states:
+                    quantize_states(optimizer)
         if updated:
             self._scaler.update()
         with torch.no_grad():
@@ -453,18 +486,29 @@ class PlainRun:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Return copies of parameters, persistent buffers and optimizer states."""
-        names = {id(tensor): name for name, tensor in self._updated.items()}
+        names = self._names()
         states = {
-            f"{names[id(p)]}.{key}": _copy(torch.as_tensor(value))
+            f"{names[id(p)]}.{key}": _copy(self._stored_state(key, torch.as_tensor(value), p))
             for optimizer in self._optimizers
             for p, values in optimizer.state.items()
             for key, value in values.items()
         }
         return self.copy_parameters(), _copies(saved_buffers(self.model)), states
 
+    def _names(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in self._updated.items()}
+
+    def _stored_state(self, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+        is_rounded = self._rounds_states and is_like_parameter(key, value, parameter)
+        return value.bfloat16() if is_rounded else value
+
     def copy_parameters(self) -> dict[str, Tensor]:
-        """Return copies of the parameters as layouts store them; quantized ones are uint8."""
-        return _copies({**self._parameters, **self._quantized})
+        """Return copies of the parameters as layouts save them.
+
+        Masters represent their parameters, and quantized ones are uint8.
+        """
+        masters = self._updated if self._has_masters else {}
+        return _copies({**self._parameters, **masters, **self._quantized})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

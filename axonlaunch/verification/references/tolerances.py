@@ -18,6 +18,7 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.precision import quantizes_states, state_format
 from axonlaunch.verification.references.differences import (
     Difference,
     compare_numbers,
@@ -66,6 +67,12 @@ _JUMP = 4.0
 
 This happens in some steps only, and can also happen in the layout.
 """
+_CODE_SPACING = 2.0**-5
+"""Distance of most 8-bit codes relative to the root mean square of a block.
+
+There are 64 codes between 0.1 and 1 of the scale, which is 2.5 times the root mean square of 64
+normal numbers.
+"""
 _ONLY_ROUNDING = 0.5
 """Relative difference of a first-step gradient that shows it to consist of rounding errors.
 
@@ -102,6 +109,15 @@ class Tolerances:
         self._lags_at = len(reference.steps) if reference.buffers and not self._is_low else None
         self._sizes = {name: start.numel() for name, start in reference.start.items()}
         self._has_same_operations = _has_same_operations(config, reference)
+        stored = state_format(config.optimizer)
+        self._state_spacing = 2 * stored.roundoff if stored is not None and stored.is_low else 0.0
+        """Relative distance of the numbers to which states are rounded; 0 if they aren't.
+
+        Where a state differs by a share d of its size, it is rounded to another neighbour with the
+        probability d / spacing, so the root mean square of differences is sqrt(d * spacing).
+        """
+        if quantizes_states(config.optimizer):
+            self._state_spacing = _CODE_SPACING
         self._noise: dict[tuple[int, str, str], float] = {}
         median_noise: dict[tuple[int, str], list[float]] = {}
         for other in others:
@@ -158,7 +174,7 @@ class Tolerances:
 
     def of(self, difference: Difference) -> float:
         """Return the tolerance of a difference's quantity."""
-        kind = difference.kind
+        kind, name = difference.kind, difference.name
         if kind in _EXACT:
             return 1e-9
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
@@ -168,7 +184,6 @@ class Tolerances:
             base /= _LOSS_DIVISOR
         if kind == "evaluation" and difference.step == self._lags_at:
             base *= _STATISTICS_FACTOR
-        name = difference.name
         if kind == "choice":  # scores round like gradients
             kind, name = "gradient", ""
         if kind == "checkpoint":  # tolerance of the saved quantity
@@ -176,6 +191,8 @@ class Tolerances:
             kind = "state" if section == "optimizer" else "parameter"
             if (difference.step, "buffer", name) in self._noise:
                 kind = "buffer"
+        if kind == "state" and self._state_spacing:
+            base = max(base, math.sqrt(self._state_spacing * base))
         rounding = self._times * self._rounding(difference.step, kind, name)
         if self._has_same_operations:
             rounding = min(rounding, _MAX_SAME_OPERATIONS)

@@ -16,7 +16,7 @@ from run_folders import run_folder, write_lines
 from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.page import page_of
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.diagnostics.report.server import RunServer
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -90,6 +90,19 @@ def resumed_on_other_nodes(folder: Path) -> Path:
     return made
 
 
+def sampled(folder: Path) -> Path:
+    made = run_folder(folder)
+    file = made / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    use = {"host": "node-0", "memory_bytes": 2**30, "memory_total_bytes": 2**32}
+    samples = [
+        {"time": 1001.0 + n, "event": "system", "cpu": n / 10, "gpu_use": [0.5, 0.9], **use}
+        for n in range(1, 5)
+    ]
+    write_lines(file, [*events, *samples])
+    return made
+
+
 def elastic(folder: Path) -> Path:
     made = run_folder(folder)
     events: list[dict[str, Any]] = [{"time": 0, "event": "launched", "host": "node-0"}]
@@ -115,7 +128,9 @@ def half_written(folder: Path) -> Path:
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("make", [finished, crashed, resumed_on_other_nodes, elastic, half_written])
+@pytest.mark.parametrize(
+    "make", [finished, crashed, resumed_on_other_nodes, elastic, half_written, sampled]
+)
 def test_a_page_opens_without_a_complaint_and_fits_the_window(
     make: Callable[[Path], Path], width: int, browser: Any, tmp_path: Path
 ) -> None:
@@ -214,11 +229,38 @@ def test_the_life_of_an_elastic_run_names_the_nodes_that_joined_and_left(
 ) -> None:
     opened(browser, [elastic(tmp_path / "demo")])
     titles = [e.get_attribute("title") for e in browser.find_elements("css selector", ".node")]
-    assert titles == ["node-2 joined", "node-1 left", "node-2 left"]
+    assert titles == ["00:01:41 node-2 joined", "00:03:21 node-1 left", "00:03:21 node-2 left"]
     facts = dict(
         zip(*(browser.find_elements("tag name", tag) for tag in ("dt", "dd")), strict=True)
     )
     assert {name.text: value.text for name, value in facts.items()}["nodes"] == "node-0"
+
+
+def test_timeline_has_an_axis_of_time(browser: Any, tmp_path: Path) -> None:
+    opened(browser, [resumed_on_other_nodes(tmp_path / "demo")], width=390)  # 290 seconds
+    times = [e.text for e in browser.find_elements("css selector", ".times span")]
+    assert times == ["00:00:00", "00:02:00", "00:04:00"]
+
+
+def test_use_of_the_node_is_shown_with_a_curve_for_each_gpu(browser: Any, tmp_path: Path) -> None:
+    opened(browser, [sampled(tmp_path / "demo")])
+    headings = [e.text for e in browser.find_elements("css selector", "[data-system] h3")]
+    assert headings == ["processor", "memory, of 4 GiB", "GPU use"]
+    labels = browser.find_elements("css selector", "[data-system='GPU use'] .u-label")
+    assert [e.text.rstrip(":") for e in labels] == ["time", "GPU 0", "GPU 1"]
+    shown = browser.execute_script(
+        f"""
+        const over = {OVER.format("loss").replace("data-curve=loss", "data-system=processor")};
+        const box = over.getBoundingClientRect();
+        const at = {{clientX: box.left + box.width, clientY: box.top + 5, bubbles: true}};
+        over.dispatchEvent(new MouseEvent("mouseenter", at));
+        over.dispatchEvent(new MouseEvent("mousemove", at));
+        const values = document.querySelectorAll("[data-system=processor] .u-value");
+        return [...values].map((e) => e.innerText);
+        """
+    )
+    assert shown == ["00:00:05", "40%"]
+    assert complaints(browser) == []
 
 
 def test_it_prints_dark_on_white_whatever_the_screen_shows(browser: Any, tmp_path: Path) -> None:
@@ -273,7 +315,7 @@ def test_compare_page_overlays_runs_and_lists_differences(browser: Any, tmp_path
     folders = [run_folder(tmp_path / name, steps=n) for name, n in (("a", 10), ("b", 20))]
     opened(browser, folders)
     labels = [e.text for e in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
-    assert [label.rstrip(":") for label in labels] == ["step", "a lr", "b lr"]
+    assert [label.rstrip(":") for label in labels] == ["step", "a", "b"]
     cells = [e.text for e in browser.find_elements("tag name", "td")]
     assert cells[cells.index("train.steps") :][:3] == ["train.steps", "10", "20"]
     assert complaints(browser) == []
@@ -302,11 +344,42 @@ def test_page_of_several_runs_begins_with_a_table_that_switches_their_curves(
     assert first < second
     browser.find_elements("css selector", "#runs input")[1].click()
     labels = [e.text for e in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
-    assert [label.split(" ")[0] for label in labels[1:]] == [names[2].split(" ")[0], "b"]
+    assert [label.rstrip(":") for label in labels[1:]] == [names[2], "b"]
     for box in browser.find_elements("css selector", "#runs input"):
         if box.is_selected():
             box.click()
     assert browser.find_elements("css selector", "[data-curve]") == []
+    assert complaints(browser) == []
+
+
+def test_runs_are_lines_over_their_settings_and_can_be_switched_off(
+    browser: Any, tmp_path: Path
+) -> None:
+    folders = [
+        run_folder(
+            tmp_path / name,
+            extra_config=f"optimizer:\n  lr: {rate}\n  name: {name}\n",
+            loss=lambda step, rate=rate: 10 * rate,
+        )
+        for name, rate in (("a", 0.001), ("b", 0.01), (HOSTILE.replace("/", ""), 0.1))
+    ]
+    opened(browser, folders, width=390)
+    heads = [e.text for e in browser.find_elements("css selector", "#coordinates .name")]
+    assert heads == ["optimizer.lr", "optimizer.name", "evaluation loss"]
+
+    def runs() -> list[str]:
+        lines = browser.find_elements("css selector", "#coordinates .run")
+        return [line.get_attribute("data-run") for line in lines]
+
+    assert runs() == ["a", "b", HOSTILE.replace("/", "")]
+    browser.find_elements("css selector", "#runs input")[1].click()
+    assert runs() == ["a", HOSTILE.replace("/", "")]
+    browser.execute_script(
+        "document.querySelector('#coordinates .run').dispatchEvent(new MouseEvent('mouseenter'))"
+    )
+    caption = browser.find_element("css selector", ".caption").text
+    assert caption.startswith("a: optimizer.lr 0.001, optimizer.name a, ")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     assert complaints(browser) == []
 
 

@@ -21,7 +21,7 @@ from axonlaunch.cli.training import watch
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.report.comparison import results, with_units
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import find_runs
+from axonlaunch.diagnostics.report.record.run_record import find_runs
 
 JSON_VALUES = (
     "NaN",
@@ -60,6 +60,8 @@ def whole_folder(folder: Path) -> Path:
             {"time": 3.0, "event": "started", "step": 0, "world_size": 2, "layout": "ddp 2"}
             | {"parameters": 10, "counted": "tokens", "versions": {"torch": "2.13"}},
             {"time": 4.0, "event": "rank_times", "step": 2, "hosts": ["a", "a"], **shares},
+            {"time": 4.5, "event": "system", "host": "a", "cpu": 0.5, "memory_bytes": 9}
+            | {"memory_total_bytes": 99, "gpu_use": [0.5, 0.5], "sent_bytes_per_s": 9},
             {"time": 5.0, "event": "saved", "step": 2, "seconds": 0.1, "stalled_s": 0.1},
             {"time": 5.0, "event": "evaluated", "step": 2, "eval_loss": 1.5},
             {"time": 5.5, "event": "sample_generated", "prompt": "a", "text": "b"},
@@ -70,7 +72,7 @@ def whole_folder(folder: Path) -> Path:
     )
     contents: dict[str, Any] = {
         "crash.json": {"rank": 1, "world_size": 2, "host": "a", "kind": "error", "reason": "boom"}
-        | {"doing": "stepping", "step": 2, "traceback": "T", "hint": "h"}
+        | {"doing": "stepping", "step": 2, "traceback": "T", "hint": "h", "coords": {"dp": 1}}
         | {"followers": [{"rank": 0, "reason": "lost"}]},
         "summary.json": {"status": "failed", "steps": 2, "tokens_per_s": 9.0, "first_step_s": 1.0}
         | {"measured_peak_bytes": 9, "predicted_peak_bytes": 9, "predicted_step_s": 0.1}

@@ -12,7 +12,7 @@ from run_folders import run_folder
 from axonlaunch.diagnostics.report.comparison import run_table
 from axonlaunch.diagnostics.report.page import as_script_data, page_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
-from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.record.run_record import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
@@ -170,7 +170,28 @@ def test_a_failed_runs_page_shows_no_text_of_gloo(tmp_path: Path) -> None:
         stream.write(json.dumps({"time": 2000, "event": "failed", **failure}) + "\n")
     page = page_of(page_data([read_run(folder)]), title="demo")
     assert "gloo" not in page
-    assert page.count("lost the connection to a rank that had ended") == 3
+    assert page.count("lost the connection to a rank that had ended") == 2
+    assert "rank 0: the same" in page
+
+
+def test_failed_runs_page_folds_the_errors_of_followers(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", status="failed")
+    followers = [{"rank": rank, "reason": "boom" if rank < 4 else "bang"} for rank in range(1, 6)]
+    crash = {"rank": 0, "reason": "boom", "step": 2, "doing": "stepping", "host": "node-0"}
+    crash |= {"coords": {"dp": 1}, "world_size": 6, "followers": followers}
+    (folder / "crash.json").write_text(json.dumps(crash))
+    shown = page_data([read_run(folder)])["runs"][0]["crash"]
+    assert shown["followers"] == ["ranks 1-3: the same", "ranks 4-5: bang"]
+    assert shown["place"] == "dp=1, on node-0, in step 3"
+
+
+@pytest.mark.parametrize(("device", "owner"), [("cpu", "process"), ("cuda:0", "tensors")])
+def test_title_of_memory_says_whose_it_is(device: str, owner: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 2000, "event": "started", "device": device}) + "\n")
+    curves = page_data([read_run(folder)])["curves"]
+    assert curves["peak_memory_bytes"] == f"peak memory of the main rank's {owner}"
 
 
 def test_a_first_failure_that_is_about_another_connection_keeps_its_reason(tmp_path: Path) -> None:

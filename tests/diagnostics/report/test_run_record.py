@@ -16,11 +16,15 @@ from run_folders import run_folder, write_lines
 from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
-from axonlaunch.diagnostics.report.run_timeline import (
+from axonlaunch.diagnostics.report.record.run_record import (
+    NotARunError,
+    find_runs,
+    is_running,
+    read_run,
+)
+from axonlaunch.diagnostics.report.record.run_timeline import (
     cost,
     device_seconds,
-    goodput,
     nodes_of_run,
     spans,
     step_seconds,
@@ -120,12 +124,6 @@ def test_a_step_that_was_done_again_after_a_restart_counts_once(tmp_path: Path) 
     run = read_run(folder)
     assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
     assert step_seconds(run) == 4.0
-
-
-def test_goodput_is_the_share_of_wall_time_in_steps_that_counted(tmp_path: Path) -> None:
-    run = read_run(run_folder(tmp_path / "demo", steps=30))
-    # 30 steps of 0.1 s; launched at 1000, ended at 1001 + 3 + 1.
-    assert goodput(run) == pytest.approx(3.0 / 5.0)
 
 
 def test_each_attempt_of_a_run_is_a_span_also_one_that_was_killed(tmp_path: Path) -> None:

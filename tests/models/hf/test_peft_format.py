@@ -130,7 +130,12 @@ def test_adapter_on_nf4_base_is_exported_merged_and_resumed(layout: str, tmp_pat
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("pipeline", {}), ("fsdp", {"use_dora": True}), ("tensor", {})]
+    ("strategy", "options"),
+    [
+        ("tensor", {"modules_to_save": ["model.embed_tokens", "lm_head"]}),
+        ("pipeline", {}),
+        ("fsdp", {"use_dora": True}),
+    ],
 )
 def test_run_starts_from_peft_adapter(
     strategy: str, options: dict[str, Any], tmp_path: Path
@@ -143,8 +148,22 @@ def test_run_starts_from_peft_adapter(
     assert torch.allclose(seen, theirs, atol=1e-5)
     assert chosen.adapter is not None
     assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
-    assert chosen.adapter.dora is bool(options)
+    assert chosen.adapter.dora is ("use_dora" in options)
     assert len(chosen.adapter.targets) == 4
+    full = [f"{module}.weight" for module in options.get("modules_to_save", [])]
+    assert sorted(chosen.train.unfreeze) == sorted(full)
+
+
+def test_run_starts_from_export_with_trained_tied_embedding(tmp_path: Path) -> None:
+    base, run_dir, folder = tmp_path / "base", tmp_path / "run", tmp_path / "peft"
+    save("qwen3", base, tie_word_embeddings=True)
+    first = [*LORA, f"model.path={base}", "strategy=single", "train.unfreeze=['*embed_tokens*']"]
+    chosen, expected = trained(first, run_dir)
+    export(chosen, run_dir, folder, merge=False)
+    second = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "strategy=single"]
+    again, seen = trained(second, tmp_path / "second", steps=0)
+    assert torch.allclose(seen, expected, atol=1e-5)
+    assert again.train.unfreeze == ["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize("parameters", [["down_proj"], ["down_proj", "gate_up_proj"]])
@@ -170,7 +189,7 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
         LoraConfig(r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, **options),
     )
     for name, parameter in model.named_parameters():
-        if "lora_magnitude_vector" in name:
+        if "lora_magnitude_vector" in name or "modules_to_save" in name:
             parameter.data *= 1 + torch.rand(parameter.shape)
     model.save_pretrained(folder)
     return logits(model)

@@ -14,11 +14,12 @@ _BASES = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
 
 
 def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Return the rule of a key that has a counterpart.
+    """Return the rule of a key of another tool that has a counterpart here.
 
     Args:
-        target: Dotted key of the experiment.
-        convert: Function from the value to the value here; an error rejects a value.
+        target: Counterpart, a dotted key of the experiment.
+        convert: Converts the tool's value to the value of the counterpart. If it fails, the key
+            is reported as not translated.
     """
 
     def apply(translation: Translation, key: str, value: Any) -> None:
@@ -64,7 +65,12 @@ def missing(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
 
 
 def with_note(text: str, *, off: tuple[Any, ...] = OFF) -> Rule:
-    """Return the rule of a key that has another expression here, which a note describes."""
+    """Return the rule of a key whose effect is expressed differently here.
+
+    Args:
+        text: Note that describes how.
+        off: Values that switch the feature off, so that no note is needed.
+    """
 
     def apply(translation: Translation, key: str, value: Any) -> None:
         if value in off:
@@ -90,7 +96,7 @@ def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> Non
 
     Args:
         translation: Translation.
-        bases: Formats by the keys that choose them.
+        bases: Maps each key of the other tool to the format that it chooses.
     """
     for key, base in bases.items():
         if translation.get(key) in OFF:
@@ -134,6 +140,15 @@ def set_degrees(translation: Translation, **keys: str) -> int:
             translation.set(f"strategy.{axis}.degree", degree, key)
             shared *= degree
     return shared
+
+
+def set_expert_degree(translation: Translation, key: str, value: Any) -> None:
+    """Divide experts; ``strategy=fsdp`` divides them among the ranks of data parallelism."""
+    if isinstance(value, int) and value > 1:
+        translation.option("strategy", "fsdp", key)
+        translation.set("strategy.expert.degree", value, key)
+    else:
+        translation.not_needed.append(key)
 
 
 def set_length(translation: Translation, epochs: str, steps: str) -> None:
@@ -194,13 +209,17 @@ def set_schedule(
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
-_ADAMW_OF_FEWER_BYTES = {
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "AdamW8bit"),
-    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "AdamW8bit"),
-    "paged_adamw_8bit": "PagedAdamW8bit",
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "PagedAdamW"),
+_ADAMW_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+_LION = ("lion", "lion_32bit")
+_PAGED = {
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_lion_32bit": "lion",
+    "paged_lion_8bit": "lion_8bit",
 }
-_LION = ("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit")
+PAGED = "states stay on the GPU; strategy.fsdp.cpu_offload=optimizer_states keeps them on the host"
+"""Remark on optimizers with states in paged memory."""
 _OF_TORCH = {"rmsprop": "torch.optim:RMSprop", "adagrad": "torch.optim:Adagrad"}
 
 
@@ -217,13 +236,16 @@ def set_optimizer(
     has_decay, has_betas = True, True
     if written in _ADAMW:
         translation.option("optimizer", "adamw", name)
-    elif written in _ADAMW_OF_FEWER_BYTES:
-        kept = f"bitsandbytes.optim:{_ADAMW_OF_FEWER_BYTES[written]}"
-        text = f"AdamW with states in fp32; optimizer=custom optimizer.target={kept} is the class"
-        translation.note(name, text)
-        translation.option("optimizer", "adamw", name)
-    elif written in _LION:
-        translation.option("optimizer", "lion", name)
+    elif written in _ADAMW_8BIT:
+        if written == "adamw_torch_4bit":
+            translation.note(name, "states in 8 bits")
+        translation.option("optimizer", "adamw_8bit", name)
+    elif written in _PAGED:
+        translation.note(name, PAGED)
+        translation.option("optimizer", _PAGED[written], name)
+        has_betas = "adamw" in written
+    elif written in (*_LION, "lion_8bit"):
+        translation.option("optimizer", "lion" if written in _LION else written, name)
         has_betas = False
     elif written == "muon":
         translation.option("optimizer", "muon", name)
@@ -272,7 +294,7 @@ def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) ->
 
 
 def precision_named(name: object) -> str:
-    """Return the name here of a dtype of torch, ``torch.bfloat16``."""
+    """Return axonlaunch's name of one of torch's dtypes: ``bf16`` for ``torch.bfloat16``."""
     text = str(name).removeprefix("torch.")
     return text.replace("bfloat", "bf").replace("float", "fp")
 
@@ -280,12 +302,13 @@ def precision_named(name: object) -> str:
 def set_intervals(
     translation: Translation, *, held_out: bool, steps_are_enough: bool = False
 ) -> None:
-    """Set when a run of transformers' Trainer evaluates and saves.
+    """Set the intervals of evaluations and saves from keys of transformers' Trainer.
 
     Args:
         translation: Translation.
         held_out: Whether the file holds rows out for evaluation.
-        steps_are_enough: Whether the tool takes a number of steps without a strategy.
+        steps_are_enough: Whether ``eval_steps`` and ``save_steps`` have an effect in the tool
+            without ``eval_strategy=steps`` and ``save_strategy=steps``.
     """
     named = "evaluation_strategy" if translation.has("evaluation_strategy") else "eval_strategy"
     when = str(translation.get(named, "no")).lower().replace("false", "no")
@@ -316,7 +339,7 @@ def set_intervals(
 
 
 def set_early_stop(translation: Translation) -> None:
-    """Set the number of evaluations after which a run ends that no longer improves."""
+    """Set the number of evaluations without improvement after which a run ends."""
     key = "early_stopping_patience"
     if not translation.has(key):
         return
@@ -354,7 +377,7 @@ def set_adapter(
     Args:
         translation: Translation.
         rank: Key with the rank.
-        alpha: Scale's numerator where the file has none.
+        alpha: Numerator of the scale if the file has none.
         targets: Names of layers, or a text with names and commas, or ``"all-linear"``.
         targets_key: Key that the names come from.
         unfrozen: Key with modules that are trained in full.

@@ -38,8 +38,9 @@ class Chat:
     Attributes:
         messages: Messages with a role, and content or other keys that the template reads.
         tools: JSON schemas of functions that may be called; None: no tools.
-        uncounted: Indices of messages of the assistant with a flag, so that they do not count.
-        context: Number of messages, at the start, that are a prompt and do not count.
+        uncounted: Indices of messages of the assistant that the row excludes from the loss by a
+            flag, such as ``training: false``.
+        context: Number of messages at the start that are the prompt, and excluded from the loss.
     """
 
     messages: list[Message]
@@ -58,7 +59,8 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
 
     Args:
         row: Row of a file.
-        fields: Names of columns and keys by what they hold; what is not named is recognised.
+        fields: Names of columns and keys by their content (``data.fields``). Columns that it does
+            not name are recognised by their usual names.
 
     Raises:
         ValueError: The row is not a chat; the message describes the row.

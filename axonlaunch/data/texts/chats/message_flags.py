@@ -13,7 +13,7 @@ _LEAVES_OUT = ("mask", "masked")
 
 
 def take_flag(message: dict[str, Any], where: str) -> bool:
-    """Remove a message's flags, and return whether they let it count.
+    """Remove a message's flags, and return whether the message counts in the loss.
 
     Args:
         message: Message, which is changed in place: templates do not read flags.

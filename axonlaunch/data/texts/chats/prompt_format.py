@@ -38,18 +38,18 @@ _PROMPT, _BLAMED = "the prompt format", "the prompt format, or the tokenizer,"
 
 
 class PromptFormat:
-    """The prompt and the completion of any row.
+    """Format that turns a row with any columns into a prompt and a completion.
 
     Attributes:
-        text: The format.
+        text: Text of the format: Jinja, or plain text with ``{COLUMN}``.
     """
 
     def __init__(self, chosen: str, *, fields: Mapping[str, str]) -> None:
         """Read and compile the format.
 
         Args:
-            chosen: Name, file or text.
-            fields: Names of columns by the names that the format has for them.
+            chosen: Name of an included format, path of a file with one, or its text.
+            fields: Maps each name in the format to the column that has its value.
 
         Raises:
             ConfigError: There is no such file, or the text does not compile.

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 _UPLOT = "uplot"
-_SCRIPTS = ("html_and_formatting.js", "page.js")
+_SCRIPTS = ("html_and_formatting.js", "time_charts.js", "coordinates.js", "page.js")
 
 
 def page_of(data: Mapping[str, Any], *, title: str, is_live: bool = False) -> str:

@@ -3,16 +3,15 @@
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
-  const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
-  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828", node: "#b5479d" };
   const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
   const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set(), hidden: new Set() };
   let charts = [];
+  let into = page; // element that receives sections
   let range = null; // zoomed range of the horizontal axis in all charts; null shows everything
 
   function section(title, ...children) {
     const made = element("section", {}, element("h2", {}, title), ...children);
-    page.append(made);
+    into.append(made);
     return made;
   }
 
@@ -48,40 +47,29 @@
     const found = [];
     data.runs.forEach((run, index) => {
       if (view.hidden.has(run.label)) return;
-      const name = data.runs.length > 1 ? `${run.label} ` : "";
+      const several = data.runs.length > 1;
+      const named = (curve) => (several ? `${run.label} ${curve}` : curve);
       const stroke = COLOURS[index % COLOURS.length];
       const curve = run.series[key];
       if (curve) {
         const x = along(run, curve[0]);
         const smooth = key === "loss" && view.smooth > 0 && curve[0].length > 2;
         if (!smooth || view.raw) {
-          found.push({ label: `${name}${key}`, stroke: smooth ? `${stroke}70` : stroke, x, y: curve[1], width: 1 });
+          found.push({ label: several ? run.label : data.curves[key], stroke: smooth ? `${stroke}70` : stroke, x, y: curve[1], width: 1 });
         }
         if (smooth) {
-          found.push({ label: `${name}smoothed`, stroke, x, y: smoothed(curve[0], curve[1]), width: 1.6 });
+          found.push({ label: named("smoothed"), stroke, x, y: smoothed(curve[0], curve[1]), width: 1.6 });
         }
       }
       const evaluated = key === "loss" ? run.series.eval_loss : undefined;
       if (evaluated) {
         found.push({
-          label: `${name}evaluation`, stroke, x: along(run, evaluated[0]), y: evaluated[1],
+          label: named("evaluation"), stroke, x: along(run, evaluated[0]), y: evaluated[1],
           width: 1, dash: [5, 4], points: true,
         });
       }
     });
     return found;
-  }
-
-  function horizontal(value) {
-    return view.axis === "seconds" ? clock(value) : ticks(value);
-  }
-
-  function axes(vertical) {
-    const drawn = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
-    return [
-      { ...drawn, values: (u, values) => values.map(horizontal), space: 70 },
-      { ...drawn, size: 64, values: (u, values) => values.map((value) => (value === null ? "" : vertical(value))) },
-    ];
   }
 
   function zoom(min, max) {
@@ -100,7 +88,7 @@
     const options = {
       width: box.clientWidth, height: 240,
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-      axes: axes(memory ? bytes : ticks),
+      axes: axes(view.axis === "seconds" ? clock : ticks, memory ? bytes : ticks),
       cursor: { sync: { key: "axonlaunch" }, drag: { x: true, y: false } },
       series: [
         { label: view.axis, value: (u, value) => (value === null ? "--" : view.axis === "seconds" ? clock(value) : short(value)) },
@@ -164,22 +152,42 @@
     redraw();
   }
 
-  // The table of several runs: the best first, with a box for each run's curves.
+  // Runs as lines over the settings in which they differ; those that are switched off have no line.
+  function coordinates(holder) {
+    const labels = data.runs.map((run) => run.label);
+    const shown = [...labels.keys()].filter((run) => !view.hidden.has(labels[run]));
+    holder.replaceChildren(...parallelCoordinates(data.coordinates, labels, shown, holder.clientWidth));
+  }
+
+  function settings() {
+    if (!data.coordinates) return;
+    const { left_out: number, axes } = data.coordinates;
+    const holder = element("div", { id: "coordinates" });
+    section(`Settings and ${axes[axes.length - 1].name}`, holder, number
+      ? element("p", { class: "faint" }, `${number} more settings differ; the table above has them.`) : "");
+    coordinates(holder);
+  }
+
+  // The table of several runs: the best first, with a box for each run's curves and its line.
   function overview() {
-    const holder = () => document.querySelector(".charts");
+    const redraw = () => {
+      const [charts, lines] = [document.querySelector(".charts"), document.getElementById("coordinates")];
+      if (charts) drawCharts(charts);
+      if (lines) coordinates(lines);
+    };
     const rows = data.table.rows.map((row) => {
       const { label } = data.runs[row.run];
       const box = element("input", {
         type: "checkbox", "aria-label": `curves of ${label}`,
         onchange: (event) => {
           if (event.target.checked) view.hidden.delete(label); else view.hidden.add(label);
-          if (holder()) drawCharts(holder());
+          redraw();
         },
       });
       box.checked = !view.hidden.has(label);
       box.style.accentColor = COLOURS[row.run % COLOURS.length];
       const cells = row.cells.map((text, index) => (index === 0 && row.is_best ? `${text} (best)` : text));
-      return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text) => element("td", {}, text)));
+      return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text, index) => element("td", index === 1 ? { class: text } : {}, text)));
     });
     section("Runs", element("div", { class: "scroll" }, element("table", { id: "runs" },
       element("thead", {}, element("tr", {}, element("th", {}, ""), ...data.table.head.map((text) => element("th", {}, text)))),
@@ -194,18 +202,13 @@
     return made;
   }
 
-  function headOf(run, several) {
+  function headOf(run) {
     const [[, status], ...facts] = run.facts;
-    const head = element("section", {},
-      element(several ? "h2" : "h1", {}, run.label),
+    into.append(element("section", {},
+      data.runs.length > 1 ? null : element("h1", {}, run.label),
       element("p", {}, element("span", { class: `status ${run.status}` }, status)),
       element("dl", { class: "facts" }, ...facts.map(([name, value]) =>
-        element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
-    page.append(head);
-  }
-
-  function titled(run, title) {
-    return data.runs.length > 1 ? `${title}: ${run.label}` : title;
+        element("div", {}, element("dt", {}, name), element("dd", {}, value))))));
   }
 
   function memory(run) {
@@ -218,7 +221,7 @@
       bars.push(element("div", {}, `highest rank: ${bytes(run.memory.measured)} measured`),
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: colour("--faint") } })));
     }
-    section(titled(run, "Peak memory"), key(names), ...bars);
+    section("Peak memory of tensors", key(names), ...bars);
   }
 
   function parts(bars, names, most) {
@@ -246,7 +249,7 @@
       drawn.push(element("div", {}, `measured, median of the logged steps: ${text(measured)}`),
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: colour("--faint") } })));
     }
-    section(titled(run, "Step time"), ...(names.length ? [key(names)] : []), ...drawn,
+    section("Step time", ...(names.length ? [key(names)] : []), ...drawn,
       reason ? element("p", { class: "faint" }, `No prediction: ${reason}`) : "",
       ...pipelines.flatMap((one) => pipeline(one, text)));
   }
@@ -288,7 +291,7 @@
     new uPlot({
       width: box.clientWidth, height: Math.min(420, 90 + 14 * number),
       scales: { x: { time: false }, y: { range: () => [-0.5, number - 0.5], dir: -1 } },
-      axes: [axes(ticks)[0], {
+      axes: [axes(ticks, ticks)[0], {
         stroke: colour("--faint"), size: 64, grid: { show: false },
         splits: () => [...Array(number).keys()].filter((row) => number <= 16 || row % Math.ceil(number / 16) === 0),
         values: (u, values) => values.map((row) => names[row]),
@@ -307,7 +310,7 @@
     if (!run.ranks) return;
     const { steps, worked, hosts } = run.ranks;
     const box = element("div", { class: "chart", "data-curve": "ranks" });
-    section(titled(run, "Ranks"), element("p", { class: "faint" },
+    section("Ranks", element("p", { class: "faint" },
       "Fraction of time that each rank computed or waited for data, in the steps before each point. " +
       "A row that stays darker than the others is a rank that the others wait for."), box);
     map(box, {
@@ -321,7 +324,7 @@
     if (!run.experts) return;
     const { steps, loads, blocks } = run.experts;
     const box = element("div", { class: "chart", "data-curve": "experts" });
-    section(titled(run, "Experts"), element("p", { class: "faint" },
+    section("Experts", element("p", { class: "faint" },
       "Tokens of the fullest expert of each block, divided by the mean over its experts. 1 is balanced; " +
       "a row that becomes dark is a router that sends most tokens to few experts."), box);
     const highest = Math.max(2, ...loads.flat());
@@ -335,42 +338,72 @@
   function life(run) {
     if (!run.life.length) return;
     const first = Math.min(...run.life.map((span) => span.start));
-    const last = Math.max(...run.life.map((span) => span.end), first + 1e-3);
-    const place = (seconds) => `${100 * (seconds - first) / (last - first)}%`;
-    const bar = element("div", { class: "life" }, ...run.life.map((span) => element("div", {
-      title: span.text, class: span.kind,
-      style: {
-        left: place(span.start), width: `${100 * (span.end - span.start) / (last - first)}%`, background: KINDS[span.kind],
-        top: span.kind === "attempt" ? "6px" : "34px", height: "22px",
-      },
-    })));
     const kinds = [...new Set(run.life.map((span) => span.kind))];
     const rows = run.life.map((span) => [clock(span.start - first), span.kind, span.text]);
-    section(titled(run, "Timeline"),
-      element("div", { class: "key" }, ...kinds.map((kind) => element("span", {}, element("i", { style: { background: KINDS[kind] } }), kind))),
-      bar, folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
+    section("Timeline",
+      element("div", { class: "key" }, ...kinds.map((kind) => element("span", {}, element("i", { style: { background: SPANS[kind] } }), kind))),
+      ...lifeBar(run.life, page.clientWidth), folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
+  }
+
+  function system(run) {
+    if (!run.system) return;
+    const holder = element("div", { class: "charts" });
+    section(`Node ${run.system.host}`, element("p", { class: "faint" },
+      "All programs on the node of the main rank, by the time since the first launch."), holder);
+    systemCharts(holder, run.system.charts);
   }
 
   function crash(run) {
     if (!run.crash) return;
     const found = run.crash;
-    const where = [found.host ? `on ${found.host}` : "", found.step === null ? "before the first step" : `after step ${found.step}`, found.doing ?? ""];
-    section(titled(run, "Failure"), element("div", { class: "card" },
+    section("Failure", element("div", { class: "card" },
       element("p", {}, element("strong", {}, `rank ${found.rank} of ${found.world_size}: ${found.reason}`)),
-      element("p", { class: "faint" }, where.filter(Boolean).join(", ")),
+      element("p", { class: "faint" }, found.place),
       found.hint ? element("p", {}, `hint: ${found.hint}`) : null,
       found.traceback ? element("pre", {}, found.traceback) : null,
       ...found.followers.map((text) => element("p", { class: "faint" }, text))));
   }
 
   function notes(run) {
-    if (run.notes.length) section(titled(run, "Notes"), ...run.notes.map((text) => element("p", {}, text)));
+    if (run.notes.length) section("Notes", ...run.notes.map((text) => element("p", {}, text)));
   }
 
   function configuration(run) {
     if (!run.config.length) return;
-    section(titled(run, "Configuration"), folded(`settings of ${run.label}`, `${run.config.length} settings`,
+    section("Configuration", folded(`settings of ${run.label}`, `${run.config.length} settings`,
       table(["key", "value", "set by"], run.config)));
+  }
+
+  function detail(run) {
+    for (const show of [memory, steps, ranks, experts, life, system, notes, configuration]) show(run);
+  }
+
+  // The parts of one of several runs, folded; they are drawn when they are opened, as charts need a width.
+  function part(run) {
+    const content = element("div", {});
+    const made = folded(`run ${run.label}`, `${run.label}: ${run.status}`, content);
+    made.addEventListener("toggle", () => {
+      if (!made.open || content.childElementCount) return;
+      into = content;
+      headOf(run);
+      crash(run);
+      detail(run);
+      into = page;
+    });
+    return made;
+  }
+
+  function several() {
+    page.append(element("h1", {}, `${data.runs.length} runs`));
+    overview();
+    settings();
+    curves();
+    const names = data.runs.map((run) => run.label);
+    section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
+    section("Different settings", data.configurations.length
+      ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
+      : element("p", {}, "none"));
+    section("Each run", ...data.table.rows.map((row) => part(data.runs[row.run])));
   }
 
   function render() {
@@ -378,22 +411,13 @@
     charts.forEach((one) => one.destroy());
     charts = [];
     page.replaceChildren();
-    const several = data.runs.length > 1;
-    if (several) page.append(element("h1", {}, `${data.runs.length} runs`));
-    if (several) overview();
-    else headOf(data.runs[0], false);
-    data.runs.forEach(crash);
-    if (several) curves();
-    if (several) {
-      const names = data.runs.map((run) => run.label);
-      section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
-      section("Different settings", data.configurations.length
-        ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
-        : element("p", {}, "none"));
+    if (data.runs.length > 1) several();
+    else {
+      headOf(data.runs[0]);
+      crash(data.runs[0]);
+      curves();
+      detail(data.runs[0]);
     }
-    if (several) data.runs.forEach((run) => headOf(run, true));
-    else curves();
-    for (const show of [memory, steps, ranks, experts, life, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 

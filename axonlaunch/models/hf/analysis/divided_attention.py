@@ -71,13 +71,14 @@ def mask(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask of a part's tokens, [B, 1, part, whole]; None for causal attention.
+    """Return the mask from this rank's part of the queries to the full sequence.
 
-    In rows that hold several documents, a token attends only to its document.
+    transformers calls it with these arguments. In rows that hold several documents, a token
+    attends only to its document.
 
     Args:
-        batch_size: Number of samples.
-        q_length: Number of tokens in the part.
+        batch_size: Number of samples, B.
+        q_length: Number of tokens in this rank's part.
         mask_function: Maps sample, head, query position and key position to whether the query
             attends to the key.
         config: Configuration of the model.
@@ -86,6 +87,10 @@ def mask(
         attention_mask: Padding mask.
         local_size: Size of a window or chunk.
         allow_is_causal_skip: Whether the function is causal except for ``local_size``.
+
+    Returns:
+        The mask [B, 1, tokens of the part, tokens of the sequence]; None if attention is causal,
+        which needs no mask.
 
     Raises:
         ValueError: Samples are padded.

@@ -141,7 +141,10 @@ def recorded_router_logits() -> tuple[Tensor, ...]:
 
 
 def present_tokens() -> Tensor | None:
-    """Return whether each token is not padding, in a context that sets it; None: none is."""
+    """Return whether each token is not padding, as the surrounding context has set it.
+
+    None if no context has set it, or no token is padding.
+    """
     return _PRESENT.get()
 
 

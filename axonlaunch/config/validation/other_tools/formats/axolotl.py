@@ -45,12 +45,6 @@ def _tokens(translation: Translation, key: str, value: Any) -> None:
         data_rules.translate_special_tokens(translation, "tokens.")
 
 
-def _experts(translation: Translation, key: str, value: Any) -> None:
-    if isinstance(value, int) and value > 1:
-        translation.option("strategy", "fsdp", key)
-        translation.set("strategy.expert.degree", value, key)
-
-
 def _plugins(translation: Translation, key: str, value: Any) -> None:
     kernels = ("liger", "cut_cross_entropy", "kernels", "expert_parallel", "spectrum")
     for name in value if isinstance(value, list) else [value]:
@@ -121,7 +115,7 @@ _KEYS: Table = {
     "eval_table_size": not_needed(reasons.REPORTING),
     "evals_per_epoch": with_others(),
     "experimental_skip_move_to_device": not_needed(reasons.LAYOUT_ONLY),
-    "expert_parallel_size": Rule("expressed", _experts),
+    "expert_parallel_size": Rule("expressed", rules.set_expert_degree),
     "expert_parallel_*": not_needed(reasons.LAYOUT_ONLY),
     "experts_implementation": not_needed(reasons.EXACT_KERNEL),
     "flash_attention": not_needed(reasons.EXACT_KERNEL),

@@ -140,7 +140,7 @@ _KEYS: Table = {
     "bias_activation_fusion": not_needed(reasons.EXACT_KERNEL),
     "context_parallel_size": with_others(),
     "do_predict": with_note("axonlaunch sample RUN generates text"),
-    "expert_model_parallel_size": to("strategy.expert.degree", int),
+    "expert_model_parallel_size": Rule("expressed", rules.set_expert_degree),
     "export_*": with_note("axonlaunch checkpoint export RUN writes the model"),
     "mixed_precision": not_needed("bf16 says it"),
     "moe_*": not_needed(reasons.EXACT_KERNEL),

@@ -243,11 +243,10 @@ def _set_optimizer(translation: Translation) -> None:
     module = str(translation.get(key)).rsplit(".", 1)[0]
     decay = 0.01 if name == "AdamW" else 0.0
     if name in ("AdamW", "PagedAdamW", "PagedAdamW8bit", "AdamW8bit", "AdamW32bit"):
-        translation.option("optimizer", "adamw", key)
+        translation.option("optimizer", "adamw_8bit" if "8bit" in name else "adamw", key)
         decay = 0.01
-        if name != "AdamW":
-            text = "AdamW with states in fp32; optimizer=custom optimizer.target="
-            translation.note(key, f"{text}bitsandbytes.optim:{name} is the class")
+        if name.startswith("Paged"):
+            translation.note(key, rules.PAGED)
         if not translation.has("optimizer.betas"):
             translation.set("optimizer.betas", [0.9, 0.999], "optimizer.betas")
     elif name in ("SGD", "Adam"):

@@ -1,4 +1,4 @@
-"""Computes a run's timeline, its cost and its goodput from its recorded events and steps.
+"""Computes a run's timeline and its cost from its recorded events and steps.
 
 The timeline contains attempts, saves, evaluations, failures and changes of nodes.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.diagnostics.lost_peer import failure_reason
-from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.failure_text import failure_reason
+from axonlaunch.diagnostics.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def spans(run: RunRecord) -> list[Span]:
     """Return the timeline of a run, in order of start."""
     timeline = list(_attempts(run))
     for event in run.of_kind("saved"):
-        seconds, stalled = _number(event, "seconds"), _number(event, "stalled_s")
+        seconds, stalled = number_of(event, "seconds"), number_of(event, "stalled_s")
         text = f"saved step {event.get('step')} in {seconds:.1f} s; training waited {stalled:.1f} s"
         timeline.append(Span("save", event["time"] - seconds, event["time"], text))
     for event in run.of_kind("evaluated"):
@@ -56,8 +56,8 @@ def spans(run: RunRecord) -> list[Span]:
 def device_seconds(run: RunRecord) -> float:
     """Return the device seconds of a run: the sum of duration times ranks over all attempts."""
     attempts = (
-        (end - float(began["time"]), _number(began, "world_size"))
-        for began, end in _starts_and_ends(run)
+        (end - float(began["time"]), number_of(began, "world_size"))
+        for began, end in attempts_with_ends(run)
     )
     return sum(seconds * ranks for seconds, ranks in attempts)
 
@@ -103,26 +103,16 @@ def step_seconds(run: RunRecord, *, after: int = 0) -> float:
     """
     total, previous = 0.0, after
     for line in run.steps:
-        total += _number(line, "step_s") * max(0, line["step"] - previous)
+        total += number_of(line, "step_s") * max(0, line["step"] - previous)
         previous = max(previous, line["step"])
     return total
 
 
-def goodput(run: RunRecord) -> float | None:
-    """Return the fraction of wall time, from the first launch to the end, in training steps.
-
-    Repeated steps count once. Returns None if the time is unknown.
-    """
-    times = [event["time"] for event in run.events]
-    wall = times[-1] - times[0] if times else 0.0
-    return min(1.0, step_seconds(run) / wall) if wall > 0 and run.steps else None
-
-
 def _attempts(run: RunRecord) -> list[Span]:
-    return [_attempt(began, end) for began, end in _starts_and_ends(run)]
+    return [_attempt(began, end) for began, end in attempts_with_ends(run)]
 
 
-def _starts_and_ends(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
+def attempts_with_ends(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
     """Return the start event of each attempt, and the time of its end or of its last event."""
     attempts: list[tuple[dict[str, Any], float]] = []
     began: dict[str, Any] | None = None
@@ -148,8 +138,8 @@ def _last_activity(run: RunRecord, began: dict[str, Any], last: float) -> float:
     """Return the last known time of an attempt that recorded no end."""
     if run.status == "running":
         return max(last, time.time())
-    done = step_seconds(run, after=int(_number(began, "step")))
-    return max(last, _number(began, "ready") + done)
+    done = step_seconds(run, after=int(number_of(began, "step")))
+    return max(last, number_of(began, "ready") + done)
 
 
 def _attempt(began: dict[str, Any], end: float) -> Span:
@@ -160,6 +150,7 @@ def _attempt(began: dict[str, Any], end: float) -> Span:
     return Span("attempt", began["time"], end, text)
 
 
-def _number(fields: dict[str, Any], key: str) -> float:
+def number_of(fields: dict[str, Any], key: str) -> float:
+    """Return a number of an event; 0 if it is missing or of another type."""
     value = fields.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,54 @@
+"""The screen of a run in a terminal: figures in two columns, and curves as lines of braille."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console, ConsoleDimensions
+from run_folders import run_folder
+
+from axonlaunch.cli.shared.braille import braille_line
+from axonlaunch.cli.shared.run_screen import screen_of
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.record.run_record import read_run
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "rows"),
+    [
+        ([0, 1, 2, 3], [0, 1, 2, 3], ["⣠⠞"]),
+        ([0, 3], [3, 0], ["⠙⢦"]),  # two points are joined
+        ([0, 1, 2, 3], [5, 5, 5, 5], ["⠒⠒"]),  # a constant is in the middle
+        ([0, 1, 2, 3], [0, None, None, 0.5], ["⡀⠈"]),  # a gap is not joined
+        ([0, 1, 2, 3], [0, 0, 7, 7], ["⠀⡏", "⣀⡇"]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 1, 1, 1, 1, 1, 1], ["⠒⠒"]),  # means of two points
+    ],
+)
+def test_curve_is_a_line_of_dots(x: list[float], y: list[float | None], rows: list[str]) -> None:
+    drawn, low, high = braille_line(x, y, width=2, height=len(rows))
+    assert drawn == rows
+    assert low <= high
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_memory_loss_and_node_are_readable_at_each_width(width: int, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=300, ranks=2)
+    use = {"host": "node-0", "cpu": 0.97, "memory_bytes": 2**30, "memory_total_bytes": 2**32}
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 1002.0, "event": "system", **use}) + "\n")
+    output = StringIO()
+    console = Console(file=output, width=width, height=24)
+    run = page_data([read_run(folder)])["runs"][0]
+    console.print(screen_of(run, ConsoleDimensions(width, 24)))
+    lines = output.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "loss 1.7215 peak memory 1 MiB of the main rank's" in text
+    assert "node node-0 processor 97% memory 1 GiB of 4 GiB" in text
+    first = lines[lines.index("loss") + 1]
+    assert 4.0 < float(first[:11]) < 4.25  # the highest loss
+    assert set(first[11:]) & {chr(code) for code in range(0x2801, 0x2900)}
