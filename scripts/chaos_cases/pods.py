@@ -105,6 +105,7 @@ def _running(api: Cluster) -> list[dict[str, Any]]:
 def _losses(lab: Lab) -> list[float]:
     """Return the losses of an undisturbed run."""
     command = plain(lab.new("undisturbed-pods"))
-    done = end(command.start("train", *_MODEL, f"launch.nproc={NODES}"))
+    process = command.start("train", *_MODEL, f"launch.nproc={NODES}")
+    done = end(process, seconds=PATIENCE_S)
     assert done.status == 0, f"the undisturbed run failed: {done.text}"
     return command.losses("run")
