@@ -26,6 +26,7 @@ import goodput
 import hostile_folders
 import kills
 import neighbours
+import pods
 import pytest
 import resources
 import served
@@ -58,6 +59,7 @@ KINDS = {
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
     "goodput": Kind("goodput as predicted", goodput.predicted, 1),
     "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
+    "pods": Kind("kills and deletions of pods (only with --runs)", pods.run, 0),
 }
 
 

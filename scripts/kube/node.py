@@ -6,7 +6,8 @@ machine. Claims are folders below FOLDER/claims, host names of pods lead to 127.
 
 The API server that scripts/kube/build compiles is older than Indexed Jobs, so this node also gives
 each pod of a Job the smallest index that no other pod of it has, as the job controller does since
-Kubernetes 1.21.
+Kubernetes 1.21. A pod starts after deleted ones have ended, as with the failure policy of newer
+Jobs. The file FOLDER/late/NAME-INDEX has the seconds for which a pod waits for its start.
 """
 
 import argparse
@@ -107,6 +108,16 @@ def place(api: Api, pod, used: int) -> bool:
 def owner_of(pod) -> str:
     owners = pod["metadata"].get("ownerReferences", [])
     return next((owner["uid"] for owner in owners if owner["kind"] == "Job"), "")
+
+
+def is_ending(owner: str, pods) -> bool:
+    """Whether a pod of a Job has been deleted and has not ended yet."""
+    return bool(owner) and any(
+        owner_of(pod) == owner
+        and pod["metadata"].get("deletionTimestamp")
+        and pod["status"].get("phase") == "Running"
+        for pod in pods
+    )
 
 
 class Container:
@@ -327,12 +338,23 @@ class Node:
                 elif container is None:
                     body = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
                     self.api.call("DELETE", path_of(pod), body)
-            elif not pod["spec"].get("nodeName"):
+            elif not pod["spec"].get("nodeName") and not is_ending(owner_of(pod), pods):
                 self.number(pod, pods)
+                if self.is_late(pod):
+                    continue
                 if place(self.api, pod, used):
                     self.name(pod)
                     self.containers[uid] = Container(self.api, self.folder, pod, self.hosts)
                     return  # the others after the use of devices is known
+
+    def is_late(self, pod) -> bool:
+        """Whether a pod has to wait for its start."""
+        metadata = pod["metadata"]
+        job, index = metadata.get("labels", {}).get("job-name"), metadata["annotations"].get(INDEX)
+        file = self.folder / "late" / f"{job}-{index}"
+        created = datetime.fromisoformat(metadata["creationTimestamp"])
+        age = (datetime.now(UTC) - created).total_seconds()
+        return file.exists() and age < float(file.read_text())
 
     def number(self, pod, pods) -> None:
         """Give a pod of a Job its index."""

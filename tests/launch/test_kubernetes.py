@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from command import Command
-from launchers import By, kubernetes
+from command import Command, wait_for
+from launchers import By, kubernetes, logged
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
+from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -77,7 +83,13 @@ class Submission:
         ]
 
     def __call__(self, name: str, *overrides: str, status: int = 0) -> Any:
-        return self.command(*self.arguments(name, *overrides), status=status)
+        follower = self.start(name, *overrides)
+        output, errors = follower.communicate(timeout=300)
+        assert follower.returncode == status, f"{output}\n{errors}"
+        return subprocess.CompletedProcess([], status, output, errors)
+
+    def start(self, name: str, *overrides: str) -> Any:
+        return self.command.start(*self.arguments(name, *overrides))
 
     def whole(self) -> list[float]:
         """Return the losses of an undisturbed run on this node."""
@@ -86,6 +98,43 @@ class Submission:
             *("launch.device=cpu", "launch.threads=1"),
         )
         return self.local.losses("whole")
+
+    @contextmanager
+    def without_server(self) -> Iterator[None]:
+        """Stop the API server, and start it again at the end of the context."""
+        file = self.cluster / "kube-apiserver.pid"
+        pid = int(file.read_text())
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+        os.kill(pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            script = 'setsid "$@" >>"$0" 2>&1 </dev/null & echo $!'
+            log = str(self.cluster / "kube-apiserver.log")
+            started = subprocess.run(
+                ["bash", "-c", script, log, *command], capture_output=True, text=True, check=True
+            )
+            file.write_text(started.stdout)
+
+    def kill(self, pod: dict[str, Any]) -> None:
+        """Kill the process of a pod, as a lack of memory does."""
+        pid = int((self.cluster / "pods" / pod["metadata"]["name"] / "pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+
+
+def pods_of(api: Cluster, name: str) -> list[dict[str, Any]]:
+    """Return the running pods of a run by index."""
+    index = "batch.kubernetes.io/job-completion-index"
+    running = [
+        pod
+        for pod in api.find("Pod", f"axonlaunch/run={name}")
+        if pod["status"].get("phase") == "Running"
+    ]
+    return sorted(running, key=lambda pod: str(pod["metadata"]["annotations"][index]))
+
+
+def is_waiting(pod: dict[str, Any]) -> bool:
+    return bool(waiting_reason(pod))
 
 
 def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
@@ -106,3 +155,113 @@ def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     log = (submit.cluster / "pods").glob("steady-*/log")
     token = secret["data"]["token"]
     assert not any(token in file.read_text() for file in log)
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_killed_pod_is_replaced_and_the_run_continues_from_its_checkpoint(
+    submit: Submission, api: Cluster, victim: int
+) -> None:
+    name = f"killed-{victim}"
+    follower = submit.start(
+        *(name, "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=5")
+    )
+    logged(submit.folder / "runs" / name / "metrics.jsonl", 12, seconds=150)
+    submit.kill(pods_of(api, name)[victim])
+    output, errors = follower.communicate(timeout=300)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert submit.local.losses(name) == submit.whole()
+
+
+def test_pod_that_starts_late_is_awaited(submit: Submission) -> None:
+    (submit.cluster / "late").mkdir()
+    (submit.cluster / "late" / "late-1").write_text("30")
+    ran = submit("late")
+    assert "waiting for 1 of 2 nodes to join: node 1" in ran.stderr
+    assert submit.local.losses("late") == submit.whole()
+
+
+def test_follower_survives_an_api_server_that_stops(submit: Submission) -> None:
+    follower = submit.start("deaf", "model.arguments={pause:0.5}")
+    logged(submit.folder / "runs/deaf/metrics.jsonl", 3, seconds=150)
+    with submit.without_server():
+        time.sleep(20)
+    output, errors = follower.communicate(timeout=200)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert "does not answer" in output
+    assert "Job deaf: connected again" in output
+    assert "step 30" in errors
+    assert submit.local.losses("deaf") == submit.whole()
+
+
+def test_deleted_pod_saves_a_checkpoint_and_is_replaced(submit: Submission, api: Cluster) -> None:
+    follower = submit.start(
+        *("drained", "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=100")
+    )
+    logged(submit.folder / "runs/drained/metrics.jsonl", 6, seconds=150)
+    api.delete("Pod", pods_of(api, "drained")[0]["metadata"]["name"])
+    output, errors = follower.communicate(timeout=200)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert submit.local.losses("drained") == submit.whole()
+
+
+def test_job_deleted_under_the_follower_ends_it(submit: Submission, api: Cluster) -> None:
+    follower = submit.start("deleted", "model.arguments={pause:0.5}")
+    logged(submit.folder / "runs/deleted/metrics.jsonl", 2, seconds=150)
+    api.delete("Job", "deleted")
+    output, _ = follower.communicate(timeout=100)
+    assert follower.returncode == 1
+    assert "Job deleted has been deleted" in output
+    assert submit.local.summary("deleted")["status"] == "interrupted"
+
+
+def test_interrupt_only_stops_following(submit: Submission, api: Cluster) -> None:
+    follower = submit.start("followed", "model.arguments={pause:0.3}")
+    logged(submit.folder / "runs/followed/metrics.jsonl", 2, seconds=150)
+    follower.send_signal(signal.SIGINT)
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 130
+    assert "Job followed is still running; axonlaunch logs followed -f follows it" in output
+    again = submit("followed", status=2)
+    assert "run_dir" in again.stderr or "name" in again.stderr
+    stopped = submit.command("stop", "followed", status=2)
+    assert "is too old to suspend a Job" in stopped.stderr
+    assert "Job followed: completed" in submit.command("logs", "followed", "-f").stderr
+
+
+def test_refusals_of_the_server_name_the_setting(submit: Submission) -> None:
+    image = "launch.kubernetes.patch=null"
+    kind = submit("refused", image, "launch.kubernetes.kind=jobset", status=2).stderr
+    assert "launch.kubernetes.kind=jobset" in kind
+    assert "has no JobSets; use job" in kind
+    where = submit("refused", image, "launch.kubernetes.namespace=nowhere", status=2).stderr
+    assert "launch.kubernetes.namespace=nowhere: there is no such namespace" in where
+    submit.command.variables["KUBECONFIG"] = str(submit.cluster / "viewer.kubeconfig")
+    who = submit("refused", image, status=2).stderr
+    assert "does not allow to create the Secret refused-token" in who
+    assert 'User "viewer" cannot create resource' in who
+    assert submit.command("jobs", status=2).stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["launch.nproc=9", "launch.device=auto"], "Unschedulable: 0/1 nodes are available"),
+        (["launch.kubernetes.node_selector={pool: a100}"], "didn't match Pod's node affinity"),
+        (["launch.kubernetes.image=registry.example/missing:1"], "ImagePullBackOff"),
+    ],
+)
+def test_waiting_pod_says_why(
+    submit: Submission, api: Cluster, overrides: list[str], reason: str
+) -> None:
+    follower = submit.start("waits", "train.global_batch_size=18", *overrides)
+    try:
+        wait_for(lambda: bool(api.find("Pod", "axonlaunch/run=waits")), seconds=90)
+        wait_for(lambda: is_waiting(api.find("Pod", "axonlaunch/run=waits")[0]), seconds=30)
+        time.sleep(3)  # for the follower to see it too
+    finally:
+        follower.send_signal(signal.SIGINT)
+        output, _ = follower.communicate(timeout=60)
+        api.delete("Job", "waits")
+        wait_for(lambda: not api.find("Pod", "axonlaunch/run=waits"), seconds=60)
+    assert "Job waits waits: waits-" in output
+    assert reason in output

@@ -48,7 +48,7 @@ from axonlaunch.system.authentication import Credentials, ForgedMessageError, de
 NODE_LOST_S = 5.0
 """Seconds of silence after which a node is lost. Its processes must have ended after ten."""
 _CONNECT_S = 5.0
-"""Seconds after which a connection is tried again, to the address that the host has then."""
+"""Seconds in which a node 0 that is there takes a connection."""
 _AGAIN_S = 0.5
 """Seconds between two looks for node 0."""
 _FIRST = -1
@@ -132,28 +132,39 @@ class NodeMembership:
     def _open(self, *, listens: bool) -> dist.Store:
         """Connect to the store of the run."""
         launch, port = self._given.launch, meeting_port(self._given)
-        deadline = time.monotonic() + launch.timeout_s
+        timeout = timedelta(seconds=launch.timeout_s)
+        try:
+            if not listens:
+                self._await_listener(launch.master_addr, port)
+            return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
+        except ValueError as error:
+            problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
+            raise ConfigError([problem]) from None
+        except (OSError, dist.DistNetworkError, dist.DistStoreError):
+            message = (
+                f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node 0, "
+                "and check that no firewall blocks the port"
+            )
+            raise ConfigError(
+                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+            ) from None
+
+    def _await_listener(self, host: str, port: int) -> None:
+        """Wait until node 0 listens. Unlike in torch's wait, a signal ends it.
+
+        Raises:
+            OSError: No process listens there in time.
+        """
+        deadline = time.monotonic() + self._given.launch.timeout_s
         while True:
-            left = max(deadline - time.monotonic(), 0.1)
-            timeout = timedelta(seconds=left if listens else min(left, _CONNECT_S))
             try:
-                store = meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
-            except ValueError as error:
-                problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
-                raise ConfigError([problem]) from None
-            except (dist.DistNetworkError, dist.DistStoreError):
-                if time.monotonic() < deadline:
-                    time.sleep(_AGAIN_S)
-                    continue
-                message = (
-                    f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node "
-                    "0, and check that no firewall blocks the port"
-                )
-                raise ConfigError(
-                    [ConfigIssue("launch.master_addr", message, launch.master_addr)]
-                ) from None
-            store.set_timeout(timedelta(seconds=launch.timeout_s))
-            return store
+                socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            except OSError:  # the host may have no address yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_AGAIN_S)
+            else:
+                return
 
     def _name_run(self, key: bytes) -> Credentials:
         """Choose the name of the run on node 0; on other nodes read it.

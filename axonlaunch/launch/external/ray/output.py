@@ -26,9 +26,5 @@ class NodeOutput:
         return NodeOutput(text[dropped:], self.start + dropped)
 
     def read(self, position: int) -> tuple[int, bytes]:
-        """Return the position of the end, and the text from a position as far as it is kept.
-
-        A position behind the end is one in an earlier output, which was lost with its actor.
-        """
-        end = self.start + len(self.text)
-        return end, self.text[max(0, position - self.start) if position <= end else 0 :]
+        """Return the position of the end, and the text from a position as far as it is kept."""
+        return self.start + len(self.text), self.text[max(0, position - self.start) :]

@@ -50,7 +50,9 @@ class RayRun:
         """
         self._spec = spec
         self._state = ended or JobState("PENDING", f"{spec.name} is pending")
-        self._outputs = defaultdict(NodeOutput, outputs or {})
+        # Behind all positions of an earlier output, which was lost with its actor.
+        start = time.time_ns()
+        self._outputs = defaultdict(lambda: NodeOutput(start=start), outputs or {})
         self._lock = threading.Lock()
         self._is_stopping = False
         self._lost = 0
