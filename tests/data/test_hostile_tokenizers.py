@@ -59,6 +59,7 @@ def chats(tmp_path: Path) -> Callable[[str], Any]:
     return build
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("template", [LOOP, "{{ 10 ** (10 ** 9) }}"])
 def test_a_chat_template_that_does_not_end_is_an_error_that_names_the_rows(
     template: str, chats: Callable[[str], Any]
@@ -70,7 +71,13 @@ def test_a_chat_template_that_does_not_end_is_an_error_that_names_the_rows(
     assert "a.jsonl, lines 1 to 5)" in said
 
 
-@pytest.mark.parametrize("template", ["{{ '%300000000d' % 1 }}", "{{ '%99999999999d' % 1 }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ '%99999999999d' % 1 }}",
+        pytest.param("{{ '%300000000d' % 1 }}", marks=pytest.mark.slow),
+    ],
+)
 def test_a_chat_template_that_writes_gigabytes_is_an_error(
     template: str, chats: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +89,11 @@ def test_a_chat_template_that_writes_gigabytes_is_an_error(
 
 
 @pytest.mark.parametrize(
-    "parts", [{"pre_tokenizer": BACKTRACKS}, {"normalizer": MULTIPLIES}], ids=["regex", "replace"]
+    "parts",
+    [
+        pytest.param({"pre_tokenizer": BACKTRACKS}, id="regex"),
+        pytest.param({"normalizer": MULTIPLIES}, id="replace", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tokenizer_that_backtracks_or_multiplies_is_an_error(
     parts: dict[str, Any], tmp_path: Path
@@ -118,6 +129,7 @@ def test_a_tokenizer_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         tokenizer.load_tokenizer(TokenizerConfig(path=str(folder)))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("template", [LOOP, "{{ 10 ** (10 ** 9) }}"])
 def test_ctrl_c_ends_a_command_whose_chat_template_does_not_end(
     template: str, tmp_path: Path

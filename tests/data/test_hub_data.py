@@ -346,16 +346,16 @@ def test_existing_folder_has_priority(
 
 
 def test_nodes_that_found_other_commits_agree() -> None:
-    from axonlaunch.launch.multinode.membership import _check_agreement
+    from axonlaunch.launch.multinode.node_settings import check_agreement
 
     commits = ["0123456789" * 4, "9876543210" * 4]
     met = [
         {"host": "a", "problems": [], "config": {"data.files": [f"team/rows@{commit}"]}}
         for commit in commits
     ]
-    _check_agreement(met)
+    check_agreement(met)
     with pytest.raises(ConfigError, match="start every node with the same overrides"):
-        _check_agreement([*met, {**met[0], "config": {"data.files": ["team/others"]}}])
+        check_agreement([*met, {**met[0], "config": {"data.files": ["team/others"]}}])
 
 
 def test_node_downloads_the_data_of_a_frozen_configuration(hub: Hub) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.models.adapters import quantized_base
-from axonlaunch.models.adapters.quantized_base import quantized_names
+from axonlaunch.models.adapters.quantized_base import quantized_names, recomputing_weights
 from axonlaunch.models.build import build_model
+from axonlaunch.models.tensors import packed_blocks
 from axonlaunch.models.tensors.packed_blocks import BLOCK_FORMATS, BlockFormat
 
 MODEL = [
@@ -86,7 +86,7 @@ def test_backward_keeps_quantized_weights_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(BlockFormat, "dequantize", watched)
     model = build_model(run_config([*NF4, "strategy=single"]), seed=0)
     block: torch.nn.Module = model.layers[0]  # type: ignore[index]
-    forward = quantized_base.recomputing_weights(block.mlp)  # type: ignore[union-attr]
+    forward = recomputing_weights(block.mlp)  # type: ignore[union-attr]
     x = torch.randn(2, 4, 128, requires_grad=True)
     output = forward(x)
     assert len(alive) == 3
@@ -142,7 +142,7 @@ def test_weights_that_cannot_be_quantized_or_divided_are_refused(
 
 
 def test_missing_or_old_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_base.metadata, "version", lambda name: "0.44.1")
+    monkeypatch.setattr(packed_blocks.metadata, "version", lambda name: "0.44.1")
     with pytest.raises(
         ConfigError, match=r"bitsandbytes 0\.44\.1 is installed, and 0\.48 or newer"
     ):

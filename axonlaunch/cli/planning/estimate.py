@@ -48,8 +48,8 @@ EXAMPLES = """Examples:
   axonlaunch estimate experiment=llama3_8b launch.nproc=64 hardware=h100_80gb
   axonlaunch estimate strategy=hybrid model=llama_debug launch.nproc=512 \\
       train.global_batch_size=512 --plot memory.svg
-  axonlaunch estimate experiment=llama3_8b launch.nproc=64 hardware=h100_80gb \\
-      hardware.price_per_hour=2.5 --tokens 3T
+  axonlaunch estimate experiment=llama3_8b launch.nproc=64 --tokens 3T \\
+      hardware=h100_80gb hardware.price_per_hour=2.5
 """
 
 

@@ -23,6 +23,7 @@ def shown(page: str) -> dict[str, object]:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [20_000])
 def test_the_page_of_a_long_run_of_64_ranks_is_small_and_keeps_the_peak(
     num_steps: int, tmp_path: Path
