@@ -249,11 +249,16 @@ def test_watch_waits_for_a_run_that_starts_later(
             "--where loss: write KEY=VALUE, for example status=failed",
         ),
         (["watch"], "runs: contains no run; give the folder of a run"),
-        (["compare", "a"], "give two or more runs"),
+        (["compare", "a"], "a: contains neither config.yaml nor metrics.jsonl of a run"),
     ],
 )
 def test_user_errors_are_one_line(overrides: list[str], message: str, served: Command) -> None:
     assert message in served(*overrides, status=2).stderr
+
+
+def test_compare_needs_two_runs(served: Command) -> None:
+    run_folder(served.folder / "runs/one")
+    assert "give two or more runs" in served("compare", "runs/one", status=2).stderr
 
 
 @pytest.mark.parametrize(
