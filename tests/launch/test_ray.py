@@ -220,6 +220,22 @@ def test_ray_is_not_imported_without_an_address() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_files_of_a_node_are_deleted_when_its_actor_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "token").write_text("secret")
+    waiting = [sys.executable, "-m", PROGRAM, str(folder), "watch", "later"]
+    with subprocess.Popen(
+        waiting, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as node:
+        assert node.stdin is not None
+        assert node.stderr is not None
+        assert node.stderr.readline().startswith(b"waiting for the run later to start")
+        node.stdin.close()
+        assert node.wait(timeout=30) == 128 + signal.SIGKILL
+    assert not folder.exists()
+
+
 def test_output_keeps_its_last_bytes_at_their_positions() -> None:
     output = NodeOutput().with_text(b"first\n")
     assert output.read(0) == (6, b"first\n")

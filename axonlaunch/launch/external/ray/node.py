@@ -57,7 +57,7 @@ class Node:
         with tempfile.TemporaryDirectory(prefix="axonlaunch-") as folder:
             arguments = self._write_files(Path(folder), host, port)
             self._process = process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, *arguments],
+                [sys.executable, "-P", "-m", PROGRAM, folder, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
