@@ -22,6 +22,7 @@ SMALL = [
         [],
         ["model.tie_word_embeddings=true", "optimizer=sgd", "optimizer.momentum=0.9"],
         ["train.param_dtype=bf16", "train.precision=bf16", "optimizer=adafactor"],
+        ["train.param_dtype=bf16", "train.precision=bf16", "optimizer.master_weights=fp32"],
         ["adapter=lora", "train.param_dtype=bf16", "train.precision=bf16"],
         ["train.freeze=[layers.*.mlp.*]"],
     ],

@@ -157,8 +157,11 @@ def test_masters_are_divided_like_optimizer_states() -> None:
     [
         ([*BF16, "optimizer.master_weights=fp32"], "weights are in fp32; use train.param_dtype"),
         ([*MASTERS, "adapter=lora"], "only the adapter is trained"),
-        ([*BF16, "train.param_dtype=bf16", FP32_GRADIENTS], "only the update of masters"),
-        ([*MODEL, "train.precision=fp16", "train.param_dtype=fp16"], "unscaling them in fp16"),
+        ([*BF16, "train.param_dtype=bf16", FP32_GRADIENTS], "is for the update of masters"),
+        (
+            [*MODEL, "train.precision=fp16", "train.param_dtype=fp16"],
+            "updates of weights in fp16",
+        ),
         (
             [
                 *MASTERS,

@@ -114,6 +114,7 @@ def test_hardware_is_detected_by_device_name(devices: list[str], option: str) ->
             "needs figures of the devices, and NVIDIA GB300 is not in the catalog; use",
         ),
         (H100, ["launch=slurm"], "and the job runs on other nodes; use a100_40gb, "),
+        (H100, ["launch=kubernetes"], "and the job runs on other nodes"),
     ],
 )
 def test_unknown_hardware_must_be_named(device: str, overrides: list[str], reported: str) -> None:

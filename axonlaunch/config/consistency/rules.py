@@ -166,8 +166,8 @@ def _masters(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue("optimizer.master_weights", message, masters.name)
     elif precision.needs_loss_scale and is_trained_in_16_bits:
         message = (
-            f"gradients in {stored.name} are scaled, and unscaling them in {stored.name} loses "
-            "small ones; add optimizer.master_weights=fp32, or use fp32"
+            f"small updates of weights in {stored.name} are lost; add "
+            "optimizer.master_weights=fp32, or use fp32"
         )
         yield ConfigIssue("train.param_dtype", message, stored.name)
     if precision.gradients == stored:
@@ -177,12 +177,22 @@ def _masters(config: RunConfig) -> Iterator[ConfigIssue]:
         pipeline.degree > 1 and not data_parallel_facts(config.strategy).shards_parameters
     )
     message = ""
-    if masters is None:
-        message = "only the update of masters is in fp32; add optimizer.master_weights=fp32"
+    if config.adapter is not None:
+        message = "only the adapter is trained, and its gradients are in fp32; use parameter"
+    elif masters is None:
+        message = (
+            "is for the update of masters; add optimizer.master_weights=fp32, or use parameter"
+        )
+    elif pipeline.degree > 1 and not is_pipelined and precision.reduce.is_low:
+        message = (
+            f"torch adds up those of a pipeline with {name} in {precision.reduce.name}; use "
+            "strategy.reduce_dtype=fp32, or parameter"
+        )
     elif is_pipelined and SCHEDULES[pipeline.schedule].separate_weight_grad:
-        message = f"torch adds up those of {pipeline.schedule} as they are; use 1f1b, or fsdp"
+        message = (
+            f"torch adds up those of {pipeline.schedule} as they are; use 1f1b, fsdp or parameter"
+        )
     if message:
-        message += ", or parameter"
         yield ConfigIssue("train.grad_dtype", message, config.train.grad_dtype)
 
 

@@ -188,8 +188,8 @@ class Update:
         self._make_masters()
         if self._rounded is not None:
             self._rounded.step = step
-        if self._made:  # the optimizer owns its states now; keep no second copy
-            self._made, self._divided = {}, {}
+        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
+        self._made, self._divided = {}, {}
         if skip is None:
             self._step()
         else:

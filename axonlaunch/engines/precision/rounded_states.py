@@ -64,7 +64,8 @@ def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
     numbers = (bits & _DROPPED).add_(values.view(torch.int32)).bitwise_and_(~_DROPPED)
     # With the strides of the values, as fused kernels require.
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
-    return rounded.copy_(numbers.view(torch.float32))
+    # Added to the bits of NaN, a random number could give a number.
+    return rounded.copy_(torch.where(values.isfinite(), numbers.view(torch.float32), values))
 
 
 def element_bits(full: Tensor, key: str, *, device: torch.device) -> Tensor:

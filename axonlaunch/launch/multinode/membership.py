@@ -236,7 +236,11 @@ class NodeMembership:
         if self._rounds is not None:
             self._rounds.leave()
         time.sleep(_AGAIN_S)
-        self._connect()
+        try:
+            self._connect()
+        except ConfigError as error:  # no scheduler has replaced it
+            self._console.line(f"{self._name}: {error.problems[0]}")
+            return False
         return True
 
     def _join(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:

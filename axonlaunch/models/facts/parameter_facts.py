@@ -14,6 +14,7 @@ from torch import nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import state_bytes
+from axonlaunch.config.precision import master_format
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
 from axonlaunch.models.specs.spec import ModelSpec
@@ -132,9 +133,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """
     element = config.train.parameter_bytes
     trained = element if config.adapter is None else _FP32
+    # A checkpoint has masters, which count as states, in place of the weights.
+    of_trained = 0 if master_format(config.optimizer) is not None else trained
     model = on_meta(config, seed=config.seed)
     saved = [
-        _bytes_of(parameter, trained if parameter.requires_grad else element)
+        _bytes_of(parameter, of_trained if parameter.requires_grad else element)
         for parameter in model.parameters()
         if parameter.requires_grad or config.saves_frozen
     ]

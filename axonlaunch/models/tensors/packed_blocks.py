@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -62,8 +63,8 @@ class BlockFormat(ABC):
     def quantize(self, values: Tensor) -> Tensor:
         """Return the uint8 tensor that stores floating-point values [..., n]."""
         *shape, block_bytes = self.packed_shape(values.shape)
-        if values.is_meta:
-            return torch.empty(*shape, block_bytes, dtype=torch.uint8, device="meta")
+        if values.is_meta or not values.numel():  # kernels of CUDA can't start without a block
+            return torch.empty(*shape, block_bytes, dtype=torch.uint8, device=values.device)
         codes, scales = self._quantize(values.contiguous())
         codes = codes.view(*shape, self.code_bytes)
         return torch.cat([codes, scales.view(*shape, 1).view(torch.uint8)], -1)
@@ -73,6 +74,8 @@ class BlockFormat(ABC):
         """Return the values [..., n] of a quantized tensor or of this rank's part of one."""
         packed = local_tensor(packed).detach()
         shape = (*packed.shape[:-2], packed.shape[-2] * BLOCK)
+        if not packed.numel():
+            return torch.empty(shape, dtype=dtype, device=packed.device)
         codes = packed[..., : self.code_bytes].contiguous()
         scales = packed[..., self.code_bytes :].contiguous().view(torch.float32)
         return self._dequantize(codes.flatten(), scales.flatten(), shape, dtype)
@@ -144,7 +147,8 @@ class _Dynamic(BlockFormat):
 
     def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
         code = _dynamic_codes(self._is_signed, values.device)
-        codes, state = _library().quantize_blockwise(values.float(), code=code, blocksize=BLOCK)
+        with _in_default_stream(values.device):
+            codes, state = _library().quantize_blockwise(values.float(), code=code, blocksize=BLOCK)
         return codes, state.absmax
 
     def _dequantize(
@@ -154,6 +158,22 @@ class _Dynamic(BlockFormat):
         options = {"absmax": scales, "code": code, "blocksize": BLOCK}
         values: Tensor = _library().dequantize_blockwise(codes.view(-1, BLOCK), **options)
         return values.to(dtype).view(shape)
+
+
+@contextmanager
+def _in_default_stream(device: torch.device) -> Iterator[None]:
+    """Order a kernel in CUDA's default stream after and before the work of the current stream.
+
+    bitsandbytes passes no stream to its 8-bit quantization, and states that are offloaded are
+    quantized in a stream of their own.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 
 from axonlaunch.config import Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import is_on_cpu
+from axonlaunch.config.options.launch import LAUNCHERS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor.measured_hardware import processor_name
 from axonlaunch.system.processes import forked_call
@@ -81,7 +82,8 @@ def hardware_option(
         ConfigError: No option describes them.
     """
     options = Composer(config_dirs=config_dirs).contents("hardware")
-    if config.launch.name == "slurm":
+    launcher = LAUNCHERS.facts(config.launch.name)
+    if launcher is not None and not launcher.on_this_node:
         reason = "the job runs on other nodes"
     elif len(set(devices)) > 1:
         reason = f"those of this node differ: {', '.join(sorted(set(devices)))}"

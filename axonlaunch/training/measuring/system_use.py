@@ -23,6 +23,8 @@ from axonlaunch.system.storage.run_files import append_event
 
 INTERVAL_S = 5.0
 """Seconds between samples."""
+_LEAVE_S = 5.0
+"""Seconds to wait for the last sample at the end."""
 _LINES = 1000
 """Lines of the file after which it grows slower: each covers this fraction of the time so far."""
 _REST = 1000.0
@@ -71,7 +73,7 @@ def sample_system(
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(timeout=_LEAVE_S)  # a driver that does not answer must not keep the rank
 
 
 def gpus_of_node(device: torch.device, ranks: int) -> list[int]:

@@ -78,7 +78,8 @@ def _rounded(values: Tensor, numbers: Tensor) -> Tensor:
     bits = values.contiguous().view(torch.int32).cpu().to(torch.int64) % _MODULUS
     kept = (bits + numbers % 2**16) // 2**16 * 2**16 % _MODULUS
     signed = torch.where(kept >= 2**31, kept - _MODULUS, kept)
-    return signed.to(torch.int32).view(torch.float32)
+    rounded = signed.to(torch.int32).view(torch.float32)
+    return torch.where(values.isfinite().cpu(), rounded, values.cpu())
 
 
 def _random_numbers(shape: torch.Size, text: str) -> Tensor:

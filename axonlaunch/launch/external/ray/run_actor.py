@@ -55,7 +55,7 @@ class RayRun:
         self._outputs = defaultdict(lambda: NodeOutput(start=start), outputs or {})
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._lost = 0
+        self._lost = self._lost_before = 0
         threading.Thread(target=self._expire if ended else self._supervise, daemon=True).start()
 
     def spec(self) -> RunSpec:
@@ -123,6 +123,7 @@ class RayRun:
                 for number in range(self._spec.nnodes):
                     if number not in nodes:
                         nodes[number] = self._place(number, group)
+                self._lost_before = self._lost
                 statuses = self._attempt(nodes)
                 if (state := self._judge(statuses)) is not None:
                     return state
@@ -256,11 +257,12 @@ class RayRun:
         if self._is_stopping or first == _INTERRUPTED:
             note = f"{name} is stopped; resume it with axonlaunch resume {name}"
             return JobState("STOPPED", note, _INTERRUPTED)
-        if self._lost and self._goes_on:
+        was_lost = self._lost > self._lost_before
+        if was_lost and self._goes_on:
             note = f"{name}: starts again, because a node was lost"
             self._state = JobState("PENDING", note)
             return None
-        reason = "a node was lost" if self._lost else f"exit status {first} of node 0"
+        reason = "a node was lost" if was_lost else f"exit status {first} of node 0"
         return JobState("FAILED", f"{name}: failed ({reason})", 1)
 
 
