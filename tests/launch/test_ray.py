@@ -22,6 +22,7 @@ from axonlaunch.launch.external.ray import launcher
 from axonlaunch.launch.external.ray.node import PROGRAM
 from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
 from axonlaunch.launch.external.ray.run_spec import RunSpec
+from axonlaunch.launch.external.submitted_jobs import find_jobs
 
 CLIENT_PORT = 23999
 
@@ -218,6 +219,19 @@ def test_ray_is_not_imported_without_an_address() -> None:
         "import axonlaunch.launch.external.ray.launcher; sys.exit('ray' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_unusable_address_in_environment_hides_no_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=r"launch\.ray\.address"):
+        find_jobs(tmp_path, None, "http://head:8265")
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert find_jobs(tmp_path, None, "http://head:8265") == []
+    assert (
+        "note: jobs on Ray are left out (RAY_ADDRESS=http://head:8265)" in capsys.readouterr().err
+    )
 
 
 def test_files_of_a_node_are_deleted_when_its_actor_is_killed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,9 +83,18 @@ def cluster_of(context: str | None, namespace: str | None) -> Cluster | None:
 
 
 def _jobs_on_ray(address: str | None) -> Sequence[FollowedJob]:
-    """Return the runs of a Ray cluster. Ray is imported only if there is an address."""
+    """Return the runs of a Ray cluster. Ray is imported only if there is an address.
+
+    A cluster that only the environment names, and that can't be used, is left out with a note.
+    """
     if address is None:
         return []
     from axonlaunch.launch.external.ray.ray_job import ray_jobs
 
-    return ray_jobs(address)
+    try:
+        return ray_jobs(address)
+    except ConfigError as error:
+        if address != os.environ.get("RAY_ADDRESS"):
+            raise
+        sys.stderr.write(f"note: jobs on Ray are left out (RAY_ADDRESS={address}): {error}\n")
+        return []

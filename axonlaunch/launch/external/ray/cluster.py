@@ -14,6 +14,9 @@ from axonlaunch.launch.external.ray.run_spec import RunSpec
 
 _KEY = "launch.ray.address"
 _PROBE_S = 5.0
+# Otherwise the first call after a lost connection would start a cluster on this node. Ray reads it
+# when it is imported.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 _LOCAL = "auto"
 
 

@@ -100,6 +100,8 @@ class RayJob:
         """Return what was added since the last call to the output of the node of a rank."""
         from ray.exceptions import GetTimeoutError, RayActorError
 
+        if self._is_lost:
+            return ""
         node = rank // self.spec.nproc
         try:
             actor = _actor_of(self.name)
@@ -140,10 +142,11 @@ class RayJob:
         """Create the actor of the run, in place of that of an earlier run that has ended.
 
         Raises:
-            ConfigError: The nodes of the cluster can't import axonlaunch.
+            ConfigError: The nodes of the cluster can't import axonlaunch, or can't set up
+                ``launch.ray.runtime_env``.
         """
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import GetTimeoutError, RayActorError, RuntimeEnvSetupError
 
         if (ended := _find(self.name, ENDED)) is not None:
             ray.kill(ended)
@@ -159,6 +162,13 @@ class RayJob:
         made = actor.remote(self.spec)
         try:
             _answer(made.state.remote())
+        except GetTimeoutError:
+            return  # its environment is being set up, or no node is free yet
+        except RuntimeEnvSetupError as error:
+            ray.kill(made)
+            reason = " ".join(str(error).split())[-200:]
+            key = "launch.ray.runtime_env"
+            raise ConfigError([ConfigIssue(key, f"can't be set up ({reason})")]) from None
         except RayActorError as error:
             ray.kill(made)
             reason = " ".join(str(error).split())[-200:]
@@ -177,7 +187,7 @@ def ray_jobs(address: str) -> list[RayJob]:
         ConfigError: There is no cluster at this address.
     """
     import ray
-    from ray.exceptions import RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     connect_to_cluster(address)
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -188,7 +198,7 @@ def ray_jobs(address: str) -> list[RayJob]:
         if actor is not None:
             try:
                 jobs.append(RayJob(address, _answer(actor.spec.remote())))
-            except RayActorError:  # it has just ended
+            except (RayActorError, GetTimeoutError):  # it has just ended, or has not started yet
                 continue
     return jobs
 
