@@ -89,7 +89,8 @@ def sampling() -> float:
         for _ in range(args.events):
             use.sample()
             append_event(Path(name), "system", use.take())
-        return (time.process_time() - began) / args.events
+        seconds: float = (time.process_time() - began) / args.events
+        return seconds
 
 
 def main() -> None:
