@@ -57,9 +57,9 @@ KINDS = {
     "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
-    "goodput": Kind("goodput as predicted", goodput.predicted, 1),
+    "goodput": Kind("goodput as predicted (only if named)", goodput.predicted, 0),
     "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
-    "pods": Kind("kills and deletions of pods (only with --runs)", pods.run, 0),
+    "pods": Kind("kills and deletions of pods (only if named)", pods.run, 0),
 }
 
 
@@ -135,8 +135,16 @@ def _options() -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return kinds and seeds, with every kind early, because time may run out at any moment."""
-    numbers = {name: options.runs or KINDS[name].number for name in options.only}
+    """Return kinds and seeds, with every kind early, because time may run out at any moment.
+
+    Kinds without a number of cases take minutes, and run only if ``--only`` names them.
+    """
+    are_named = options.only != list(KINDS)
+    numbers = {
+        name: options.runs or KINDS[name].number or 1
+        for name in options.only
+        if KINDS[name].number or are_named
+    }
     # Sorted by the fraction of its kind that is done by then.
     shares = [(i / count, i, name) for name, count in numbers.items() for i in range(count)]
     return [(name, options.seed + i) for _, i, name in sorted(shares, key=lambda share: share[:1])]
