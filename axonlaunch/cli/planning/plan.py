@@ -40,7 +40,8 @@ EXAMPLES = """Examples:
       train.global_batch_size=128 train.precision=bf16
   axonlaunch plan --devices 8 experiment=llama3_8b hardware=a100_80gb \\
       strategy.tensor.degree=2 --write experiment/planned.yaml
-  axonlaunch plan --devices 64 experiment=llama3_8b hardware=h100_80gb --tokens 3T
+  axonlaunch plan --devices 64 --tokens 3T experiment=llama3_8b \\
+      hardware=h100_80gb
 """
 
 
