@@ -5,14 +5,14 @@ Functions are referred to by name and imported only when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias, cast
 
-from axonlaunch.config import Composed, RunConfig
+from axonlaunch.config import Composed, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
-from axonlaunch.config.options.launch import LAUNCHERS, Launcher
+from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig, Launcher
 from axonlaunch.launch.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
@@ -92,6 +92,34 @@ def launch_function(config: RunConfig) -> Launch:
 def _import_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     target: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
     return target
+
+
+def submission_issues(
+    launch: LaunchConfig, *, target: str, run: str, node: str, origin: str | None = None
+) -> Iterator[ConfigIssue]:
+    """Yield problems of settings that every run on other nodes needs, or must leave out.
+
+    Args:
+        launch: Group ``launch`` of the configuration.
+        target: Noun for messages: a job, task or cluster.
+        run: The run in words.
+        node: Noun for a node.
+        origin: How a node gets its number, the address of node 0 and the token; None if they are
+            not checked.
+    """
+    if launch.nproc == "auto":
+        message = f"is required for a {target}; write the number of devices per {node}"
+        yield ConfigIssue("launch.nproc", message, "auto")
+    if not isinstance(launch.nnodes, int):
+        message = f"{run} has a fixed number of {node}s; write one number"
+        yield ConfigIssue("launch.nnodes", message, launch.nnodes)
+    if launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, gloo or nccl"
+        yield ConfigIssue("launch.backend", message, "mock")
+    for key in ("node_rank", "master_addr", "token_file") if origin is not None else ():
+        value = getattr(launch, key)
+        if value not in ("auto", None):
+            yield ConfigIssue(f"launch.{key}", f"{origin}; remove this setting", value)
 
 
 def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -15,7 +15,7 @@ from axonlaunch.config.consistency.layout import is_on_cpu
 from axonlaunch.config.options.launch import DstackConfig, LaunchConfig, SkyPilotConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.launch.launcher import LaunchOptions, check_anywhere, submission_issues
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
@@ -39,15 +39,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if not options.render and not options.dry_run:
         message = f"only prints the task: add --render, and submit it with {_SUBMIT[name]}"
         issues.append(ConfigIssue("launch.name", message, name))
-    if launch.nproc == "auto":
-        message = "is required for a task; write the number of devices per node"
-        issues.append(ConfigIssue("launch.nproc", message, "auto"))
-    if not isinstance(launch.nnodes, int):
-        message = "a task has a fixed number of nodes; write one number"
-        issues.append(ConfigIssue("launch.nnodes", message, launch.nnodes))
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, gloo or nccl"
-        issues.append(ConfigIssue("launch.backend", message, "mock"))
+    issues += submission_issues(launch, target="task", run="a task", node="node")
     if not is_on_cpu(launch) and _options(launch).gpu is None:
         message = "is required, as H100; or write launch.device=cpu"
         issues.append(ConfigIssue(f"launch.{name}.gpu", message))

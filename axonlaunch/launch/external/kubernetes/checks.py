@@ -20,6 +20,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     is_quantity,
     toleration,
 )
+from axonlaunch.launch.launcher import submission_issues
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.storage.files import read_text
 
@@ -36,21 +37,14 @@ def setting_issues(config: RunConfig) -> list[ConfigIssue]:
 
 
 def _job_issues(config: RunConfig) -> Iterator[ConfigIssue]:
-    launch, resume = config.launch, config.checkpoint.resume
-    if launch.nproc == "auto":
-        message = "is required for a job; write the number of devices per pod"
-        yield ConfigIssue("launch.nproc", message, "auto")
-    if not isinstance(launch.nnodes, int):
-        message = "a job has a fixed number of pods; write one number"
-        yield ConfigIssue("launch.nnodes", message, launch.nnodes)
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, gloo or nccl"
-        yield ConfigIssue("launch.backend", message, "mock")
-    for key in ("node_rank", "master_addr", "token_file"):
-        value = getattr(launch, key)
-        if value not in ("auto", None):
-            message = "the job sets it in each pod; remove this setting"
-            yield ConfigIssue(f"launch.{key}", message, value)
+    resume = config.checkpoint.resume
+    yield from submission_issues(
+        config.launch,
+        target="job",
+        run="a job",
+        node="pod",
+        origin="the job sets it in each pod",
+    )
     if resume == "never":
         message = "a pod that is replaced could not resume; use auto, and another name to start new"
         yield ConfigIssue("checkpoint.resume", message, resume)

@@ -17,7 +17,7 @@ from axonlaunch.launch.external.followed_job import follow_job
 from axonlaunch.launch.external.ray.cluster import check_size, connect_to_cluster
 from axonlaunch.launch.external.ray.ray_job import RayJob
 from axonlaunch.launch.external.ray.run_spec import RunSpec
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.launch.launcher import LaunchOptions, check_anywhere, submission_issues
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.storage.files import read_text
 
@@ -45,21 +45,13 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def _setting_issues(config: RunConfig) -> Iterator[ConfigIssue]:
-    launch = config.launch
-    if launch.nproc == "auto":
-        message = "is required for a cluster; write the number of devices per node"
-        yield ConfigIssue("launch.nproc", message, "auto")
-    if not isinstance(launch.nnodes, int):
-        message = "a run on Ray has a fixed number of nodes; write one number"
-        yield ConfigIssue("launch.nnodes", message, launch.nnodes)
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, gloo or nccl"
-        yield ConfigIssue("launch.backend", message, "mock")
-    for key in ("node_rank", "master_addr", "token_file"):
-        value = getattr(launch, key)
-        if value not in ("auto", None):
-            message = "Ray's nodes get it from the run; remove this setting"
-            yield ConfigIssue(f"launch.{key}", message, value)
+    yield from submission_issues(
+        config.launch,
+        target="cluster",
+        run="a run on Ray",
+        node="node",
+        origin="Ray's nodes get it from the run",
+    )
     if config.checkpoint.resume == "never" or config.checkpoint.overwrite:
         message = "a node that is replaced would start over; use another name to start new"
         key, value = ("resume", "never") if not config.checkpoint.overwrite else ("overwrite", True)
