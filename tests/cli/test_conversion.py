@@ -346,7 +346,7 @@ def test_each_line_of_an_experiment_names_the_key_of_its_origin(
         ("torchtune", "shuffle: false", "shuffle"),
         ("torchtune", "kd_ratio: 0.5", "kd_ratio"),
         ("trl", "beta: 0.1", "beta"),
-        ("trl", "lr_scheduler_type: inverse_sqrt", "lr_scheduler_type"),
+        ("trl", "lr_scheduler_type: polynomial", "lr_scheduler_type"),
         ("trl", "optim: schedule_free_adamw", "optim"),
     ],
 )
@@ -409,6 +409,26 @@ def test_keys_that_change_nothing_are_not_reported(tool: str, added: str, conver
     translation = converted(FILES[tool], added)
     assert not translation.changes_training
     assert translation.not_needed
+
+
+@pytest.mark.parametrize(
+    ("added", "targets"),
+    [
+        (r"lora_target_modules: '.*\.layers.[\d]+.mlp'", [r"(.*\.layers.[\d]+.mlp)"]),
+        (
+            "lora_target_modules: model.language_model.layers.0.(q|k)_proj",
+            ["(model.(language_model.)?layers.0.(q|k)_proj)"],
+        ),
+        ("lora_target_modules: q_proj\nlora_target_parameters: [e.up]", ["q_proj", "*e.up"]),
+        ("lora_target_linear: true\nlora_target_parameters: [e.up]", ["(.*)", "*e.up"]),
+    ],
+)
+def test_regular_expressions_of_layers_stay_regular_expressions(
+    added: str, targets: list[str], converted: Write, tmp_path: Path
+) -> None:
+    translation = converted(AXOLOTL.replace("lora_target_linear: true", added))
+    assert not translation.changes_training
+    assert flat(translation, tmp_path)["adapter.targets"] == targets
 
 
 def test_an_unknown_key_is_reported_with_a_similar_one(converted: Write) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -166,6 +168,7 @@ _SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
 }
 
 
@@ -203,7 +206,7 @@ def set_schedule(
     else:
         source = warmup_steps if steps > 0 else warmup_ratio
         translation.set("scheduler.warmup_ratio", float(steps or ratio), source)
-    if option != "constant":
+    if option not in ("constant", "inverse_sqrt"):
         keys = (final_from,) if final_from else (name,)
         translation.set("scheduler.final_lr_ratio", final_lr_ratio, *keys)
 
@@ -338,6 +341,10 @@ def set_intervals(
         _set_steps(translation, "checkpoint.every", "save_steps")
 
 
+_LETTERS = f"{string.ascii_letters}{string.digits}_-., "
+"""Characters of names of layers; other texts are regular expressions."""
+
+
 def set_early_stop(translation: Translation) -> None:
     """Set the number of evaluations without improvement after which a run ends."""
     key = "early_stopping_patience"
@@ -361,6 +368,16 @@ def _set_steps(translation: Translation, target: str, key: str) -> None:
     else:
         total = translation.settings["train.steps"].value
         translation.set(target, max(1, round(steps * total)), key)
+
+
+def named_layers(written: str) -> list[str]:
+    """Return the entries of ``adapter.targets`` for names with commas, or a regular expression.
+
+    The names of a text model have no ``language_model.``, which those of a model of images have.
+    """
+    if set(written) <= set(_LETTERS):
+        return [name.strip() for name in written.split(",")]
+    return [re.sub(r"\b((?:language|text)_model\\?\.)", r"(\1)?", f"({written})")]
 
 
 def set_adapter(
@@ -393,12 +410,7 @@ def set_adapter(
         if translation.flag(key):
             translation.set(target, True, key)
     if isinstance(targets, str) and targets not in ("all-linear", "all"):
-        if set(targets) & set("\\()[]|^$"):
-            text = "is a regular expression, and all linear layers are adapted; write adapter."
-            translation.leave_out(targets_key, f"{text}targets with patterns, [*.q_proj]")
-            targets = "all-linear"
-        else:
-            targets = [name.strip() for name in targets.split(",")]
+        targets = named_layers(targets)
     chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
     translation.set("adapter.targets", chosen, targets_key)
     modules = translation.get(unfrozen)

@@ -326,11 +326,9 @@ def _set_adapter(translation: Translation) -> None:
         targets, key = "all-linear", "lora_target_linear"
     if translation.has("lora_target_parameters"):
         extra = [f"*{name}" for name in translation.items("lora_target_parameters")]
-        if isinstance(targets, list) or targets is None:
-            targets = [*(targets or []), *extra]
-        else:
-            text = "all linear layers are adapted; name layers and experts in adapter.targets"
-            translation.leave_out("lora_target_parameters", text)
+        if isinstance(targets, str):
+            targets = ["(.*)"] if targets == "all-linear" else rules.named_layers(targets)
+        targets = [*(targets or []), *extra]
     rules.set_adapter(
         translation,
         rank="lora_r",
