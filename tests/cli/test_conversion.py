@@ -535,7 +535,8 @@ def test_text_with_an_interpolation_stays_text(converted: Write, tmp_path: Path)
         ),
         (
             "steps: 3",
-            "has the keys of no known tool; write --from axolotl, llamafactory, torchtune or trl",
+            "has the keys of no known tool; write --from axolotl, llamafactory, llamafactory-v1, "
+            "torchtune or trl",
         ),
     ],
 )

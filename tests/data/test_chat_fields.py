@@ -110,6 +110,7 @@ FLAGS = [
     {"weight": 0},
     {"weight": 0.0},
     {"loss": False},
+    {"loss_weight": 0.0},
     {"mask": True},
     {"masked": 1},
     {"train": True, "weight": 0},

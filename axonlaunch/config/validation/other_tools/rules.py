@@ -235,6 +235,9 @@ def set_optimizer(
 ) -> None:
     """Set the optimizer by the name that transformers has for it, its betas and its epsilon."""
     written = str(translation.get(name))
+    rate = "learning_rate"
+    if not translation.has(rate) and rate in translation.tool.defaults:
+        translation.set("optimizer.lr", float(translation.number(rate)), rate)
     decay = float(translation.number("weight_decay", 0.0))
     has_decay, has_betas = True, True
     if written in _ADAMW:
@@ -388,6 +391,7 @@ def set_adapter(
     targets: Any,
     targets_key: str,
     unfrozen: str,
+    prefix: str = "",
 ) -> None:
     """Set the options of a LoRA adapter.
 
@@ -398,14 +402,17 @@ def set_adapter(
         targets: Names of layers, or a text with names and commas, or ``"all-linear"``.
         targets_key: Key that the names come from.
         unfrozen: Key with modules that are trained in full.
+        prefix: Beginning of the keys.
     """
     translation.set("adapter.rank", int(translation.number(rank, 8)), rank)
-    translation.set("adapter.alpha", float(translation.number("lora_alpha", alpha)), "lora_alpha")
-    dropout = float(translation.number("lora_dropout", 0.0))
-    translation.set("adapter.dropout", dropout, "lora_dropout")
+    for key, target, default in (
+        (f"{prefix}lora_alpha", "adapter.alpha", alpha),
+        (f"{prefix}lora_dropout", "adapter.dropout", 0.0),
+    ):
+        translation.set(target, float(translation.number(key, default)), key)
     for key, target in {
-        **dict.fromkeys(("use_rslora", "peft_use_rslora"), "adapter.rslora"),
-        **dict.fromkeys(("use_dora", "peft_use_dora"), "adapter.dora"),
+        **dict.fromkeys((f"{prefix}use_rslora", "peft_use_rslora"), "adapter.rslora"),
+        **dict.fromkeys((f"{prefix}use_dora", "peft_use_dora"), "adapter.dora"),
     }.items():
         if translation.flag(key):
             translation.set(target, True, key)

@@ -265,11 +265,12 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of one part of OpenAI's content."""
+    """Return the text of one part of OpenAI's content, or of LLaMA-Factory's (``value``)."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = part.get("text", part.get("value")) if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
         raise ValueError(f"{where} has a part of type {kind}; text models accept only text")
-    return str(part["text"])
+    return text
 
 
 def _optional(row: Row, name: str, fields: Mapping[str, str]) -> Any:
