@@ -453,7 +453,7 @@ def test_prompts_that_a_file_writes_out_become_a_prompt_format(converted: Write)
     translation = converted(yaml.safe_dump({"base_model": "org/base", "datasets": datasets}))
     chosen = translation.settings["data.prompt_format"].value
     assert chosen == (
-        "{% if input %}Q: {{ instruction }}\n{{ input }}\nA:"
+        "{% if input is defined and input %}Q: {{ instruction }}\n{{ input }}\nA:"
         "{% else %}Q: {{ instruction }}\nA:{% endif %}"
     )
     fields = {"instruction": "question", "input": "context", "completion": "reply"}
@@ -496,14 +496,16 @@ def test_steps_of_axolotl_need_no_strategy(
 
 def test_unfrozen_parameters_become_patterns(converted: Write) -> None:
     written = ["^lm_head.weight$", r"model.layers.4[4-9]+.gate", r"model\.layers\.\d+\.norm.*"]
-    added = yaml.safe_dump({"unfrozen_parameters": written})
-    translation = converted(AXOLOTL, added)
+    adapted = converted(AXOLOTL, yaml.safe_dump({"unfrozen_parameters": written}))
+    assert "train.freeze" not in adapted.settings
+    full = AXOLOTL.replace("adapter: lora", "")
+    translation = converted(full, yaml.safe_dump({"unfrozen_parameters": written}))
     assert translation.settings["train.freeze"].value == ["*"]
     patterns = ["lm_head.weight", "model.layers.4[4-9].gate*", "model.layers.*.norm**"]
     assert translation.settings["train.unfreeze"].value == patterns
     (remark,) = (
         each
-        for each in converted(AXOLOTL, "unfrozen_parameters: ['(a|b).weight']").remarks
+        for each in converted(full, "unfrozen_parameters: ['(a|b).weight']").remarks
         if each.kind == "left out"
     )
     assert remark.text == "write (a|b).weight as a pattern in train.unfreeze"

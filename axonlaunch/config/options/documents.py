@@ -243,7 +243,8 @@ class ChatConfig(TextRowsConfig):
     )
     """names of columns, {prompt: question, completion: answer}, and of the keys of a message,
     {messages: talk, role: from, content: value}. What is not named is recognised: messages (role,
-    content), conversations (from, value), prompt and completion, or instruction, input and output
+    content), conversations (from, value), prompt and completion, or instruction, input and output.
+    A value with {{ }} is Jinja that computes a field, {completion: "{{ answers.text[0] }}"}
     """
     prompt_format: str | None = None
     """writes the prompt of a row from its columns, and its completion without a chat template:
@@ -276,6 +277,9 @@ class ChatConfig(TextRowsConfig):
                 problems.append((f"fields.{name}", message))
             elif not column:
                 problems.append((f"fields.{name}", "is empty; write the name of a column"))
+            elif name in _FORMS[0] and "{" in column:
+                message = "is the name of a column or key; Jinja is for prompt, completion, system"
+                problems.append((f"fields.{name}", message))
         used = [form for form in _FORMS if {*form} & self.fields.keys()]
         if len(used) > 1 and self.prompt_format is None:
             both = [next(name for name in form if name in self.fields) for form in used]

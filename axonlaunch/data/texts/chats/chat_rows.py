@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
+from axonlaunch.data.texts.chats.computed_fields import computed, with_computed
 from axonlaunch.data.texts.chats.message_flags import take_flag
+from axonlaunch.data.texts.chats.named_templates import is_jinja
 
 Message = dict[str, Any]
 
@@ -68,6 +70,7 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
     if isinstance(row, str):
         raise ValueError(f"is text; a row of chat is an object with {_column_names(fields)}")
     refuse_other_losses(row, fields)
+    row = with_computed(row, fields)
     chat = _messages(row, fields)
     system = _optional(row, "system", fields)
     if system is not None and not isinstance(system, str):
@@ -84,10 +87,14 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
 def chat_columns(names: list[str], *, fields: Mapping[str, str]) -> list[str]:
     """Return the columns of a table that chats need; all, if it has none of the forms.
 
+    All are needed if fields are computed from them.
+
     Args:
         names: Names of the table's columns.
         fields: Names of columns by what they hold.
     """
+    if computed(fields):
+        return names
     read = {
         name
         for form in _forms(fields)
@@ -319,7 +326,7 @@ def refuse_surrogates(text: str, what: str) -> None:
 
 def fields_of(row: dict[str, Any]) -> str:
     """Return the names of a row's fields for a message."""
-    return ", ".join(map(str, row)) or "none"
+    return ", ".join(name for name in map(str, row) if not is_jinja(name)) or "none"
 
 
 def _column_names(fields: Mapping[str, str]) -> str:
