@@ -59,3 +59,22 @@ def test_template_of_the_models_family_is_that_of_its_tokenizer(
 ) -> None:
     translation = converted(tmp_path, model_name_or_path=model, stage="sft", template=template)
     assert ("template" in [each.key for each in translation.remarks]) is leaves_out
+
+
+@pytest.mark.parametrize(
+    ("roles", "fields"),
+    [
+        (
+            {"user": ["human", "customer"], "assistant": ["agent"]},
+            {"user": "customer", "assistant": "agent"},
+        ),
+        ({"user": ["human"], "assistant": ["gpt"]}, {}),
+    ],
+)
+def test_other_names_of_roles_are_fields(
+    roles: dict[str, list[str]], fields: dict[str, str], tmp_path: Path
+) -> None:
+    datasets = [{"path": "rows.jsonl", "type": "chat_template", "roles": roles}]
+    translation = converted(tmp_path, base_model="org/base", datasets=datasets)
+    written = translation.settings.get("data.fields")
+    assert (written.value if written else {}) == fields

@@ -57,6 +57,16 @@ FIELDS = {
         {"talk": [{"who": "human", "said": "Add 1 and 2."}, {"who": "gpt", "said": "3"}]},
         {"messages": "talk", "role": "who", "content": "said"},
     ),
+    "other roles": (
+        {"talk": [{"by": "customer", "text": "Add 1 and 2."}, {"by": "agent", "text": "3"}]},
+        {
+            "messages": "talk",
+            "role": "by",
+            "content": "text",
+            "user": "customer",
+            "assistant": "agent",
+        },
+    ),
     "known roles": (
         {
             "messages": [

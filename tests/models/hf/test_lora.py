@@ -50,6 +50,8 @@ CASES = [
     # These always have magnitudes, which are scaled in the same way.
     ("gpt2", "tensor 2", "all-linear"),
     ("qwen3", SHARED, "all-linear"),
+    # Its fused layers gather their outputs.
+    ("phi3", "tensor 2", "all-linear"),
     *(("qwen3", layout, EXPRESSION) for layout in ("single", "tensor 2")),
 ]
 WITH_MAGNITUDES = [

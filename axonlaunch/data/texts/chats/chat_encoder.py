@@ -160,4 +160,7 @@ def _nothing_counts(chat: Chat) -> str:
         return "no token counts: the chat template does not mark the assistant's tokens"
     if any(message["role"] == "assistant" for message in chat.messages):
         return "no token counts: no message of the assistant does; remove the flags, or the row"
-    return f"no token counts: its roles are {roles}; write assistant, or use data.train_on=all"
+    return (
+        f"no token counts: its roles are {roles}; write assistant, or data.fields={{assistant: "
+        "NAME}, or use data.train_on=all"
+    )

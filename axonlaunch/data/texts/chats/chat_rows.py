@@ -25,6 +25,8 @@ _LISTS = ("messages", "conversations")
 """Usual columns with messages."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles. Other roles are passed to the template unchanged."""
+_NAMED_ROLES = ("user", "assistant", "tool")
+"""Roles that ``data.fields`` may give other names."""
 _OPTIONAL = ("system", "tools")
 """Further columns of rows of every form."""
 _REFUSED = ("chosen", "rejected", "label")
@@ -259,7 +261,12 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
     text = keys.pop(named["content"], None)
     if "content" in fields and text is None and named["content"] not in message:
         raise ValueError(f"{where} has no {named['content']}; it has {fields_of(message)}")
-    keys = {"role": _ROLES.get(role, role), **({} if text is None else {"content": text}), **keys}
+    roles = {fields[name]: name for name in _NAMED_ROLES if name in fields}
+    keys = {
+        "role": roles.get(role, _ROLES.get(role, role)),
+        **({} if text is None else {"content": text}),
+        **keys,
+    }
     counts = take_flag(keys, where)
     content = keys.get("content")
     if isinstance(content, list):

@@ -96,6 +96,7 @@ _PROMPTS: dict[str, dict[str, Any]] = {
     ),
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
+_USUAL_ROLES = ("user", "human", "assistant", "gpt", "tool")
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),
@@ -242,7 +243,18 @@ def _message_fields(entry: Mapping[str, Any]) -> dict[str, str]:
         "content": mapping.get("content", entry.get("message_field_content")),
         "tools": entry.get("field_tools"),
     }
-    return {name: str(column) for name, column in named.items() if column}
+    return {name: str(column) for name, column in {**named, **_roles(entry)}.items() if column}
+
+
+def _roles(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of roles in rows that differ from the usual ones."""
+    roles = entry.get("roles", {})
+    other: dict[str, str] = {}
+    for role, names in roles.items() if isinstance(roles, Mapping) else ():
+        for name in names if isinstance(names, list) else [names]:
+            if role in ("user", "assistant", "tool") and name not in _USUAL_ROLES:
+                other[role] = str(name)
+    return other
 
 
 def _custom_prompt(kind: Mapping[str, Any]) -> dict[str, Any]:

@@ -359,6 +359,11 @@ def _source(
         for theirs, ours in (("role_tag", "role"), ("content_tag", "content"))
         if theirs in tags
     }
+    fields |= {
+        role: tags[f"{role}_tag"]
+        for role, known in (("user", "human"), ("assistant", "gpt"))
+        if tags.get(f"{role}_tag", role) not in (role, known)
+    }
     if fields:
         source["fields"] = fields
     return source
