@@ -122,8 +122,8 @@ class PipelineConfig:
     stages_per_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of stages on each rank; auto: 1 for gpipe and 1f1b, 2 for the others"""
     split: list[int] | Literal["auto"] = "auto"
-    """number of repeated blocks in each stage, [8,8,9,7]; auto: balanced by parameters and
-    activations
+    """number of repeated blocks in each stage, [8,8,9,7]; auto: stages take equally long, counting
+    the head
     """
     microbatches: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of micro-batches in one round of the schedule; auto: all micro-batches of a step"""
