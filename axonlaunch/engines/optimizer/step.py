@@ -34,7 +34,7 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
-from axonlaunch.engines.optimizer.streaming import STREAMED, UpdateArithmetic, stream_parameters
+from axonlaunch.engines.optimizer.streaming import UpdateArithmetic, stream_parameters
 from axonlaunch.engines.precision.rounded_states import RoundedStates
 from axonlaunch.models.tensors.packed_blocks import STATE_FORMATS
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -87,7 +87,8 @@ class Update:
         )
         # States of parameters in that format have it anyway.
         is_other = any({t.dtype, updated} != {stored} for t in tensors.values())
-        is_other |= quantizes_states(config)
+        self._quantizes = quantizes_states(config)
+        is_other |= self._quantizes
         self._state_dtype = stored if is_other else None
         self._arithmetic = UpdateArithmetic(dtype=updated if is_other else None)
         self._has_masters = master_format(config) is not None
@@ -95,7 +96,7 @@ class Update:
         self._rounded: RoundedStates | None = None
         if is_other and stored != updated:
             self._round_states(seed, facts)
-        elif quantizes_states(config):
+        elif self._quantizes:
             self._quantize_states()
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
@@ -248,15 +249,15 @@ class Update:
         """Step or skip the step, as ``torch.amp.GradScaler.step`` does.
 
         Torch's fused kernels check the flag on the device; for other optimizers the host waits for
-        it.
+        it, and for states in 8 bits, which would change if they were quantized once more.
         """
         are_fused = all(_leaves_out_steps(optimizer) for optimizer in self.optimizers)
-        if not (are_fused and self._has_states()):
+        if self._quantizes or not (are_fused and self._has_states()):
             if bool(overflowed == 0):
                 self._step()
             return
         for optimizer in self.optimizers:
-            place = optimizer.param_groups[0]["params"][0].device
+            place = self._step_device(optimizer)
             optimizer.found_inf = overflowed.to(place)  # type: ignore[attr-defined]
         self._step()
         for optimizer in self.optimizers:
@@ -395,6 +396,11 @@ class Update:
             self._divided[key] = (value, divided)
         return divided
 
+    def _step_device(self, optimizer: Optimizer) -> torch.device:
+        """Return the device on which an optimizer updates."""
+        parameter: Tensor = optimizer.param_groups[0]["params"][0]
+        return parameter.device
+
     def _states_device(self, tensor: Tensor) -> torch.device:
         """Return the device of a tensor's states between updates."""
         return tensor.device
@@ -418,7 +424,7 @@ def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) 
 
 def _leaves_out_steps(optimizer: Optimizer) -> bool:
     """Return whether an optimizer checks ``found_inf`` on the device, as fused ones do."""
-    return optimizer not in STREAMED and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()
