@@ -32,7 +32,7 @@ def estimate(chosen: RunConfig) -> Estimate:
     layout = Layout.of(chosen, world_size=chosen.launch.nproc)
     model_parallel = layout.tensor * layout.pipeline
     states = STATES // model_parallel // (layout.dp_shard if layout.data_parallel == "fsdp" else 1)
-    remaining = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.activation_checkpointing]
+    remaining = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.recomputation]
     activations = int(layout.micro_batch_size * SAMPLE * remaining)
     breakdown: Any = dict.fromkeys(("gradients", "optimizer", "communication", "temporary"), 0) | {
         "parameters": states,
@@ -96,6 +96,31 @@ def test_several_changes_are_reported_if_one_is_not_enough() -> None:
         "strategy.fsdp.sharding=shard_grad_op",
     ]
     assert len(changes) <= 3
+
+
+@pytest.mark.parametrize(
+    ("current", "offered"),
+    [
+        ("none", ["selective", "selective_offload", "full", "offload"]),
+        ("selective_offload", ["full", "offload"]),
+        ("offload", []),
+    ],
+)
+def test_offloaded_inputs_are_offered_after_recomputation_and_only_on_gpus(
+    current: str, offered: list[str]
+) -> None:
+    key = "train.activation_checkpointing"
+    by_hardware = {
+        hardware: [
+            option.settings[key]
+            for options in candidate_changes(run(f"hardware={hardware}", f"{key}={current}"))
+            for option in options
+            if key in option.settings
+        ]
+        for hardware in ("h100_80gb", "cpu")
+    }
+    on_cpu = [mode for mode in offered if not mode.endswith("offload")]
+    assert by_hardware == {"h100_80gb": offered, "cpu": on_cpu}
 
 
 def test_sharding_is_tried_before_offload() -> None:

@@ -222,7 +222,7 @@ def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> t
     compute_ratio = _compute_ratio(config)
     if compute_ratio == 1:
         return 0.0, 0.0
-    is_kept = config.train.activation_checkpointing == "none"
+    is_kept = config.train.recomputation == "none"
     return compute_ratio * (
         total - looked_up if is_kept else multiplied
     ), compute_ratio * multiplied

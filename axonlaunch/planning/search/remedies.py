@@ -201,14 +201,20 @@ def _recomputing(config: RunConfig) -> Options:
     Backward needs twice the compute of forward: Kaplan et al., 2020, section 2.1.
     """
     key, current = "train.activation_checkpointing", config.train.activation_checkpointing
-    options = [
-        Option(
-            {key: "selective"},
-            "recomputes every second matrix product of the forward: about 1/6 more compute",
-        ),
-        Option({key: "full"}, "recomputes the forward: about 1/3 more compute"),
-    ]
-    return options[("none", "selective", "full").index(current) :]
+    selective = "recomputes every second matrix product of the forward: about 1/6 more compute"
+    full = "recomputes the forward: about 1/3 more compute"
+    crossing = "inputs of blocks cross the link to host memory"
+    costs = {
+        "selective": selective,
+        "selective_offload": f"{selective}; {crossing}",
+        "full": full,
+        "offload": f"{full}; {crossing}",
+    }
+    modes = [*costs]
+    remaining = modes[modes.index(current) + 1 :] if current in costs else modes
+    if estimate_device(config) != "gpu":  # host and device are one memory
+        remaining = [mode for mode in remaining if not mode.endswith("offload")]
+    return [Option({key: mode}, costs[mode]) for mode in remaining]
 
 
 def _loss_chunk(config: RunConfig, layout: Layout) -> Options:

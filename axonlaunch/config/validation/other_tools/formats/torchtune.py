@@ -114,9 +114,7 @@ _KEYS: Table = {
     "device": to("launch.device", lambda name: "cpu" if name == "cpu" else "auto"),
     "dtype": Rule("expressed", _dtype),
     "enable_activation_checkpointing": with_others(),
-    "enable_activation_offloading": with_note(
-        "train.activation_checkpointing saves activation memory too"
-    ),
+    "enable_activation_offloading": with_others(),
     "epochs": with_others(),
     "fsdp.cpu_offload": Rule("expressed", _offload),
     "fsdp_*": Rule("expressed", _offload),
@@ -220,12 +218,15 @@ def _finish(translation: Translation) -> None:
 
 
 def _set_recomputation(translation: Translation) -> None:
-    mode, key = translation.get("ac_mode"), "enable_activation_checkpointing"
-    if mode in ("full", "selective"):
-        translation.set("train.activation_checkpointing", mode, "ac_mode")
-    else:
-        chosen = "full" if translation.flag(key) else "none"
-        translation.set("train.activation_checkpointing", chosen, key)
+    mode, keys = translation.get("ac_mode"), ["ac_mode"]
+    offloading = "enable_activation_offloading"
+    if mode not in ("full", "selective"):
+        keys = ["enable_activation_checkpointing"]
+        mode = "full" if translation.flag(keys[0]) else "none"
+    if translation.flag(offloading):
+        mode = "selective_offload" if mode == "selective" else "offload"
+        keys.append(offloading)
+    translation.set("train.activation_checkpointing", mode, *keys)
 
 
 def _set_length(translation: Translation) -> None:
