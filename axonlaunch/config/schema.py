@@ -243,6 +243,11 @@ class TrainConfig:
     selective_offload: as full and selective, with the inputs of blocks in host memory, from which
     they are copied one block ahead
     """
+    optimizer_in_backward: bool = False
+    """update each parameter in backward when its gradient is complete, and free the gradient, so
+    that the gradients of all parameters never exist together; for one device, tensor parallelism
+    and fsdp, with one micro-batch and without grad_clip
+    """
     loss: str | None = field(default=None, metadata={"names": LOSSES})
     """name of a registered loss, which receives the whole batch; null: the loss of the model"""
     loss_options: Any = field(

@@ -93,6 +93,14 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     yield from _conversion_problems(config, needs)
+    if config.train.optimizer_in_backward and (
+        needs == "whole" or (needs != "elementwise" and divided)
+    ):
+        message = (
+            f"optimizer={name} may use several parameters, or ranks, in the update of one; use "
+            "false, or adamw"
+        )
+        yield ConfigIssue("train.optimizer_in_backward", message, True)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

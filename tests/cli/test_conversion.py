@@ -341,6 +341,12 @@ def test_offloaded_activations_are_translated(
     assert setting.value == mode
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_update_in_backward_of_torchtune_is_translated(value: bool, converted: Write) -> None:
+    translation = converted(FILES["torchtune"], f"optimizer_in_bwd: {str(value).lower()}")
+    assert translation.settings["train.optimizer_in_backward"].value is value
+
+
 @pytest.mark.parametrize("tool", FILES)
 def test_each_line_of_an_experiment_names_the_key_of_its_origin(
     tool: str, converted: Write

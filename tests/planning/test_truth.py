@@ -19,6 +19,7 @@ PIPELINE = "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedu
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
 OFFLOADED_INPUTS = "train.activation_checkpointing=offload"
+IN_BACKWARD = "train.optimizer_in_backward=true train.grad_clip=null"
 MASTERS = f"{BF16} optimizer.master_weights=fp32"
 WIDE = (
     "model=llama_debug model.hidden_size=128 model.intermediate_size=256 "
@@ -46,7 +47,7 @@ CASES: dict[int, list[str]] = {
         f"{PIPELINE}=dualpipev",
     ],
     4: [
-        "strategy=hsdp strategy.fsdp.replicate=2",
+        f"strategy=hsdp strategy.fsdp.replicate=2 {IN_BACKWARD} train.global_batch_size=4",
         "strategy=hybrid strategy.pipeline.degree=1 train.activation_checkpointing=selective",
         "strategy=hybrid train.activation_checkpointing=selective_offload",
         "strategy=fsdp strategy.context.degree=2",
@@ -54,6 +55,12 @@ CASES: dict[int, list[str]] = {
     ],
 }
 SLOW_CASES: dict[int, list[str]] = {
+    1: [
+        f"strategy=single {IN_BACKWARD} train.global_batch_size=1",
+        f"strategy=single {IN_BACKWARD} train.global_batch_size=1 model.num_hidden_layers=8 "
+        f"{MASTERS}",
+        f"strategy=single {IN_BACKWARD} optimizer=nadam",
+    ],
     2: [
         "strategy=ddp",
         f"strategy=fsdp {BF16}",
@@ -96,6 +103,9 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",
         "strategy=fsdp train.activation_checkpointing=selective",
+        f"strategy=fsdp {IN_BACKWARD} train.global_batch_size=2 optimizer.state_dtype=bf16",
+        f"strategy=fsdp train.precision=bf16 {IN_BACKWARD} {OFFLOADED_INPUTS}",
+        f"strategy=tensor {IN_BACKWARD} train.global_batch_size=1",
         f"strategy=ddp model.num_hidden_layers=7 {OFFLOADED_INPUTS}",
         f"strategy=ddp {OFFLOADED_INPUTS} train.micro_batch_size=2",
         f"strategy=fsdp train.precision=bf16 {OFFLOADED_INPUTS}",

@@ -182,21 +182,26 @@ class Update:
             skip: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
                 skips.
         """
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(group[PEAK_LR])
-        self._hand_over()
-        self._make_masters()
-        if self._rounded is not None:
-            self._rounded.step = step
-        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
-        self._made, self._divided = {}, {}
+        self._begin_step(rate=rate, step=step)
+        for name in self._updated:
+            self._hand_over(name)
         if skip is None:
             self._step()
         else:
             self._step_unless(skip)
         self._arithmetic.factor = None
         self.forget_gradients()
+
+    def _begin_step(self, *, rate: Callable[[float], float], step: int) -> None:
+        """Prepare everything that a step needs except gradients."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(group[PEAK_LR])
+        self._make_masters()
+        if self._rounded is not None:
+            self._rounded.step = step
+        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
+        self._made, self._divided = {}, {}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the masters by name, sharded like optimizer states; allocate missing ones.
@@ -232,12 +237,10 @@ class Update:
     def finish(self) -> None:
         """Wait for work started by ``apply``; must be called before parameters are read."""
 
-    def _hand_over(self) -> None:
-        """Give the tensors of the optimizers the gradients and the storage of their DTensors."""
-        for name, parameter in self._updated.items():
-            tensor = self.tensors[name]
-            if parameter is tensor:
-                continue
+    def _hand_over(self, name: str) -> None:
+        """Give the tensor of an optimizer the gradient and the storage of its DTensor."""
+        parameter, tensor = self._updated[name], self.tensors[name]
+        if parameter is not tensor:
             parameter.data = _part(tensor)  # fully_shard may have reallocated its shards
             parameter.grad = None if tensor.grad is None else local_part(tensor.grad)
 

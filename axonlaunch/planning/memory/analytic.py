@@ -157,6 +157,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": SAMPLES,
             "train.activation_checkpointing": "none",
             "train.compile": False,
+            "train.optimizer_in_backward": False,
             **settings_for_ranks(1),
         },
     )

@@ -161,7 +161,7 @@ _KEYS: Table = {
     "optimizer.momentum": to("optimizer.momentum", float),
     "optimizer.weight_decay": with_others(),
     "optimizer.*": missing("set the options of the optimizer (optimizer.*)"),
-    "optimizer_in_bwd": not_needed("saves memory; the update is the same"),
+    "optimizer_in_bwd": to("train.optimizer_in_backward", lambda on: on is True),
     "output_dir": to("run_dir", str),
     "profiler.*": not_needed("train.profile.steps records steps"),
     "quantizer.*": missing("training for quantised weights is not supported", off=()),
