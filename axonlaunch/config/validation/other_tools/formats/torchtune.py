@@ -71,6 +71,12 @@ def _offload(translation: Translation, key: str, value: Any) -> None:
         translation.set("strategy.fsdp.cpu_offload", "full", key)
 
 
+def _update_in_backward(translation: Translation, key: str, value: Any) -> None:
+    translation.set("train.optimizer_in_backward", value is True, key)
+    if value is True and translation.devices > 1:  # torchtune shards parameters on several devices
+        translation.option("strategy", "fsdp", key)
+
+
 _KEYS: Table = {
     "ac_mode": with_others(),
     "ac_option": not_needed("selective stores every second matrix product"),
@@ -161,7 +167,7 @@ _KEYS: Table = {
     "optimizer.momentum": to("optimizer.momentum", float),
     "optimizer.weight_decay": with_others(),
     "optimizer.*": missing("set the options of the optimizer (optimizer.*)"),
-    "optimizer_in_bwd": to("train.optimizer_in_backward", lambda on: on is True),
+    "optimizer_in_bwd": Rule("expressed", _update_in_backward),
     "output_dir": to("run_dir", str),
     "profiler.*": not_needed("train.profile.steps records steps"),
     "quantizer.*": missing("training for quantised weights is not supported", off=()),
