@@ -172,6 +172,24 @@ def test_offload_time_uses_host_link(fsdp: StepWork) -> None:
         host_s(f"{key}=full")
 
 
+def test_time_of_offloaded_inputs_is_what_exceeds_the_blocks(fsdp: StepWork) -> None:
+    overrides = ["strategy=fsdp", "launch.nproc=8", "train.activation_checkpointing=offload"]
+
+    def host_s(gb_s: float) -> float:
+        chosen = run(*overrides, f"hardware.host_gb_s={gb_s}")
+        return reported(chosen, fsdp).breakdown["host memory"]
+
+    layout = Layout.of(run(*overrides), world_size=8)
+    input_bytes = layout.micro_batch_size * fsdp.sample_length * fsdp.hidden_size * 2  # bf16
+    copies_s = input_bytes / (1e9 * 0.79)
+    # A fast link adds only the copy before the first backward of each of the micro-batches.
+    assert host_s(1e6) == pytest.approx(layout.micro_batches * copies_s / 1e6)
+    [layers] = fsdp.layers
+    slow = 1e-6  # beside which a block takes no time
+    both_ways = layout.micro_batches * (2 * layers + 1) * copies_s / slow
+    assert host_s(slow) == pytest.approx(both_ways, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_replicas_sum_every_gradient_once() -> None:
     slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]

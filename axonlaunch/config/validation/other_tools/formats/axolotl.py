@@ -75,9 +75,7 @@ _KEYS: Table = {
         if not key.startswith(("per_device", "num_train", "push_to_hub", "lr_scheduler"))
     },
     **DATA_KEYS,
-    "activation_offloading": with_note(
-        "train.activation_checkpointing saves activation memory too"
-    ),
+    "activation_offloading": trainer_keys.OFFLOADING,
     "adam_eps": with_others(),
     "adapter": Rule("expressed", _adapter),
     "attn_implementation": Rule("expressed", _attention),
