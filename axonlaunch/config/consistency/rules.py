@@ -63,6 +63,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_unused_settings(config),
         *_parameters_in_16_bits(config),
         *_masters(config),
+        *_products(config),
         *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
@@ -194,6 +195,28 @@ def _masters(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if message:
         yield ConfigIssue("train.grad_dtype", message, config.train.grad_dtype)
+
+
+def _products(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield products in 8 bits that a base or the hardware rules out, and unused exceptions."""
+    train, hardware, products = config.train, config.hardware, precision_of(config).products
+    if products is None:
+        if train.matmul_exclude:
+            message = "train.matmul_dtype is null; set it, or remove this setting"
+            yield ConfigIssue("train.matmul_exclude", message, train.matmul_exclude)
+        return
+    if config.adapter is not None and config.adapter.base is not None:
+        message = (
+            f"weights in {config.adapter.base} would be rounded a second time; use null, or "
+            "adapter.base=null"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
+    if hardware is not None and not hardware.is_cpu and getattr(hardware, products.peak) is None:
+        message = (
+            f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "
+            f"use null, other hardware, or hardware.{products.peak}=NUMBER if it has them"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
