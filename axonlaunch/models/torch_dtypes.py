@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axonlaunch.config.precision import FP32, MATMUL_FORMATS, NUMBER_FORMATS, NumberFormat
+from axonlaunch.config.precision import MATMUL_FORMATS, NUMBER_FORMATS, NumberFormat
 
 
 def torch_dtype(number_format: NumberFormat) -> torch.dtype:
@@ -23,4 +23,4 @@ _PEAKS: dict[torch.dtype, str] = {dtype: each.peak for dtype, each in FORMAT_OF_
 
 def peak_of(dtype: torch.dtype) -> str:
     """Return the field of ``HardwareConfig`` with the peak rate of products of a dtype."""
-    return _PEAKS.get(dtype, FP32.peak)
+    return _PEAKS.get(dtype, _PEAKS[torch.float32])

@@ -52,7 +52,8 @@ class ScaledProducts:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
-        output = cast("Tensor", _apply(x, weight, self))
+        with torch.autocast(device, enabled=False):  # of the fp32 that the CPU's kernel sums in
+            output = cast("Tensor", _apply(x, weight, self))
         return output if bias is None else output + bias.to(output.dtype)
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -92,7 +93,8 @@ class ScaledProducts:
         one = torch.ones((), device=a.device)
         unscaled = torch.float32 if result is torch.float16 else result
         product = _scaled_mm(a, b, one, one, unscaled)
-        return product.mul_(a_scale * b_scale.t()).to(result)
+        # Powers of two are exact in every type. Recomputation may have kept the product itself.
+        return (product * a_scale.to(unscaled)).mul_(b_scale.t().to(unscaled)).to(result)
 
     def _round(self, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Round a factor [M, K]; return it with rows in memory, and the inverse of its scales."""
