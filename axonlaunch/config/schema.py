@@ -25,6 +25,7 @@ from axonlaunch.config.options.training_hooks import CALLBACKS, EVALUATION_METRI
 from axonlaunch.config.precision import (
     NUMBER_FORMATS,
     GradientFormatName,
+    MatmulFormatName,
     PrecisionName,
     PrecisionSetting,
     ReducedFormatName,
@@ -228,6 +229,16 @@ class TrainConfig:
     grad_dtype: GradientFormatName = "parameter"
     """dtype in which the gradients of micro-batches are added up. parameter: that of the weights;
     fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
+    """
+    matmul_dtype: MatmulFormatName | None = None
+    """dtype to which linear layers of blocks round the factors of their matrix products, for GPUs
+    from compute capability 8.9 on, with compile. fp8_tensorwise: each tensor has a scale, gradients
+    are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are in e4m3;
+    null: the dtype of precision
+    """
+    matmul_exclude: list[str] = field(default_factory=list)
+    """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
+    fp8 makes slower
     """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;

@@ -18,6 +18,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, flatten, with_values
 from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import plain
@@ -156,6 +157,8 @@ def _required_figures(config: RunConfig, devices: int) -> list[str]:
     )
     names = ["memory_gib", "devices_per_node", PRECISIONS[train.precision].peak]
     names += [peak] if peak not in names else []
+    if (products := precision_of(config).products) is not None:
+        names.append(products.peak)
     names += ["matrix_efficiency", "multiprocessors"]
     if source_of(config).scaled_sizes().num_attention_heads:
         names.append("attention_efficiency")
