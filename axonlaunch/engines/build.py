@@ -26,7 +26,6 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
-from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
@@ -69,6 +68,10 @@ from axonlaunch.engines.precision.policy import (
     sharded_policy,
 )
 from axonlaunch.engines.precision.scaled_products import scale_products
+from axonlaunch.engines.recomputation.activation_checkpointing import (
+    apply_activation_checkpointing,
+)
+from axonlaunch.engines.recomputation.offloaded_inputs import OffloadedInputs
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
@@ -442,9 +445,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
     num_experts = 0 if train.compile else plan.most_experts(model)
-    apply_activation_checkpointing(
-        blocks, mode=train.activation_checkpointing, num_experts=num_experts
-    )
+    apply_activation_checkpointing(blocks, mode=train.recomputation, num_experts=num_experts)
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
@@ -454,6 +455,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
             # Compile only the forward, because fully_shard's hooks on the module call cannot be
             # compiled.
             block.forward = torch.compile(block.forward, mode=train.compile_mode)
+    if train.offloads_inputs:
+        offloaded = OffloadedInputs(plan.world.device)
+        for block in blocks:
+            block.forward = offloaded.wrap(block.forward, is_first=block is blocks[0])
 
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -27,7 +27,14 @@ from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
+from axonlaunch.planning.records import (
+    Estimate,
+    FitVerdict,
+    Plan,
+    Planned,
+    describe_recomputation,
+    verdict,
+)
 from axonlaunch.planning.search import refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.workload import host_memory, workload
@@ -451,7 +458,7 @@ def _describe(candidate: Candidate) -> str:
         properties.append(f"{candidate.offload.replace('_', ' ')} offloaded")
     properties.append(f"micro-batch {layout.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
-        properties.append(f"{config.train.activation_checkpointing} recomputation")
+        properties.append(describe_recomputation(config.train.activation_checkpointing))
     return ", ".join(properties)
 
 
