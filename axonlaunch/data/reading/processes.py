@@ -6,14 +6,12 @@ hangs ends the reading with an error that names the sample.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -22,6 +20,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, Generic, TypeVar
@@ -38,12 +37,12 @@ from axonlaunch.data.reading.sample_error import (
     WorkerTracebackError,
     naming,
 )
+from axonlaunch.system.processes.parent_death import end_with_parent
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 _Loaded = TypeVar("_Loaded")
 
-_PR_SET_PDEATHSIG = 1
 _STACK_SIGNAL = signal.SIGUSR1
 _CHECK_S = 1.0
 """Seconds between checks for a worker that hangs."""
@@ -228,7 +227,7 @@ class WorkerProcesses(Generic[_Task, _Result]):
             sampler=self.tasks,
             num_workers=self.count,
             collate_fn=_identity,
-            worker_init_fn=self._initialize,
+            worker_init_fn=partial(self._initialize, end_with_parent()),
             multiprocessing_context=self._context,
             prefetch_factor=_AHEAD,
             generator=torch.Generator(),  # otherwise torch draws a seed from the global generator
@@ -238,10 +237,9 @@ class WorkerProcesses(Generic[_Task, _Result]):
             warnings.simplefilter("ignore", DeprecationWarning)
             return iter(loader)
 
-    def _initialize(self, worker: int) -> None:
+    def _initialize(self, request_death: Callable[[], None], worker: int) -> None:
         """Prepare a worker process, which is a copy of the rank's process."""
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        request_death()
         if multiprocessing.parent_process().pid != os.getppid():  # type: ignore[union-attr]
             os._exit(1)
         gc.enable()  # the training loop disables it

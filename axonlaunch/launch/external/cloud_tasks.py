@@ -15,7 +15,12 @@ from axonlaunch.config.consistency.layout import is_on_cpu
 from axonlaunch.config.options.launch import DstackConfig, LaunchConfig, SkyPilotConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere, submission_issues
+from axonlaunch.launch.launcher import (
+    SCRATCH_FOLDER,
+    LaunchOptions,
+    check_anywhere,
+    submission_issues,
+)
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
@@ -75,7 +80,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 def render_task(config: RunConfig) -> str:
     """Return the YAML of a run's task, for the tool in ``launch.name``."""
     name = default_name(config) if config.name == "auto" else config.name
-    folder = f"/tmp/axonlaunch/{name}" if config.run_dir == "auto" else config.run_dir
+    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
     config = dataclasses.replace(config, name=name, run_dir=folder)
     tool, legal = config.launch.name, name.lower().replace("_", "-").replace("/", "-")
     task = _sky_task(config, legal) if tool == "skypilot" else _dstack_task(config, legal)

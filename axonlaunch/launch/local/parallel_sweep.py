@@ -6,7 +6,6 @@ this process, which passes it on; if this process is killed, the kernel asks the
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -37,9 +36,9 @@ from axonlaunch.launch.local.node_shares import (
 from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.launch.output.sweep import name_of_sweep
 from axonlaunch.launch.runs import INTERRUPTED, Run, RunResult, stream_of
+from axonlaunch.system.processes.parent_death import end_with_parent
 from axonlaunch.system.text.terminal import console_on
 
-_PR_SET_PDEATHSIG = 1
 _KILLING = 3
 """Number of the signal at which commands are killed. The first asks them to stop after their steps,
 the second to end their ranks."""
@@ -188,7 +187,7 @@ class _Command:
             stderr=subprocess.PIPE,
             env={**os.environ, **share.environment()},
             start_new_session=True,  # Ctrl-C reaches only this process
-            preexec_fn=partial(_become_share, ctypes.CDLL(None), share.cores),
+            preexec_fn=partial(_become_share, end_with_parent(signal.SIGTERM), share.cores),
         )
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
@@ -260,7 +259,7 @@ def _quote(value: Any) -> str:
     return f"'{escaped}'"
 
 
-def _become_share(libc: ctypes.CDLL, cores: Sequence[int]) -> None:
+def _become_share(request_death: Callable[[], None], cores: Sequence[int]) -> None:
     """Use only some cores, and end with the parent; called in a new process before its program."""
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    request_death()
     os.sched_setaffinity(0, cores)

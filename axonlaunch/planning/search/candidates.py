@@ -36,6 +36,7 @@ _SHORTEST_PART = 16_384
 """Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTATION = ("none", "selective", "full")
+_OFFLOADED_INPUTS = "offload"
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
 """Defaults of the settings that are valid only for sharded parameters."""
 
@@ -83,6 +84,7 @@ def candidates(
         offloads: Whether tensors can be offloaded to host memory.
     """
     options = partial(_options, fixed)
+    recomputation = [*_RECOMPUTATION, *([_OFFLOADED_INPUTS] if offloads else [])]
     batch, sizes = config.train.global_batch_size, source_of(config).scaled_sizes()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
@@ -123,7 +125,7 @@ def candidates(
             ),
             options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
             options(keys.SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
-            options(keys.RECOMPUTE, _RECOMPUTATION),
+            options(keys.RECOMPUTE, recomputation),
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue

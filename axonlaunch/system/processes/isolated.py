@@ -7,7 +7,6 @@ stays there for later calls. The copy ends with this process.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import resource
@@ -26,11 +25,11 @@ from typing import Any, TypeVar
 
 from axonlaunch.system.node.host import free_memory_bytes
 from axonlaunch.system.processes.death_signals import signal_name
+from axonlaunch.system.processes.parent_death import end_with_parent
 
 _Result = TypeVar("_Result")
 _LEAST_MEMORY = 1 << 30
 _LENGTH = struct.Struct("<Q")
-_PR_SET_PDEATHSIG = 1
 _TURN_S = 0.5
 _LATE_S = 5
 """Seconds after the deadline at which the copy ends by itself, if it still runs."""
@@ -197,7 +196,7 @@ class _Copy:
         return f"ended its process with status {status}"
 
     def _fork(self, there: tuple[int, int], ours: tuple[int, int]) -> int:
-        end_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+        request_death = end_with_parent()
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -208,8 +207,7 @@ class _Copy:
         if pid:
             return pid
         try:
-            if end_with_parent is not None:
-                end_with_parent(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            request_death()
             if os.getppid() == parent:
                 os.close(there[1])
                 os.close(ours[0])

@@ -20,13 +20,11 @@ from axonlaunch.launch.external.kubernetes.names import (
     is_quantity,
     toleration,
 )
-from axonlaunch.launch.launcher import submission_issues
+from axonlaunch.launch.launcher import SCRATCH_FOLDER, submission_issues
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.storage.files import read_text
 
 _KEY = "launch.kubernetes"
-_SCRATCH = "/tmp/axonlaunch"
-"""Run folders in pods whose checkpoints are in a bucket."""
 _RESERVED = "PET_"
 """Prefix of the variables that Kubeflow Trainer sets, and refuses in a TrainJob."""
 
@@ -108,7 +106,7 @@ def with_folder_of_pods(config: RunConfig) -> RunConfig:
     writable = [volume for volume in volumes if not volume.read_only]
     folder, in_bucket = config.run_dir, is_url(config.checkpoint.path or "")
     if folder == "auto":
-        root = writable[0].path if writable else _SCRATCH
+        root = writable[0].path if writable else SCRATCH_FOLDER
         folder = str(Path(root, name))
     issues = []
     if not in_bucket and not any(volume.holds(folder) for volume in writable):

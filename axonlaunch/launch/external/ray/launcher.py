@@ -17,12 +17,14 @@ from axonlaunch.launch.external.followed_job import follow_job
 from axonlaunch.launch.external.ray.cluster import check_size, connect_to_cluster
 from axonlaunch.launch.external.ray.ray_job import RayJob
 from axonlaunch.launch.external.ray.run_spec import RunSpec
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere, submission_issues
+from axonlaunch.launch.launcher import (
+    SCRATCH_FOLDER,
+    LaunchOptions,
+    check_anywhere,
+    submission_issues,
+)
 from axonlaunch.launch.run_dir import default_name
 from axonlaunch.system.storage.files import read_text
-
-_SCRATCH = "/tmp/axonlaunch"
-"""Run folders on nodes whose checkpoints are in a bucket."""
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -40,7 +42,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if issues:
         raise ConfigError(issues)
     name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{_SCRATCH}/{name}" if config.run_dir == "auto" else config.run_dir
+    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
     return dataclasses.replace(config, name=name, run_dir=folder)
 
 

@@ -8,16 +8,14 @@ Usage: ``python -m axonlaunch.launch.external.ray.node_process FOLDER ARGUMENT..
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from functools import partial
 
-_PR_SET_PDEATHSIG = 1
+from axonlaunch.system.processes.parent_death import end_with_parent
 
 
 def main() -> None:
@@ -25,8 +23,7 @@ def main() -> None:
     folder, *arguments = sys.argv[1:]
     command = [sys.executable, "-P", "-m", "axonlaunch", *arguments]
     # Ray kills this program, but not its children, if it loses the node.
-    end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent())
     signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
 
     def end_with_actor() -> None:
