@@ -53,8 +53,8 @@ def training_forecast(
     expected = overheads(costs, interval_s=every * step_s, mtbf_s=mtbf_s)
     if expected.goodput < _LEAST_GOODPUT:
         message = (
-            f"is in device hours: {devices:,} devices would fail every {mtbf_s:,.3g} s, and the run "
-            "would make no progress, because a save with the steps before it takes "
+            f"is in device hours: {devices:,} devices would fail every {mtbf_s:,.3g} s, and the "
+            "run would make no progress, because a save with the steps before it takes "
             f"{costs.stalled_s + every * step_s:,.3g} s; write a larger number"
         )
         figure = hardware.mtbf_gpu_hours
