@@ -25,6 +25,7 @@ from axonlaunch.config.options.training_hooks import CALLBACKS, EVALUATION_METRI
 from axonlaunch.config.precision import (
     NUMBER_FORMATS,
     GradientFormatName,
+    MatmulFormatName,
     PrecisionName,
     PrecisionSetting,
     ReducedFormatName,
@@ -45,6 +46,15 @@ _NO_GRAPHS = (
     "gradients over several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
     "max-autotune-no-cudagraphs"
 )
+
+ActivationCheckpointing = Literal["none", "full", "selective", "offload", "selective_offload"]
+_RECOMPUTATION: dict[ActivationCheckpointing, Literal["none", "full", "selective"]] = {
+    "none": "none",
+    "full": "full",
+    "selective": "selective",
+    "offload": "full",
+    "selective_offload": "selective",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +132,8 @@ class PipelineConfig:
     stages_per_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of stages on each rank; auto: 1 for gpipe and 1f1b, 2 for the others"""
     split: list[int] | Literal["auto"] = "auto"
-    """number of repeated blocks in each stage, [8,8,9,7]; auto: balanced by parameters and
-    activations
+    """number of repeated blocks in each stage, [8,8,9,7]; auto: stages take equally long, counting
+    the head
     """
     microbatches: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of micro-batches in one round of the schedule; auto: all micro-batches of a step"""
@@ -220,6 +230,16 @@ class TrainConfig:
     """dtype in which the gradients of micro-batches are added up. parameter: that of the weights;
     fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
     """
+    matmul_dtype: MatmulFormatName | None = None
+    """dtype to which linear layers of blocks round the factors of their matrix products, for GPUs
+    from compute capability 8.9 on, with compile. fp8_tensorwise: each tensor has a scale, gradients
+    are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are in e4m3;
+    null: the dtype of precision
+    """
+    matmul_exclude: list[str] = field(default_factory=list)
+    """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
+    fp8 makes slower
+    """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;
     a weight with two names is frozen if either matches
@@ -228,9 +248,16 @@ class TrainConfig:
     """name patterns of parameters that are trained although freeze, an adapter or the model freezes
     them
     """
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     """recomputation of activations in backward. full: only the input of each block is stored;
-    selective: attention, collectives and every second matrix product are stored too
+    selective: attention, collectives and every second matrix product are stored too; offload and
+    selective_offload: as full and selective, with the inputs of blocks in host memory, from which
+    they are copied one block ahead
+    """
+    optimizer_in_backward: bool = False
+    """update each parameter in backward when its gradient is complete, and free the gradient, so
+    that the gradients of all parameters never exist together; for one device, tensor parallelism
+    and fsdp, with one micro-batch and without grad_clip
     """
     loss: str | None = field(default=None, metadata={"names": LOSSES})
     """name of a registered loss, which receives the whole batch; null: the loss of the model"""
@@ -300,6 +327,16 @@ class TrainConfig:
         """Number of optimizer steps; may be read only after ``auto`` was resolved from the data."""
         assert self.steps != "auto"
         return self.steps
+
+    @property
+    def recomputation(self) -> Literal["none", "full", "selective"]:
+        """What backward recomputes, wherever the inputs of blocks are stored."""
+        return _RECOMPUTATION[self.activation_checkpointing]
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the inputs of blocks are in host memory from forward to backward."""
+        return self.activation_checkpointing != self.recomputation
 
     @property
     def steps_per_log(self) -> int:

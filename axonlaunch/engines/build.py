@@ -26,7 +26,6 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
-from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
@@ -68,6 +67,11 @@ from axonlaunch.engines.precision.policy import (
     lower_replicas,
     sharded_policy,
 )
+from axonlaunch.engines.precision.scaled_products import scale_products
+from axonlaunch.engines.recomputation.activation_checkpointing import (
+    apply_activation_checkpointing,
+)
+from axonlaunch.engines.recomputation.offloaded_inputs import OffloadedInputs
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
@@ -80,6 +84,7 @@ from axonlaunch.models.adapters.quantized_base import (
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source_of import source_of
@@ -298,7 +303,12 @@ def _sum_over(plan: _Plan, axes: Iterable[str], tensor: Tensor) -> None:
 
 
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
-    """Shard a full model's sequences over the context axis and its layers over the tensor axis."""
+    """Shard a full model's sequences over the context axis and its layers over the tensor axis.
+
+    Afterwards, linear layers compute in ``train.matmul_dtype``.
+    """
+    products = precision_of(plan.config).products
+    layers = None if products is None else scaled_layers(plan.config, plan.spec, model)
     if plan.context is not None:
         plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
@@ -321,8 +331,11 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor_plan,
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
-            overlap=not plan.separate_weight_grad,
+            # Products in 8 bits are fast only if they are compiled, and compiled ones overlap.
+            overlap=not plan.separate_weight_grad and products is None,
         )
+    if products is not None and layers is not None:
+        scale_products(layers.values(), products)
 
 
 def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
@@ -432,9 +445,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
     num_experts = 0 if train.compile else plan.most_experts(model)
-    apply_activation_checkpointing(
-        blocks, mode=train.activation_checkpointing, num_experts=num_experts
-    )
+    apply_activation_checkpointing(blocks, mode=train.recomputation, num_experts=num_experts)
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
@@ -444,6 +455,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
             # Compile only the forward, because fully_shard's hooks on the module call cannot be
             # compiled.
             block.forward = torch.compile(block.forward, mode=train.compile_mode)
+    if train.offloads_inputs:
+        offloaded = OffloadedInputs(plan.world.device)
+        for block in blocks:
+            block.forward = offloaded.wrap(block.forward, is_first=block is blocks[0])
 
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -28,6 +28,7 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
+from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
@@ -171,6 +172,8 @@ class MeshEngine:
         """
         parts, scale = self._parts, self._parts.loss_scale
         self._seed_draws()
+        if isinstance(parts.update, UpdateInBackward):
+            parts.update.begin_backward(rate=self._rate, step=self.step + 1)
         batch = self._local_part(batch)
         # Sum on the device; with a GPU, the host would otherwise wait for the other hosts.
         tokens = push_to(self._count(batch) * int(self._reports_loss), parts.world.device)
@@ -359,6 +362,10 @@ class MeshEngine:
         if parts.loss_scale is not None:
             parts.loss_scale.load(counters)
 
+    def forget_gradients(self) -> None:
+        """Free the gradients of ``backward`` without an update."""
+        self._parts.update.forget_gradients()
+
     def gradient_norm(self) -> Tensor:
         """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
         tensors, aliases = self._parts.update.tensors, self._parts.aliases
@@ -368,6 +375,7 @@ class MeshEngine:
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 skipped the update."""
         parts, rule, scale = self._parts, self._parts.rule, self._parts.loss_scale
+        rate = self._rate
         self.step += 1
         norm = None
         if rule.grad_clip is not None or scale is not None:
@@ -381,12 +389,16 @@ class MeshEngine:
             overflowed = scale.update(push_to(~torch.isfinite(norm), parts.world.device))
         if parts.expert_counts is not None:
             parts.expert_counts.move_biases(skipped=overflowed)
-        parts.update.apply(
-            rate=lambda peak: rule.rate(self.step - 1, peak=peak), step=self.step, skip=overflowed
-        )
+        parts.update.apply(rate=rate, step=self.step, skip=overflowed)
         if parts.replicas is not None:
             parts.replicas.after_update(step=self.step)
         return norm, overflowed
+
+    @property
+    def _rate(self) -> Callable[[float], float]:
+        """Function from the peak learning rate of parameters to their rate in the next step."""
+        step, rule = self.step, self._parts.rule
+        return lambda peak: rule.rate(step, peak=peak)
 
     def expert_loads(self) -> dict[str, ExpertLoad]:
         """Return the load of each layer with experts in the last step; empty without experts.

@@ -130,9 +130,14 @@ class Workload:
         if self.activation_checkpointing is None:
             facts.append("recomputation per layout")
         else:
-            kind = self.activation_checkpointing.replace("none", "no")
-            facts.append(f"{kind} recomputation")
+            facts.append(describe_recomputation(self.activation_checkpointing))
         return ", ".join(facts)
+
+
+def describe_recomputation(mode: str) -> str:
+    """Return a description of a value of ``train.activation_checkpointing``."""
+    kind = {"none": "no", "offload": "full", "selective_offload": "selective"}.get(mode, mode)
+    return f"{kind} recomputation{' from host memory' if 'offload' in mode else ''}"
 
 
 @dataclass(frozen=True)

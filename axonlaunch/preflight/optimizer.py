@@ -15,7 +15,7 @@ from torch import nn
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
-from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts, Sharding
 from axonlaunch.config.optimization.parameter_groups import (
     LR_SCALE,
     group_problems,
@@ -35,6 +35,9 @@ from axonlaunch.engines.optimizer.schedules import schedule_issues
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import library_problem
+
+_MATRIX = (64, 64)
+"""Shape of a small parameter whose states are converted if any are."""
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
@@ -89,17 +92,15 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    state, masters = state_format(config.optimizer), master_format(config.optimizer)
-    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
-    is_other |= state is not None and state.is_low
-    is_other |= quantizes_states(config.optimizer)
-    if needs != "elementwise" and (masters is not None or is_other):
-        message = f"optimizer={name} can't update in fp32; use {{}}, or adamw"
-        if masters is not None:
-            yield ConfigIssue("optimizer.master_weights", message.format("null"), masters.name)
-        else:
-            value = config.optimizer.state_dtype
-            yield ConfigIssue("optimizer.state_dtype", message.format("parameter"), value)
+    yield from _conversion_problems(config, needs)
+    if config.train.optimizer_in_backward and (
+        needs == "whole" or (needs != "elementwise" and divided)
+    ):
+        message = (
+            f"optimizer={name} may use several parameters, or ranks, in the update of one; use "
+            "false, or adamw"
+        )
+        yield ConfigIssue("train.optimizer_in_backward", message, True)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (
@@ -107,6 +108,35 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
             "offloaded parameters are on the device one at a time; use none, or adamw"
         )
         yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
+
+
+def _conversion_problems(config: RunConfig, needs: Sharding) -> Iterator[ConfigIssue]:
+    """Yield an optimizer that can't update in fp32, or store its states in another format."""
+    optimizer, name = config.optimizer, config.optimizer.name
+    state, masters = state_format(optimizer), master_format(optimizer)
+    is_smaller = quantizes_states(optimizer) or (state is not None and state.is_low)
+    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
+    if not (is_smaller or is_other or masters is not None):
+        return
+    chosen = with_options(optimizer, ParameterFacts(name="", shape=_MATRIX))
+    problem = ""
+    if needs != "elementwise":
+        problem = "can't update in fp32"
+    elif chosen.name not in OWN_OPTIMIZERS and probe(chosen, len(_MATRIX)).begins_with_states:
+        problem = "creates states before its first step, in the dtype of the weights"
+    if problem and masters is not None:
+        message = f"optimizer={name} {problem}; use null, or adamw"
+        yield ConfigIssue("optimizer.master_weights", message, masters.name)
+        return
+    states = [] if problem else states_of(chosen, _MATRIX).values()
+    converted = [s for s in states if s.is_packed or s.dtype == "parameter"]
+    if quantizes_states(optimizer):
+        converted = [s for s in converted if s.is_packed]
+    if not problem and is_smaller and not converted:
+        problem = "keeps no states in the dtype of the weights, which could be converted"
+    if problem:
+        message = f"optimizer={name} {problem}; use parameter, or adamw"
+        yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
 
 
 def _registration_problems(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:

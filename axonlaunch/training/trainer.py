@@ -261,6 +261,7 @@ class _Loop:
         parts, engine, progress = self.parts, self.parts.engine, self.progress
         # fp16 skips updates with gradients that are not finite, and halves its scale.
         is_scaled = PRECISIONS[parts.config.precision].needs_loss_scale
+        is_updated = parts.config.optimizer_in_backward  # before its gradients can be checked
         began = time.perf_counter()
         with parts.profiler.step(step):
             progress.exclude_since(began)
@@ -276,9 +277,14 @@ class _Loop:
                 norm = None
                 if is_saved or (is_logged and not is_scaled):
                     norm = raise_if_nonfinite(
-                        engine, loss, world=parts.world, checks_gradients=not is_scaled
+                        engine,
+                        loss,
+                        world=parts.world,
+                        checks_gradients=not is_scaled and not is_updated,
                     )
                 result = StepResult(loss, tokens, *engine.update(known_norm=norm))
+                if is_updated and (is_logged or is_saved):
+                    raise_if_nonfinite_parameters(engine, world=parts.world)
                 if is_scaled and (is_logged or is_saved):
                     raise_if_scale_is_exhausted(engine)
             progress.add(result)

@@ -53,8 +53,8 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
-from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.recomputation.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.models.build import construct
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.tensors.initialization import materialize

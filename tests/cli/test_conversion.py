@@ -319,6 +319,34 @@ def test_trl_becomes_an_experiment(converted: Write, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("tool", "added", "mode"),
+    [
+        ("axolotl", "activation_offloading: true", "offload"),
+        ("axolotl", "gradient_checkpointing: offload", "offload"),
+        ("axolotl", "gradient_checkpointing: true\nactivation_offloading: false", "full"),
+        ("trl", "gradient_checkpointing: true\nactivation_offloading: true", "offload"),
+        ("torchtune", "enable_activation_offloading: true", "offload"),
+        (
+            "torchtune",
+            "ac_mode: selective\nenable_activation_offloading: true",
+            "selective_offload",
+        ),
+    ],
+)
+def test_offloaded_activations_are_translated(
+    tool: str, added: str, mode: str, converted: Write
+) -> None:
+    setting = converted(FILES[tool], added).settings["train.activation_checkpointing"]
+    assert setting.value == mode
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_update_in_backward_of_torchtune_is_translated(value: bool, converted: Write) -> None:
+    translation = converted(FILES["torchtune"], f"optimizer_in_bwd: {str(value).lower()}")
+    assert translation.settings["train.optimizer_in_backward"].value is value
+
+
 @pytest.mark.parametrize("tool", FILES)
 def test_each_line_of_an_experiment_names_the_key_of_its_origin(
     tool: str, converted: Write

@@ -16,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axonlaunch.comm import World
 from axonlaunch.comm.autograd import all_reduce_from_group
 from axonlaunch.config.options.model import LlamaConfig
-from axonlaunch.engines import activation_checkpointing
-from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
+from axonlaunch.engines.recomputation import activation_checkpointing
+from axonlaunch.engines.recomputation.activation_checkpointing import (
+    Mode,
+    apply_activation_checkpointing,
+)
 from axonlaunch.models.build import build_model
 
 LLAMA = LlamaConfig(

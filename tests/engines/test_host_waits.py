@@ -79,6 +79,14 @@ def test_no_device_sync_with_fp16_loss_scaling(layout: str) -> None:
     assert waits("llama", ranks, *overrides, "train.precision=fp16") == []
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", ["single", "zero1", "fsdp"])
+def test_no_device_sync_with_masters_of_fp16_weights(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    fp16 = ["train.precision=fp16", "train.param_dtype=fp16", "optimizer.master_weights=fp32"]
+    assert waits("llama", ranks, *overrides, *fp16) == []
+
+
 def test_token_counts_are_copied_from_page_locked_memory() -> None:
     with HostWaits([]) as waits:
         push_to(torch.ones(()), torch.device("meta"))

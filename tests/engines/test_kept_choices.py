@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.experts import dispatch_experts
+from axonlaunch.engines.recomputation.activation_checkpointing import (
+    Mode,
+    apply_activation_checkpointing,
+)
 
 EXPERTS, TOKENS = 4, 6
 

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
 from axonlaunch.comm import World
-from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.precision.lower_parameters import lower_blocks
+from axonlaunch.engines.recomputation.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.models.build import build_model, spec_for
 from axonlaunch.models.tensors.dtensor_regions import full_tensor
 

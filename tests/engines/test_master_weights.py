@@ -27,7 +27,6 @@ MODEL = [
     *("model=gpt", "model.num_hidden_layers=2", "model.hidden_size=32", "data=synthetic_tokens"),
     *("data.sequence_length=16", "train.global_batch_size=8", "train.grad_clip=0.5"),
     *("scheduler=constant", "optimizer.lr=1e-4", "train.steps=8", "checkpoint.every=0"),
-    "model.tie_word_embeddings=false",  # both gradients of a tied weight are added up in fp32
 ]
 BF16 = [*MODEL, "train.precision=bf16"]
 MASTERS = [*BF16, "train.param_dtype=bf16", "optimizer.master_weights=fp32"]

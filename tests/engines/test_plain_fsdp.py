@@ -220,6 +220,22 @@ def test_fsdp_memory_estimate_equals_step(sharding: str, optimizer: str) -> None
     ax.World.mock(2).run(run)
 
 
+@pytest.mark.parametrize("accumulated", [None, torch.float32], ids=str)
+def test_fsdp_memory_estimate_counts_gradients_in_their_dtype(
+    accumulated: torch.dtype | None,
+) -> None:
+    def run(world: ax.World) -> tuple[int, int]:
+        model = ax.FSDP(net().bfloat16(), world=world)
+        if accumulated is not None:
+            model.accumulate_in(accumulated)
+        model(inputs(world.rank, 2).bfloat16()).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return model.memory_estimate().gradient_bytes, nbytes(gradients)
+
+    for estimated, measured in ax.World.mock(2).run(run):
+        assert estimated == measured
+
+
 def nbytes(tensors: list[Tensor]) -> int:
     return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
 

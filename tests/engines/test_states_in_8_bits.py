@@ -153,6 +153,10 @@ def test_states_in_8_bits_are_resumed_to_the_bit_in_every_layout(
     assert losses == pytest.approx(train(["strategy=single"], steps=4)[0][2:], rel=1e-5)
 
 
+def _custom(target: str) -> list[str]:
+    return ["strategy=single", "optimizer=custom", f"optimizer.target={target}"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -161,14 +165,28 @@ def test_states_in_8_bits_are_resumed_to_the_bit_in_every_layout(
             "rows of 64 values, and strategy.tensor.degree=2 cuts them within blocks of 64",
         ),
         (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon can't update in fp32"),
+        (
+            [*_custom("torch.optim:Adagrad"), "optimizer.state_dtype=8bit"],
+            "creates states before its first step, in the dtype of the weights; use parameter",
+        ),
+        (
+            [*_custom("quantized_optimizer:Fp32Adam"), "optimizer.state_dtype=8bit"],
+            "optimizer=custom keeps no states in the dtype of the weights",
+        ),
+        (
+            ["optimizer=sgd", "optimizer.momentum=0", "optimizer.state_dtype=8bit"],
+            "optimizer=sgd keeps no states in the dtype of the weights",
+        ),
     ],
-    ids=["a cut block", "muon"],
+    ids=["a cut block", "muon", "early states", "fp32 states", "no states"],
 )
 def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     overrides: list[str], problem: str
 ) -> None:
+    settings = [setting for setting in SETTINGS if not setting.startswith("optimizer=")]
+    optimizer = [] if "optimizer=" in " ".join(overrides) else ["optimizer=adamw_8bit"]
     with pytest.raises(ConfigError, match=problem):
-        run_config([*SETTINGS, *overrides])
+        run_config([*settings, *optimizer, *overrides])
 
 
 @pytest.mark.parametrize("installed", ["none", "0.40.1"])

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 )
 
 import axonlaunch as ax
-from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
+from axonlaunch.engines.recomputation.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.build import build_model, construct, initialize_weights, spec_for
 from axonlaunch.models.specs.loss import cross_entropy_sum

@@ -275,6 +275,24 @@ def test_skipped_step_changes_no_state(config: OptimizerConfig) -> None:
         assert torch.equal(state, expected[key]), key
 
 
+@pytest.mark.parametrize("state_dtype", ["parameter", "bf16", "8bit"])
+@pytest.mark.parametrize("optimizer", [AdamWConfig, SGDConfig])
+def test_skipped_step_changes_no_master_and_no_converted_state(
+    optimizer: Any, state_dtype: str
+) -> None:
+    weights = {"w": nn.Parameter(torch.randn(64, 64).to(torch.float16))}
+    update = Update(optimizer(master_weights="fp32", state_dtype=state_dtype), weights)
+    kept: dict[str, Tensor] = {}
+    for step, overflows in enumerate((1.0, 0.0, 0.0, 1.0, 1.0), start=1):
+        weights["w"].grad = torch.randn(64, 64).half() * (math.inf if overflows else 1)
+        update.apply(rate=lambda peak: peak, step=step, skip=torch.tensor(overflows))
+        state = {**update.state_dict(), **update.masters(), "rounded": weights["w"].detach()}
+        if overflows and kept:
+            assert [key for key in state if not torch.equal(state[key], kept[key])] == []
+        kept = {key: value.clone() for key, value in state.items()}
+    assert torch.equal(kept["rounded"], kept["w"].half())
+
+
 def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     update = Update(AdamWConfig(), {})
     assert update.state_dict() == {}

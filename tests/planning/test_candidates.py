@@ -86,6 +86,8 @@ def test_candidates_offload_only_with_host_memory() -> None:
     assert {kind for kind, offload in offloads if offload != "none"} == {"fsdp"}
     assert {offload for _, offload in offloads} == {"none", "optimizer_states", "params"}
     assert {c.offload for c in listed()} == {"none"}
+    modes = {c.config.train.activation_checkpointing for c in choices}
+    assert modes == {"none", "selective", "full", "offload"}
     for c in choices:
         assert find_rule_violations(c.config) == []
 

@@ -34,6 +34,10 @@ LAYOUTS = {
         "strategy.tensor.degree=2",
         "strategy.tensor.sequence_parallel=true",
     ),
+    "leading": (
+        *("model=moe_debug", "model.vocab_size=1024", "model.first_k_dense_replace=1"),
+        *("strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"),
+    ),
     "interleaved": (
         "strategy=pipeline",
         "strategy.pipeline.degree=2",
@@ -46,8 +50,8 @@ LAYOUTS = {
 
 
 def asked(layout: str, *, full: bool) -> list[Change]:
-    """Return the allocations of rank 0 of a model with 8 blocks per stage."""
-    layers = 32 if layout == "interleaved" else 8
+    """Return the allocations of rank 0 of a model with 8 equal blocks per stage."""
+    layers = {"interleaved": 32, "leading": 9}.get(layout, 8)
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
     reduced = ReducedRun.of(estimate_config(overrides))
     if full:
@@ -61,7 +65,7 @@ def asked(layout: str, *, full: bool) -> list[Change]:
         pytest.param(
             name, marks=pytest.mark.slow
         )  # tests/planning/test_extrapolate_depth.py shows this, too
-        for name in ("fsdp", "tensor", "interleaved")
+        for name in LAYOUTS
     ],
 )
 def test_extended_recording_equals_deep_model_recording(layout: str) -> None:

@@ -32,7 +32,7 @@ def estimate(chosen: RunConfig) -> Estimate:
     layout = Layout.of(chosen, world_size=chosen.launch.nproc)
     model_parallel = layout.tensor * layout.pipeline
     states = STATES // model_parallel // (layout.dp_shard if layout.data_parallel == "fsdp" else 1)
-    remaining = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.activation_checkpointing]
+    remaining = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.recomputation]
     activations = int(layout.micro_batch_size * SAMPLE * remaining)
     breakdown: Any = dict.fromkeys(("gradients", "optimizer", "communication", "temporary"), 0) | {
         "parameters": states,
@@ -98,15 +98,40 @@ def test_several_changes_are_reported_if_one_is_not_enough() -> None:
     assert len(changes) <= 3
 
 
+@pytest.mark.parametrize(
+    ("current", "offered"),
+    [
+        ("none", ["selective", "selective_offload", "full", "offload"]),
+        ("selective_offload", ["full", "offload"]),
+        ("offload", []),
+    ],
+)
+def test_offloaded_inputs_are_offered_after_recomputation_and_only_on_gpus(
+    current: str, offered: list[str]
+) -> None:
+    key = "train.activation_checkpointing"
+    by_hardware = {
+        hardware: [
+            option.settings[key]
+            for options in candidate_changes(run(f"hardware={hardware}", f"{key}={current}"))
+            for option in options
+            if key in option.settings
+        ]
+        for hardware in ("h100_80gb", "cpu")
+    }
+    on_cpu = [mode for mode in offered if not mode.endswith("offload")]
+    assert by_hardware == {"h100_80gb": offered, "cpu": on_cpu}
+
+
 def test_sharding_is_tried_before_offload() -> None:
-    *_, offloading, _, _ = candidate_changes(run("strategy=ddp"))
+    *_, offloading, _, _, _ = candidate_changes(run("strategy=ddp"))
     assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
         "params",
         "optimizer_states",
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    *_, offloading, _, _ = candidate_changes(
+    *_, offloading, _, _, _ = candidate_changes(
         run("strategy=tensor", "strategy.tensor.degree=8", *HEADS)
     )
     assert offloading == []
@@ -126,8 +151,30 @@ def test_lower_precision_of_states_and_masters_is_tried_last() -> None:
         assert masters == states == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        (
+            ["strategy=fsdp"],
+            {"train.optimizer_in_backward": True, "train.grad_clip": None},
+        ),
+        (["strategy=fsdp", "train.grad_clip=null"], {"train.optimizer_in_backward": True}),
+        (["strategy=fsdp", "train.micro_batch_size=4"], None),
+        (["strategy=ddp"], None),
+        (["strategy=fsdp", "optimizer=muon"], None),
+    ],
+)
+def test_update_in_backward_is_offered_where_gradients_are_freed_in_it(
+    overrides: list[str], settings: dict[str, Any] | None
+) -> None:
+    *_, options, _, _ = candidate_changes(run(*overrides))
+    assert [option.settings for option in options] == ([] if settings is None else [settings])
+    if "train.grad_clip=null" not in overrides:
+        assert all("gradients are not clipped" in option.cost for option in options)
+
+
 def test_sequence_parallelism_is_reported_for_tensor_ranks() -> None:
-    [*_, tensor, _, _, _, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
+    [*_, tensor, _, _, _, _, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
         "strategy.tensor.sequence_parallel": True,
@@ -269,16 +316,16 @@ def test_offload_is_reported_per_rank_and_node_and_needs_host_memory(
 
 
 def test_no_offload_is_reported_on_cpu() -> None:
-    *_, offloading, _, _ = candidate_changes(run("strategy=fsdp", "hardware=cpu"))
+    *_, offloading, _, _, _ = candidate_changes(run("strategy=fsdp", "hardware=cpu"))
     assert offloading == []
 
 
 def test_a_quantized_base_is_tried_before_offload_for_an_adapter() -> None:
-    *_, options, _, _, _ = candidate_changes(run("adapter=lora"))
+    *_, options, _, _, _, _ = candidate_changes(run("adapter=lora"))
     assert [option.settings for option in options] == [
         {"adapter.base": "int8"},
         {"adapter.base": "nf4"},
     ]
-    *_, options, _, _, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
+    *_, options, _, _, _, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
     assert [option.settings for option in options] == [{"adapter.base": "nf4"}]
-    assert candidate_changes(run())[-4] == []
+    assert candidate_changes(run())[-5] == []

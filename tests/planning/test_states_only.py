@@ -29,6 +29,7 @@ SMALL = [
         "strategy=hsdp launch.nproc=4 strategy.fsdp.replicate=2 optimizer=sgd optimizer.momentum=0",
         "strategy=pipeline launch.nproc=4 strategy.data_parallel=fsdp",
         "strategy=tensor launch.nproc=2 model=llama_debug",
+        "strategy=fsdp launch.nproc=2 train.optimizer_in_backward=true train.grad_clip=null",
     ],
 )
 def test_states_formula_equals_trace(overrides: str) -> None:

@@ -18,12 +18,21 @@ pytestmark = pytest.mark.usefixtures("server")
 PIPELINE = "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
+OFFLOADED_INPUTS = "train.activation_checkpointing=offload"
+IN_BACKWARD = "train.optimizer_in_backward=true train.grad_clip=null"
 MASTERS = f"{BF16} optimizer.master_weights=fp32"
 WIDE = (
     "model=llama_debug model.hidden_size=128 model.intermediate_size=256 "
     "model.num_attention_heads=4 model.num_key_value_heads=2"
 )
 """Sizes of which two ranks have whole blocks of 64 values."""
+WIDER = (
+    "model=llama_debug model.hidden_size=64 model.intermediate_size=128 "
+    "model.num_attention_heads=4 model.num_key_value_heads=2"
+)
+"""Sizes of which two ranks have multiples of 16."""
+TENSORWISE = f"train.matmul_dtype=fp8_tensorwise {WIDER}"
+ROWWISE = f"train.matmul_dtype=fp8_rowwise {WIDER}"
 NF4 = f"adapter=lora adapter.base=nf4 {WIDE}"
 CASES: dict[int, list[str]] = {
     2: [
@@ -37,7 +46,7 @@ CASES: dict[int, list[str]] = {
         "train.unfreeze=[layers.*.up_proj.*]",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
-        f"{FSDP}.cpu_offload=optimizer_states",
+        f"{FSDP}.cpu_offload=optimizer_states train.activation_checkpointing=offload",
         f"{FSDP}.cpu_offload=full",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
         f"{PIPELINE}=1f1b",
@@ -45,13 +54,20 @@ CASES: dict[int, list[str]] = {
         f"{PIPELINE}=dualpipev",
     ],
     4: [
-        "strategy=hsdp strategy.fsdp.replicate=2",
+        f"strategy=hsdp strategy.fsdp.replicate=2 {IN_BACKWARD} train.global_batch_size=4",
         "strategy=hybrid strategy.pipeline.degree=1 train.activation_checkpointing=selective",
+        "strategy=hybrid train.activation_checkpointing=selective_offload",
         "strategy=fsdp strategy.context.degree=2",
         f"{PIPELINE}=zbv_zero_bubble strategy.data_parallel=fsdp train.freeze=[layers.*.mlp.*]",
     ],
 }
 SLOW_CASES: dict[int, list[str]] = {
+    1: [
+        f"strategy=single {IN_BACKWARD} train.global_batch_size=1",
+        f"strategy=single {IN_BACKWARD} train.global_batch_size=1 model.num_hidden_layers=8 "
+        f"{MASTERS}",
+        f"strategy=single {IN_BACKWARD} optimizer=nadam",
+    ],
     2: [
         "strategy=ddp",
         f"strategy=fsdp {BF16}",
@@ -74,6 +90,13 @@ SLOW_CASES: dict[int, list[str]] = {
         f"{FSDP}.cpu_offload=optimizer_states optimizer=adamw_8bit",
         f"strategy=tensor {WIDE} optimizer=lion_8bit",
         f"{PIPELINE}=1f1b optimizer=adamw_8bit",
+        f"strategy=ddp {TENSORWISE} train.precision=bf16",
+        f"strategy=fsdp {ROWWISE} train.precision=bf16",
+        f"strategy=fsdp {ROWWISE} train.activation_checkpointing=selective",
+        f"strategy=tensor {TENSORWISE}",
+        f"strategy=tensor {ROWWISE} train.precision=bf16",
+        f"{PIPELINE}=1f1b {ROWWISE} train.precision=bf16",
+        f"strategy=fsdp {TENSORWISE} adapter=lora {BF16}",
         "strategy=ddp train.freeze=[layers.*.mlp.*]",
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
@@ -94,6 +117,18 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",
         "strategy=fsdp train.activation_checkpointing=selective",
+        f"strategy=fsdp {IN_BACKWARD} train.global_batch_size=2 optimizer.state_dtype=bf16",
+        f"strategy=fsdp train.precision=bf16 {IN_BACKWARD} {OFFLOADED_INPUTS}",
+        f"strategy=tensor {IN_BACKWARD} train.global_batch_size=1",
+        f"strategy=ddp model.num_hidden_layers=7 {OFFLOADED_INPUTS}",
+        f"strategy=ddp {OFFLOADED_INPUTS} train.micro_batch_size=2",
+        f"strategy=fsdp train.precision=bf16 {OFFLOADED_INPUTS}",
+        f"{FSDP}.cpu_offload=params {OFFLOADED_INPUTS}",
+        "strategy=tensor strategy.tensor.sequence_parallel=true "
+        "train.activation_checkpointing=selective_offload",
+        f"strategy=ddp strategy.context.degree=2 {OFFLOADED_INPUTS}",
+        *(f"{PIPELINE}={name} {OFFLOADED_INPUTS}" for name in SCHEDULES),
+        f"{PIPELINE}=1f1b model.num_hidden_layers=8 train.micro_batch_size=1 {OFFLOADED_INPUTS}",
         f"{PIPELINE}=zbv_zero_bubble train.precision=bf16 train.micro_batch_size=1",
         "strategy=ddp strategy.context.degree=2",
         *(f"{PIPELINE}={name}" for name in SCHEDULES),
@@ -105,6 +140,7 @@ SLOW_CASES: dict[int, list[str]] = {
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),
         "strategy=tensor strategy.tensor.degree=2 strategy.pipeline.degree=2",
         "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2",
+        f"strategy=hybrid strategy.pipeline.degree=1 {TENSORWISE} {BF16}",
         "strategy=ddp strategy.context.degree=4",
         "strategy=fsdp strategy.context.degree=2 model=llama_debug train.micro_batch_size=2",
         "strategy=zero1 strategy.context.degree=2",
@@ -184,7 +220,8 @@ def test_truth_cases_cover_strategies_offload_schedules_and_axes() -> None:
     assert {"dp_shard", "dp_replicate"} in axes
     assert {axis for several in axes for axis in several} == {*layouts[0].axes}
     assert {c.train.precision for c in chosen} == {"fp32", "bf16", "fp16"}
-    assert {c.train.activation_checkpointing for c in chosen} == {"none", "full", "selective"}
+    modes = {"none", "full", "selective", "offload", "selective_offload"}
+    assert {c.train.activation_checkpointing for c in chosen} == modes
 
 
 def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:

@@ -72,3 +72,10 @@ class AdamOfSubclass(Adam8bit):
 
     def _keep(self, state: dict[str, Any], name: str, value: Tensor) -> None:
         state[name] = value.as_subclass(Subclass) if value.numel() >= LARGE else value
+
+
+class Fp32Adam(Adam8bit):
+    """Stores its moments in fp32, whatever the dtype of the weights."""
+
+    def _keep(self, state: dict[str, Any], name: str, value: Tensor) -> None:
+        state[name] = value

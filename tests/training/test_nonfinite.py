@@ -93,6 +93,13 @@ def test_nan_gradient_with_finite_loss_is_not_saved(tmp_path: Path, overrides: l
     assert saved(tmp_path) == []
 
 
+def test_nan_parameters_updated_in_backward_are_not_saved(tmp_path: Path) -> None:
+    overrides = ["strategy=fsdp", "train.grad_clip=null", "train.optimizer_in_backward=true"]
+    message = refused(tmp_path, "model.arguments.at=4", "checkpoint.every=4", *overrides)
+    assert message.startswith("after step 4 parameters are not finite; embed.weight is the first ")
+    assert saved(tmp_path) == []
+
+
 def test_nan_parameters_of_unlogged_step_are_not_saved_on_stop(tmp_path: Path) -> None:
     message = refused(tmp_path, "model.arguments.at=3", "checkpoint.every=100", stop_at=2)
     assert message.startswith("after step 3 parameters are not finite; embed.weight is the first ")

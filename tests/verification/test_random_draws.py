@@ -12,7 +12,8 @@ from parity_table import MODELS, TOKENS
 from torch import Tensor, nn
 
 import axonlaunch as ax
-from axonlaunch.engines import activation_checkpointing, forward_backward, mesh_engine
+from axonlaunch.engines import forward_backward, mesh_engine
+from axonlaunch.engines.recomputation import activation_checkpointing
 from axonlaunch.verification.comparison import compare
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult

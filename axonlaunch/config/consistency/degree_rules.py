@@ -42,13 +42,14 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
                 f"{' '.join(missing)}, or remove this setting"
             )
             yield ConfigIssue("strategy.tensor.async_collectives", message, True)
-    recomputes = config.train.activation_checkpointing == "full"
+    mode = config.train.activation_checkpointing
+    recomputes = config.train.recomputation == "full"
     if strategy.tensor.degree > 1 and config.train.compile and recomputes:
         message = (
             "torch.compile can't recompute layers that strategy.tensor.degree divides; use "
             "selective or none, or train.compile=false"
         )
-        yield ConfigIssue("train.activation_checkpointing", message, "full")
+        yield ConfigIssue("train.activation_checkpointing", message, mode)
     averages = data_parallel_facts(strategy).averages
     for axis in AXES:
         if axis.same_parameters and axis.degree(strategy) > 1 and averages != "gradients":
@@ -71,12 +72,12 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
             f"compiled blocks can't do; use false, or strategy.pipeline.schedule={others}"
         )
         yield ConfigIssue("train.compile", message, True)
-    if rule.separate_weight_grad and config.train.activation_checkpointing == "selective":
+    if rule.separate_weight_grad and config.train.recomputation == "selective":
         message = (
             f"strategy.pipeline.schedule={name} runs backward through a block twice, but selective "
-            "recomputation provides the activations only once; use full or none"
+            "recomputation provides the activations only once; use full, offload or none"
         )
-        yield ConfigIssue("train.activation_checkpointing", message, "selective")
+        yield ConfigIssue("train.activation_checkpointing", message, mode)
 
 
 def _experts(config: RunConfig) -> Iterator[ConfigIssue]:

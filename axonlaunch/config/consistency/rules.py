@@ -21,6 +21,7 @@ from axonlaunch.config.consistency.degree_rules import (
     legal_micro_batch_sizes,
 )
 from axonlaunch.config.consistency.layout import (
+    data_parallel,
     data_parallel_facts,
     model_ranks,
     nodes,
@@ -63,6 +64,8 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_unused_settings(config),
         *_parameters_in_16_bits(config),
         *_masters(config),
+        *_update_in_backward(config),
+        *_products(config),
         *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
@@ -113,6 +116,7 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
         *_single(config, world_size),
         *_replicas(config, world_size),
         *_batch(config, world_size),
+        *_update_of_replicas(config, world_size),
         *_profiled_ranks(config, world_size),
     ]
 
@@ -194,6 +198,81 @@ def _masters(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if message:
         yield ConfigIssue("train.grad_dtype", message, config.train.grad_dtype)
+
+
+def _update_in_backward(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield settings with which parameters can't be updated before backward ends."""
+    train, strategy, precision = config.train, config.strategy, precision_of(config)
+    if not train.optimizer_in_backward:
+        return
+    key = "train.optimizer_in_backward"
+    if train.grad_clip is not None:
+        message = f"{key} updates before the norm of all gradients is known; use null"
+        yield ConfigIssue("train.grad_clip", message, train.grad_clip)
+    if precision.needs_loss_scale:
+        message = (
+            "fp16 skips an update if any gradient overflows, which is known after backward; use "
+            "train.precision=bf16, or false"
+        )
+        yield ConfigIssue(key, message, True)
+    if strategy.pipeline.degree > 1:
+        message = (
+            "a pipeline adds up the gradients of micro-batches, so all of them exist; use "
+            "strategy.pipeline.degree=1, or false"
+        )
+        yield ConfigIssue(key, message, True)
+    offload = strategy.fsdp.cpu_offload
+    if data_parallel_facts(strategy).shards_parameters and offload != "none":
+        message = f"{key} updates where the gradients are computed; use none"
+        yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
+    if train.trace.steps:
+        message = f"{key} frees gradients before they can be traced; use [], or false there"
+        yield ConfigIssue("train.trace.steps", message, train.trace.steps)
+
+
+def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    """Yield layouts whose gradients are averaged or added up after they were computed."""
+    train, key = config.train, "train.optimizer_in_backward"
+    if not train.optimizer_in_backward:
+        return
+    name = data_parallel(config.strategy, world_size=world_size)
+    facts = DATA_PARALLEL.facts(name)
+    if facts.averages != "nothing" and not facts.shards_parameters:
+        message = (
+            f"strategy.data_parallel={name} averages gradients in buckets when all of them are "
+            "complete; use fsdp, or false"
+        )
+        yield ConfigIssue(key, message, True)
+    micro = train.micro_batch_size
+    share = train.global_batch_size // (world_size // model_ranks(config.strategy))
+    if config.strategy.pipeline.degree == 1 and micro != "auto" and micro < share:
+        message = (
+            f"gradients of {share // micro} micro-batches are added up, so all of them exist; use "
+            f"train.micro_batch_size={share}, or false"
+        )
+        yield ConfigIssue(key, message, True)
+
+
+def _products(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield products in 8 bits that a base or the hardware rules out, and unused exceptions."""
+    train, hardware, products = config.train, config.hardware, precision_of(config).products
+    if products is None:
+        if train.matmul_exclude:
+            message = "train.matmul_dtype is null; set it, or remove this setting"
+            yield ConfigIssue("train.matmul_exclude", message, train.matmul_exclude)
+        return
+    if config.adapter is not None and config.adapter.base is not None:
+        message = (
+            f"weights in {config.adapter.base} would be rounded a second time; use null, or "
+            "adapter.base=null"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
+    if hardware is not None and not hardware.is_cpu and getattr(hardware, products.peak) is None:
+        message = (
+            f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "
+            f"use null, other hardware, or hardware.{products.peak}=NUMBER if it has them"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -14,6 +14,7 @@ from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.step import Update
 
@@ -43,6 +44,10 @@ def choose_update(
         units: Submodules whose parameters no other module uses, in the order of their forwards.
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
+    if config.train.optimizer_in_backward:
+        assert layout.micro_batches == layout.pipeline == 1
+        assert replicas is None
+        return UpdateInBackward(config.optimizer, trained, parameters=facts, seed=config.seed)
     if layout.facts.divides_update:
         [axis] = layout.mesh_axes(layout.division().shard_axes)
         return ShardedUpdate(

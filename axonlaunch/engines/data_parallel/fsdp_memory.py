@@ -92,7 +92,9 @@ def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPM
     in_16_bits = [p for p in trained.values() if p.dtype != torch.float32]
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
-        gradient_bytes=sum(local_tensor(p).nbytes for p in trained.values()),
+        gradient_bytes=sum(
+            local_tensor(p).numel() * (p.grad_dtype or p.dtype).itemsize for p in trained.values()
+        ),
         optimizer_bytes=sum(
             0 if masters is None else masters.nbytes * local_tensor(p).numel() for p in in_16_bits
         )

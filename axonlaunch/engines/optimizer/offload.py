@@ -61,6 +61,10 @@ class StreamedUpdate(Update):
             )
         return made
 
+    def _step_device(self, optimizer: Optimizer) -> torch.device:
+        del optimizer
+        return self._device
+
     def _states_device(self, tensor: Tensor) -> torch.device:
         del tensor
         return self._states_on

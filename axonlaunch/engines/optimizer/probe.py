@@ -47,11 +47,13 @@ class Probe:
         sharding: ``elementwise`` if updating two halves gives the same as updating the whole, and
             no states of a large parameter belong to blocks of its elements.
         defaults: Options that a parameter group can set.
+        begins_with_states: Whether states exist before the first step.
     """
 
     states: tuple[OptimizerState, ...]
     sharding: Sharding
     defaults: frozenset[str]
+    begins_with_states: bool
 
 
 def probe(config: Any, ndim: int) -> Probe:
@@ -107,6 +109,7 @@ def _probe(call: _Call, ndim: int) -> Probe:
         tried = [_try_update(config, _tensors(shape)) for shape in shapes]
         is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
         in_fp32 = _always_fp32(config, shapes[0])
+        begins_with_states = bool(_make(config, nn.Parameter(torch.zeros(shapes[0]))).state)
     (first, optimizer), (second, _) = tried
     states = tuple(
         dataclasses.replace(state, dtype="float32") if state.name in in_fp32 else state
@@ -114,7 +117,7 @@ def _probe(call: _Call, ndim: int) -> Probe:
     )
     is_elementwise &= not depends_on_blocks(_at_shape(config, large_shape(ndim), states))
     sharding: Sharding = "elementwise" if is_elementwise else "whole"
-    return Probe(states, sharding, frozenset(optimizer.defaults))
+    return Probe(states, sharding, frozenset(optimizer.defaults), begins_with_states)
 
 
 @functools.cache
@@ -184,11 +187,7 @@ def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Opt
     """
     start, *gradients = tensors
     parameter = nn.Parameter(start.clone())
-    make: Callable[..., Any] = optimizer_class(config)
-    options, fixed = options_of(config), OPTIMIZERS.facts(config.name).fixed
-    made = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
-    if not isinstance(made, Optimizer):
-        raise _refusal(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
+    made = _make(config, parameter)
     before = _options(made)
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -201,6 +200,15 @@ def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Opt
         )
     start.copy_(parameter.detach())
     return dict(made.state.get(parameter, {})), made
+
+
+def _make(config: Any, parameter: nn.Parameter) -> Optimizer:
+    make: Callable[..., Any] = optimizer_class(config)
+    options, fixed = options_of(config), OPTIMIZERS.facts(config.name).fixed
+    made = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
+    if not isinstance(made, Optimizer):
+        raise _refusal(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
 
 
 def _options(optimizer: Optimizer) -> dict[str, str]:

@@ -34,7 +34,7 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
-from axonlaunch.engines.optimizer.streaming import STREAMED, UpdateArithmetic, stream_parameters
+from axonlaunch.engines.optimizer.streaming import UpdateArithmetic, stream_parameters
 from axonlaunch.engines.precision.rounded_states import RoundedStates
 from axonlaunch.models.tensors.packed_blocks import STATE_FORMATS
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -87,7 +87,8 @@ class Update:
         )
         # States of parameters in that format have it anyway.
         is_other = any({t.dtype, updated} != {stored} for t in tensors.values())
-        is_other |= quantizes_states(config)
+        self._quantizes = quantizes_states(config)
+        is_other |= self._quantizes
         self._state_dtype = stored if is_other else None
         self._arithmetic = UpdateArithmetic(dtype=updated if is_other else None)
         self._has_masters = master_format(config) is not None
@@ -95,7 +96,7 @@ class Update:
         self._rounded: RoundedStates | None = None
         if is_other and stored != updated:
             self._round_states(seed, facts)
-        elif quantizes_states(config):
+        elif self._quantizes:
             self._quantize_states()
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
@@ -181,21 +182,26 @@ class Update:
             skip: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
                 skips.
         """
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(group[PEAK_LR])
-        self._hand_over()
-        self._make_masters()
-        if self._rounded is not None:
-            self._rounded.step = step
-        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
-        self._made, self._divided = {}, {}
+        self._begin_step(rate=rate, step=step)
+        for name in self._updated:
+            self._hand_over(name)
         if skip is None:
             self._step()
         else:
             self._step_unless(skip)
         self._arithmetic.factor = None
         self.forget_gradients()
+
+    def _begin_step(self, *, rate: Callable[[float], float], step: int) -> None:
+        """Prepare everything that a step needs except gradients."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(group[PEAK_LR])
+        self._make_masters()
+        if self._rounded is not None:
+            self._rounded.step = step
+        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
+        self._made, self._divided = {}, {}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the masters by name, sharded like optimizer states; allocate missing ones.
@@ -231,12 +237,10 @@ class Update:
     def finish(self) -> None:
         """Wait for work started by ``apply``; must be called before parameters are read."""
 
-    def _hand_over(self) -> None:
-        """Give the tensors of the optimizers the gradients and the storage of their DTensors."""
-        for name, parameter in self._updated.items():
-            tensor = self.tensors[name]
-            if parameter is tensor:
-                continue
+    def _hand_over(self, name: str) -> None:
+        """Give the tensor of an optimizer the gradient and the storage of its DTensor."""
+        parameter, tensor = self._updated[name], self.tensors[name]
+        if parameter is not tensor:
             parameter.data = _part(tensor)  # fully_shard may have reallocated its shards
             parameter.grad = None if tensor.grad is None else local_part(tensor.grad)
 
@@ -248,15 +252,15 @@ class Update:
         """Step or skip the step, as ``torch.amp.GradScaler.step`` does.
 
         Torch's fused kernels check the flag on the device; for other optimizers the host waits for
-        it.
+        it, and for states in 8 bits, which would change if they were quantized once more.
         """
         are_fused = all(_leaves_out_steps(optimizer) for optimizer in self.optimizers)
-        if not (are_fused and self._has_states()):
+        if self._quantizes or not (are_fused and self._has_states()):
             if bool(overflowed == 0):
                 self._step()
             return
         for optimizer in self.optimizers:
-            place = optimizer.param_groups[0]["params"][0].device
+            place = self._step_device(optimizer)
             optimizer.found_inf = overflowed.to(place)  # type: ignore[attr-defined]
         self._step()
         for optimizer in self.optimizers:
@@ -395,6 +399,11 @@ class Update:
             self._divided[key] = (value, divided)
         return divided
 
+    def _step_device(self, optimizer: Optimizer) -> torch.device:
+        """Return the device on which an optimizer updates."""
+        parameter: Tensor = optimizer.param_groups[0]["params"][0]
+        return parameter.device
+
     def _states_device(self, tensor: Tensor) -> torch.device:
         """Return the device of a tensor's states between updates."""
         return tensor.device
@@ -418,7 +427,7 @@ def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) 
 
 def _leaves_out_steps(optimizer: Optimizer) -> bool:
     """Return whether an optimizer checks ``found_inf`` on the device, as fused ones do."""
-    return optimizer not in STREAMED and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()

@@ -52,7 +52,8 @@ def lower_blocks(
     shared = [parameter for parameter, count in uses.items() if count > 1]
     for module in model.modules():
         parameters = _castable_parameters(module)
-        if any(parameter.dtype != dtype for parameter in parameters.values()):
+        is_tied = any(parameter is other for parameter in parameters.values() for other in shared)
+        if is_tied or any(parameter.dtype != dtype for parameter in parameters.values()):
             lower = convert_module(module, _Lower)
             lower._arithmetic = arithmetic
             # Identified by number, because initializing a model on meta replaces its parameters.
@@ -134,6 +135,8 @@ class _Arithmetic:
         kind = type(value), torch.is_grad_enabled()
         if (number := reader._shared.get(name)) is not None:
             return self._keep_copy(value, self._shared_copies, (number, *kind))
+        if value.dtype == self._dtype:
+            return value
         if torch.compiler.is_compiling():
             return self._cast(value)  # a graph merges equal casts
         if reader is not self._reader:
@@ -143,8 +146,15 @@ class _Arithmetic:
 
     def _keep_copy(self, value: Tensor, copies: dict[_Key, Tensor], key: _Key) -> Tensor:
         if key not in copies:
-            copies[key] = self._cast(value)
+            copies[key] = self._alias(value) if value.dtype == self._dtype else self._cast(value)
         return copies[key]
+
+    def _alias(self, value: Tensor) -> Tensor:
+        """Return a view, in which gradients are summed in the lower type before ``grad_dtype``."""
+        if isinstance(value, DTensor) and not torch.compiler.is_compiling():
+            alias: Tensor = _cast_part(value, self._dtype)
+            return alias
+        return value.view_as(value)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == self._dtype:

@@ -79,7 +79,7 @@ class Formulas:
 
     Attributes:
         single_device: Work of a step with ``SAMPLES`` samples.
-        activations: Activations of one sample for each mode of activation checkpointing.
+        activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
     """
 
@@ -157,6 +157,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": SAMPLES,
             "train.activation_checkpointing": "none",
             "train.compile": False,
+            "train.optimizer_in_backward": False,
             **settings_for_ranks(1),
         },
     )
@@ -231,7 +232,7 @@ def peak_bytes(
         config: Configuration of the run.
         layout: Parallel layout of the run.
         work: Work on one device, which contains the sizes of parameters.
-        activations: Activations of one sample for each mode of activation checkpointing.
+        activations: Activations of one sample for each kind of recomputation.
         layers: Largest number of layers on a rank, in all of its stages. 0 if the layers of the
             model are unknown; the model is then divided evenly.
         shares: Sizes of gradients and optimizer states relative to the parameters.
@@ -243,7 +244,7 @@ def peak_bytes(
     stage_fraction = 1.0 if layers else 1 / layout.pipeline
     ends = stage_fraction * work.first.step_ends.parameter_bytes
     total = layers * layer_bytes + ends
-    mode = config.train.activation_checkpointing
+    mode = config.train.recomputation
     saved = activations[mode]
     divided_ratio = 1 / layout.tensor
     if not config.strategy.tensor.sequence_parallel:
@@ -267,6 +268,13 @@ def peak_bytes(
         # Gathered and reduced tensors are kept; a layer's forward has two of each.
         hidden = work.hidden_size * work.sample_length * _FP32_BYTES * compute_ratio
         kept_per_layer += 2 * hidden * (1 + divided_ratio)
+    if config.train.offloads_inputs:
+        # Full recomputation stores the inputs of layers. Two of them are on the device in backward.
+        inputs = activations["full"].layer
+        if config.strategy.tensor.sequence_parallel:
+            inputs /= layout.tensor
+        kept_per_layer = max(0.0, kept_per_layer - inputs)
+        recomputed += 2 * inputs
     in_flight = _in_flight(layout)
     end_activations = (
         saved.ends if layers else stage_fraction * in_flight * saved.ends

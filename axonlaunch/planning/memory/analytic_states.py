@@ -49,17 +49,40 @@ def moments(
     """
     total, layer, ends = (size / layout.tensor for size in (total, layer, ends))
     looked_up = min(ends, shares.looked_up * total)
+    around = looked_up, ends - looked_up
+    of_step = _moments(config, layout, total, layer, around, shares, expert_share)
+    if config.train.optimizer_in_backward:
+        shards = layout.parameter_shards if layout.facts.shards_parameters else 1
+        largest_unit = shares.gradients * max(layer, *around) / shards
+        for name, moment in of_step.items():
+            kept = largest_unit if name in ("last block", "first block") else 0.0
+            moment["gradients"] = min(kept, moment["gradients"])
+    return of_step
+
+
+def _moments(
+    config: RunConfig,
+    layout: Layout,
+    total: float,
+    layer: float,
+    around: tuple[float, float],
+    shares: TrainingShares,
+    expert_share: float,
+) -> Moments:
+    """Return the moments of a step whose update follows its backward.
+
+    ``around`` has the parameters outside the layers: embeddings, and parameters of products.
+    """
+    ends = sum(around)
     if layout.facts.shards_parameters:
         kept = 1.0
         if layout.expert > 1:  # a rank gathers its experts, which tensor ranks do not divide
             kept += expert_share * (layout.tensor / layout.expert - 1)
         gathered = (kept * layer, ends + kept * (total - ends))
-        return _sharded_moments(
-            config, layout, total, gathered, (looked_up, ends - looked_up), shares
-        )
+        return _sharded_moments(config, layout, total, gathered, around, shares)
     if layout.facts.divides_update and layout.gradient_ranks > 1:
-        return _divided_update_moments(config, layout, total, (looked_up, ends - looked_up), shares)
-    return _replicated_moments(config, layout, total, (looked_up, ends - looked_up), shares)
+        return _divided_update_moments(config, layout, total, around, shares)
+    return _replicated_moments(config, layout, total, around, shares)
 
 
 def states(moments_of_step: Moments) -> dict[Category, float]:
@@ -222,7 +245,7 @@ def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> t
     compute_ratio = _compute_ratio(config)
     if compute_ratio == 1:
         return 0.0, 0.0
-    is_kept = config.train.activation_checkpointing == "none"
+    is_kept = config.train.recomputation == "none"
     return compute_ratio * (
         total - looked_up if is_kept else multiplied
     ), compute_ratio * multiplied

@@ -25,7 +25,7 @@ from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
-from axonlaunch.preflight.parallelism import expert_degrees
+from axonlaunch.preflight.parallelism import expert_degrees, product_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -36,6 +36,7 @@ _SHORTEST_PART = 16_384
 """Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTATION = ("none", "selective", "full")
+_OFFLOADED_INPUTS = "offload"
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
 """Defaults of the settings that are valid only for sharded parameters."""
 
@@ -83,6 +84,7 @@ def candidates(
         offloads: Whether tensors can be offloaded to host memory.
     """
     options = partial(_options, fixed)
+    recomputation = [*_RECOMPUTATION, *([_OFFLOADED_INPUTS] if offloads else [])]
     batch, sizes = config.train.global_batch_size, source_of(config).scaled_sizes()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
@@ -90,7 +92,11 @@ def candidates(
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
     if can_divide:
-        usual["tp"] = _power_of_two_divisors(in_node)
+        usual["tp"] = [
+            degree
+            for degree in _power_of_two_divisors(in_node)
+            if not any(product_problems(with_values(config, {keys.TENSOR: degree}), spec, model))
+        ]
     if not spec.undivided_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
@@ -123,7 +129,7 @@ def candidates(
             ),
             options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
             options(keys.SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
-            options(keys.RECOMPUTE, _RECOMPUTATION),
+            options(keys.RECOMPUTE, recomputation),
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue

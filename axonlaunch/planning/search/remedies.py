@@ -73,6 +73,7 @@ def candidate_changes(config: RunConfig) -> list[Options]:
         _pipeline(config, layout),
         _quantized_base(config),
         _offload(config, layout),
+        _update_in_backward(config, layout),
         _masters(config, layout),
         _states(config),
     ]
@@ -201,14 +202,20 @@ def _recomputing(config: RunConfig) -> Options:
     Backward needs twice the compute of forward: Kaplan et al., 2020, section 2.1.
     """
     key, current = "train.activation_checkpointing", config.train.activation_checkpointing
-    options = [
-        Option(
-            {key: "selective"},
-            "recomputes every second matrix product of the forward: about 1/6 more compute",
-        ),
-        Option({key: "full"}, "recomputes the forward: about 1/3 more compute"),
-    ]
-    return options[("none", "selective", "full").index(current) :]
+    selective = "recomputes every second matrix product of the forward: about 1/6 more compute"
+    full = "recomputes the forward: about 1/3 more compute"
+    crossing = "inputs of blocks cross the link to host memory"
+    costs = {
+        "selective": selective,
+        "selective_offload": f"{selective}; {crossing}",
+        "full": full,
+        "offload": f"{full}; {crossing}",
+    }
+    modes = [*costs]
+    remaining = modes[modes.index(current) + 1 :] if current in costs else modes
+    if estimate_device(config) != "gpu":  # host and device are one memory
+        remaining = [mode for mode in remaining if not mode.endswith("offload")]
+    return [Option({key: mode}, costs[mode]) for mode in remaining]
 
 
 def _loss_chunk(config: RunConfig, layout: Layout) -> Options:
@@ -357,6 +364,20 @@ def _quantized_base(config: RunConfig) -> Options:
     }
     remaining = ["int8", "nf4"] if config.adapter.base is None else ["nf4"]
     return [Option({"adapter.base": base}, options[base]) for base in remaining]
+
+
+def _update_in_backward(config: RunConfig, layout: Layout) -> Options:
+    """Return the option to update parameters in backward, which frees their gradients."""
+    train, facts = config.train, layout.facts
+    keeps_until_end = layout.pipeline > 1 or layout.micro_batches > 1
+    keeps_until_end |= facts.averages != "nothing" and not facts.shards_parameters
+    if train.optimizer_in_backward or keeps_until_end or not _updates_elements(config):
+        return []
+    settings: Settings = {"train.optimizer_in_backward": True}
+    cost = "an update has kernels of its own for each parameter"
+    if train.grad_clip is not None:
+        settings, cost = {**settings, "train.grad_clip": None}, f"gradients are not clipped; {cost}"
+    return [Option(settings, cost)]
 
 
 def _masters(config: RunConfig, layout: Layout) -> Options:

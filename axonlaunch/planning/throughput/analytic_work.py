@@ -133,7 +133,7 @@ class _Scaled:
     def _phases(self, key: Operation) -> Iterable[Phase]:
         """Yield the phases of an operation; recomputed operations also run in backward."""
         yield key.phase
-        mode = self._config.train.activation_checkpointing
+        mode = self._config.train.recomputation
         if key.phase == "forward" and mode != "none":
             is_saved = mode == "selective" and isinstance(key, AttentionOp)
             if not is_saved:
@@ -142,7 +142,7 @@ class _Scaled:
     def _operation(self, key: Operation, amount: Amount, phase: Phase) -> tuple[Operation, Amount]:
         """Return the layout's equivalent of an operation on one device."""
         tensor = self._layout.tensor
-        mode = self._config.train.activation_checkpointing
+        mode = self._config.train.recomputation
         recomputed = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
         samples = self._samples / SAMPLES
         if isinstance(key, Product) and key.tokens is not None:
@@ -223,7 +223,7 @@ class _Scaled:
 
     @property
     def _recomputes_all(self) -> bool:
-        return self._config.train.activation_checkpointing == "full"
+        return self._config.train.recomputation == "full"
 
     def _step(self, share: Share, *, fraction: float = 1.0) -> Share:
         """Return the work done once per step: the update and the communication of replicas."""

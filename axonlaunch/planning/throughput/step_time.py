@@ -4,8 +4,7 @@
 - DDP reduces buckets during backward.
 - A tensor-parallel layer waits for its communication, except while matrix products run.
 - The bubble of a pipeline follows from its actions.
-
-Not included are delays by a host that cannot keep up with its device.
+- A device with little work waits for its host, which starts operations one after another.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import sums_as_stored
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES
+from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES, LAUNCH_S
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -92,11 +92,12 @@ class StepTime:
         layout = self._layout
         if layout.pipeline == 1:
             return self._parts_without_pipeline(work).total + self._copy_time(work)
-        times = []
+        times, copied = [], self._input_copy_time(work)
         for index, layers in enumerate(work.layers):
             stage = self._stage(work, index)
             forward, backward = (
-                self._micro_batch(stage, layers, phases).total for phases in (_FORWARD, _BACKWARD)
+                self._micro_batch(stage, layers, phases, copied=copied).total
+                for phases in (_FORWARD, _BACKWARD)
             )
             times.append((forward + backward, self._per_step(stage, layers).total))
         longest_pass = max(seconds for seconds, _ in times)
@@ -121,7 +122,6 @@ class StepTime:
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = layout.parameter_divisor * layout.parameter_shards
         state_bytes = self._config.train.parameter_bytes * work.parameters / shards
-        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
             copied = shares.states
@@ -130,12 +130,34 @@ class StepTime:
             # and the gradient, for trained parameters. Less is written.
             reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
             copied = reads * layout.micro_batches + 2 * shares.gradients
-        return float(HOST_COPIES * copied * state_bytes / rate)
+        return float(HOST_COPIES * copied * state_bytes / self._host_rate)
+
+    def _input_copy_time(self, work: StepWork) -> float:
+        """Return the seconds of the copy of a layer's input to host memory, or back.
+
+        Without offloaded inputs, and on a CPU, where it takes no link, they are 0.
+        """
+        train, layout = self._config.train, self._layout
+        if not train.offloads_inputs or self._links.computes_on_cores:
+            return 0.0
+        positions = layout.micro_batch_size * work.sample_length / layout.divisor("sequences")
+        if self._config.strategy.tensor.sequence_parallel:
+            positions /= layout.tensor
+        element = PRECISIONS[train.precision].compute.nbytes
+        return float(positions * work.hidden_size * element / self._host_rate)
+
+    @property
+    def _host_rate(self) -> float:
+        """Bytes per second of the link to host memory, in one direction."""
+        figure = self._roofline.figure
+        return float(figure("host_gb_s") * figure("host_efficiency") * 1e9)
 
     def _parts_without_pipeline(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]
-        forward = self._micro_batch(stage, layers, _FORWARD)
-        backward = self._micro_batch(stage, layers, _BACKWARD)
+        forward, backward = (
+            self._micro_batch(stage, layers, phases, copied=self._input_copy_time(work))
+            for phases in (_FORWARD, _BACKWARD)
+        )
         total = self._per_step(stage, layers)
         for part in (forward, backward):
             total.add_all(part, times=self._layout.micro_batches)
@@ -159,7 +181,7 @@ class StepTime:
         stages = [self._stage(work, index) for index in range(layout.num_stages)]
         forward, backward = (
             [
-                self._micro_batch(stage, n, phases)
+                self._micro_batch(stage, n, phases, copied=self._input_copy_time(work))
                 for stage, n in zip(stages, work.layers, strict=True)
             ]
             for phases in (_FORWARD, _BACKWARD)
@@ -203,8 +225,17 @@ class StepTime:
         empty = Share({})
         return StageWork(empty, work.last.step_layer, empty, work.last.micro_layer)
 
-    def _micro_batch(self, stage: StageWork, layers: int, phases: tuple[Phase, ...]) -> Parts:
-        """Return the parts of one micro-batch's forward or backward."""
+    def _micro_batch(
+        self, stage: StageWork, layers: int, phases: tuple[Phase, ...], *, copied: float
+    ) -> Parts:
+        """Return the parts of one micro-batch's forward or backward.
+
+        Args:
+            stage: Work of the stage.
+            layers: Number of layers of the stage.
+            phases: Phases of the pass.
+            copied: Seconds of the copy of a layer's input to or from host memory.
+        """
         ends, layer = _during(stage.micro_ends, phases), _during(stage.micro_layer, phases)
         end_parts = self._local(ends, fused=False)
         layer_parts = self._local(layer, fused=self._config.train.compile)
@@ -221,7 +252,30 @@ class StepTime:
             overlap = 0.0 if self._links.computes_on_cores else layer_parts.total
             exposed = max(0.0, layer_seconds - overlap) * max(0, layers - 1)
             total.add("communication dp", end_seconds + first_layer + exposed)
+        if copied:
+            # A layer's copy overlaps with its forward, or with the backward of the next layer,
+            # which the last layer does not have.
+            waited = layers * max(0.0, copied - layer_parts.total)
+            total.add("host memory", waited + (0.0 if phases == _FORWARD else copied))
+        if (late := self._launch_time(ends, layer, layers) - total.total) > 0:
+            total.add("launches", late)
         return total
+
+    def _launch_time(self, ends: Work, layer: Work, layers: int) -> float:
+        """Return the seconds in which the host starts the operations of ends and layers.
+
+        Operations of compiled layers are not counted, because their launch time was not measured.
+        """
+        if self._links.computes_on_cores:
+            return 0.0  # operations of a CPU run where they are started
+        times = 0 if self._config.train.compile else layers
+        count = sum(
+            amount.count * runs
+            for work, runs in ((ends, 1), (layer, times))
+            for key, amount in work.items()
+            if not isinstance(key, Send | HostWait)
+        )
+        return float(count * LAUNCH_S)
 
     def _per_step(self, stage: StageWork, layers: int) -> Parts:
         """Return the parts of the work that a stage does once per step."""

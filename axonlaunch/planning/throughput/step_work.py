@@ -204,6 +204,7 @@ def reduced_config(
         "train.micro_batch_size": layout.micro_batch_size,
         "train.global_batch_size": layout.micro_batch_size * micro_batches * layout.data_ranks,
         "train.compile": False,
+        "train.optimizer_in_backward": False,  # the same work in another order
     }
     stages = 1
     if layout.pipeline > 1:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor
+from axonlaunch.models.tensors import host_memory
 from axonlaunch.models.torch_internals import in_backward, local_tensor
 from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
@@ -29,6 +30,8 @@ Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "communication", "temporary"
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+_OFFLOADED: Any = "offloaded"
+"""Category of activations in host memory, which has no part of the device memory."""
 
 Point: TypeAlias = tuple[int, ...]
 """Bytes at one moment: one number per category on the device, then the total on the host."""
@@ -108,7 +111,7 @@ class StorageTrace(UncompiledDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self._host: dict[Category, int] = dict.fromkeys(on_host, 0)
+        self._host: dict[Category, int] = dict.fromkeys((*on_host, _OFFLOADED), 0)
         self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _LiveStorage] = {}
         self._freed: deque[int] = deque()
@@ -165,7 +168,7 @@ class StorageTrace(UncompiledDispatchMode):
             if isinstance(tensor, Tensor):
                 # A tensor that waits for a message wraps another one and has no storage itself.
                 self._add(_unwrap(tensor), category)
-        if namespace == "c10d" and self._host:
+        if namespace == "c10d" and "gradients" in self._host:
             self._categorize_gradients()
         if (is_queued := gloo_buffers.outlives_call(func, args)) and self._queued:
             del self._queued[: 1 - gloo_buffers.THREADS]
@@ -348,6 +351,9 @@ def _result_category() -> Category:
 
     Recomputation is a forward inside backward, with gradients enabled; its results are activations.
     """
+    if host_memory.is_allocating():
+        offloaded: Category = _OFFLOADED
+        return offloaded
     return "temporary" if in_backward() and not torch.is_grad_enabled() else "activations"
 
 

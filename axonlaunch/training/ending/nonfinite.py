@@ -36,7 +36,7 @@ def raise_if_nonfinite(
         loss: Loss of the step, the same on every rank.
         world: The ranks that train.
         checks_gradients: Whether to check the gradient norm. It is False for fp16, which skips
-            updates with gradients that are not finite.
+            updates with gradients that are not finite, and if backward has used the gradients.
 
     Returns:
         The norm of the gradient, or None if it was not checked.

@@ -153,7 +153,11 @@ def lowered_thresholds(plan: ComparisonPlan) -> Iterator[None]:
 
 
 def with_smooth_updates(config: RunConfig) -> RunConfig:
-    """Return a configuration with an eps that limits updates by rounding errors of gradients."""
+    """Return a configuration with an eps that limits updates by rounding errors of gradients.
+
+    Updates run after backward, because gradients are compared between the two.
+    """
+    config = with_values(config, {"train.optimizer_in_backward": False})
     optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
     if isinstance(optimizer, MuonConfig):
         # Each iteration of Muon multiplies small values by 3.4445 and rounds to bf16. After five

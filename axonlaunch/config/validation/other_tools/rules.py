@@ -33,6 +33,11 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
     return Rule("expressed", apply)
 
 
+def products_in_8_bits() -> Rule:
+    """Return the rule of a key that switches on torchao's default recipe for fp8."""
+    return to("train.matmul_dtype", lambda on: "fp8_tensorwise" if on is True else None)
+
+
 def with_others() -> Rule:
     """Return the rule of a key that is translated with others when all keys are known."""
     return Rule("expressed", lambda translation, key, value: None)

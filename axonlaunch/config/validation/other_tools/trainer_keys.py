@@ -65,14 +65,30 @@ def _report_to(translation: Translation, key: str, value: Any) -> None:
 
 
 def _checkpointing(translation: Translation, key: str, value: Any) -> None:
-    full = value in (True, "true", "unsloth")
-    if isinstance(value, str) and value.startswith("offload"):
-        full = True
-        translation.note(key, "activations are recomputed, but not moved to host memory")
-    translation.set("train.activation_checkpointing", "full" if full else "none", key)
+    mode = "full" if value in (True, "true", "unsloth") else "none"
+    keys = [key]
+    if translation.flag(_OFFLOADING):
+        mode = "offload"
+        keys.append(_OFFLOADING)
+    elif isinstance(value, str) and value.startswith("offload"):
+        mode = "offload"
+    if str(value).endswith("disk"):
+        translation.note(key, "inputs of blocks are in host memory, not on a disk")
+    translation.set("train.activation_checkpointing", mode, *keys)
 
 
+def _offloading(translation: Translation, key: str, value: Any) -> None:
+    if value in OFF:
+        translation.not_needed.append(key)
+        return
+    translation.set("train.activation_checkpointing", "offload", key)
+    if not translation.flag("gradient_checkpointing"):
+        translation.note(key, "blocks are recomputed from inputs that are in host memory")
+
+
+_OFFLOADING = "activation_offloading"
 CHECKPOINTING = Rule("expressed", _checkpointing)
+OFFLOADING = Rule("expressed", _offloading)
 RESUME = Rule("expressed", _resume)
 
 

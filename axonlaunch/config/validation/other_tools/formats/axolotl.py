@@ -80,9 +80,7 @@ _KEYS: Table = {
         if not key.startswith(("per_device", "num_train", "push_to_hub", "lr_scheduler"))
     },
     **DATA_KEYS,
-    "activation_offloading": with_note(
-        "train.activation_checkpointing saves activation memory too"
-    ),
+    "activation_offloading": trainer_keys.OFFLOADING,
     "adam_eps": with_others(),
     "adapter": Rule("expressed", _adapter),
     "attn_implementation": Rule("expressed", _attention),
@@ -129,8 +127,8 @@ _KEYS: Table = {
     "flex_attention": not_needed(reasons.EXACT_KERNEL),
     "flex_attn_compile_kwargs.*": not_needed(reasons.EXACT_KERNEL),
     "float16": with_others(),
-    "fp8": missing("fp8 is not supported; bf16 is used"),
-    "fp8_*": not_needed("fp8 says it"),
+    "fp8": rules.products_in_8_bits(),
+    "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
     "freeze_mm_modules": not_needed("only for models of images"),
     "full_finetune": not_needed("adapter says it"),
     "fused_attn_kernel": not_needed(reasons.EXACT_KERNEL),

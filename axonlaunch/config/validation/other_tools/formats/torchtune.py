@@ -71,6 +71,12 @@ def _offload(translation: Translation, key: str, value: Any) -> None:
         translation.set("strategy.fsdp.cpu_offload", "full", key)
 
 
+def _update_in_backward(translation: Translation, key: str, value: Any) -> None:
+    translation.set("train.optimizer_in_backward", value is True, key)
+    if value is True and translation.devices > 1:  # torchtune shards parameters on several devices
+        translation.option("strategy", "fsdp", key)
+
+
 _KEYS: Table = {
     "ac_mode": with_others(),
     "ac_option": not_needed("selective stores every second matrix product"),
@@ -114,9 +120,7 @@ _KEYS: Table = {
     "device": to("launch.device", lambda name: "cpu" if name == "cpu" else "auto"),
     "dtype": Rule("expressed", _dtype),
     "enable_activation_checkpointing": with_others(),
-    "enable_activation_offloading": with_note(
-        "train.activation_checkpointing saves activation memory too"
-    ),
+    "enable_activation_offloading": with_others(),
     "epochs": with_others(),
     "fsdp.cpu_offload": Rule("expressed", _offload),
     "fsdp_*": Rule("expressed", _offload),
@@ -163,7 +167,7 @@ _KEYS: Table = {
     "optimizer.momentum": to("optimizer.momentum", float),
     "optimizer.weight_decay": with_others(),
     "optimizer.*": missing("set the options of the optimizer (optimizer.*)"),
-    "optimizer_in_bwd": not_needed("saves memory; the update is the same"),
+    "optimizer_in_bwd": Rule("expressed", _update_in_backward),
     "output_dir": to("run_dir", str),
     "profiler.*": not_needed("train.profile.steps records steps"),
     "quantizer.*": missing("training for quantised weights is not supported", off=()),
@@ -222,12 +226,15 @@ def _finish(translation: Translation) -> None:
 
 
 def _set_recomputation(translation: Translation) -> None:
-    mode, key = translation.get("ac_mode"), "enable_activation_checkpointing"
-    if mode in ("full", "selective"):
-        translation.set("train.activation_checkpointing", mode, "ac_mode")
-    else:
-        chosen = "full" if translation.flag(key) else "none"
-        translation.set("train.activation_checkpointing", chosen, key)
+    mode, keys = translation.get("ac_mode"), ["ac_mode"]
+    offloading = "enable_activation_offloading"
+    if mode not in ("full", "selective"):
+        keys = ["enable_activation_checkpointing"]
+        mode = "full" if translation.flag(keys[0]) else "none"
+    if translation.flag(offloading):
+        mode = "selective_offload" if mode == "selective" else "offload"
+        keys.append(offloading)
+    translation.set("train.activation_checkpointing", mode, *keys)
 
 
 def _set_length(translation: Translation) -> None:

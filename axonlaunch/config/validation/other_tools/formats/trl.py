@@ -11,16 +11,13 @@ from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
     to,
-    with_note,
     with_others,
 )
 from axonlaunch.config.validation.other_tools.translation import Format, Table, Translation
 
 _KEYS: Table = {
     **trainer_keys.TRAINER_KEYS,
-    "activation_offloading": with_note(
-        "train.activation_checkpointing saves activation memory too"
-    ),
+    "activation_offloading": trainer_keys.OFFLOADING,
     "assistant_only_loss": with_others(),
     "attn_implementation": not_needed(reasons.EXACT_KERNEL),
     "beta": missing(reasons.NO_PREFERENCES, off=()),

@@ -1,0 +1,1 @@
+"""Recomputation of activations in backward, and the inputs of blocks that it starts from."""
