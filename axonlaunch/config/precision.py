@@ -2,9 +2,9 @@
 
 A format is a value of ``train.param_dtype``, ``train.grad_dtype``, ``strategy.reduce_dtype``,
 ``optimizer.master_weights`` or ``optimizer.state_dtype``. A precision is a value of
-``train.precision``. To add one, add its row to
-``NUMBER_FORMATS`` or ``PRECISIONS`` and its name to the type of the key. ``models.torch_dtypes``
-converts formats to dtypes of torch.
+``train.precision``, and a format of products is a value of ``train.matmul_dtype``. To add one, add
+its row to ``NUMBER_FORMATS``, ``PRECISIONS`` or ``MATMUL_FORMATS`` and its name to the type of the
+key. ``models.torch_dtypes`` converts number formats to dtypes of torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ SCALE_BYTES = 4
 """Bytes of the scale of a block."""
 MasterFormatName = Literal["fp32"]
 """Values of ``optimizer.master_weights``."""
+MatmulFormatName = Literal["fp8_tensorwise", "fp8_rowwise"]
+"""Values of ``train.matmul_dtype``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]
 
 
@@ -92,6 +94,35 @@ _FP16 = NumberFormat(
 NUMBER_FORMATS: dict[str, NumberFormat] = {each.name: each for each in (FP32, _BF16, _FP16)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatmulFormat:
+    """An 8-bit format of the factors of matrix products, whose results have a ``NumberFormat``.
+
+    Attributes:
+        name: Name in configurations.
+        is_rowwise: Whether each row along the summed dim has a scale; otherwise each tensor has.
+        dtype: Name of the torch dtype of weights and activations.
+        gradient_dtype: Name of the torch dtype of gradients of outputs.
+        multiple: Number that sizes of layers must be multiples of.
+        peak: Field of ``HardwareConfig`` with the peak rate of the products.
+    """
+
+    name: MatmulFormatName
+    is_rowwise: bool
+    dtype: str = "float8_e4m3fn"
+    gradient_dtype: str
+    multiple: int = 16
+    peak: str = "fp8_tflops"
+
+
+# torchao's recipes of these names.
+_MATMUL_FORMATS = (
+    MatmulFormat(name="fp8_tensorwise", is_rowwise=False, gradient_dtype="float8_e5m2"),
+    MatmulFormat(name="fp8_rowwise", is_rowwise=True, gradient_dtype="float8_e4m3fn"),
+)
+MATMUL_FORMATS: dict[str, MatmulFormat] = {each.name: each for each in _MATMUL_FORMATS}
+
+
 def lowest_format(formats: Iterable[NumberFormat]) -> NumberFormat:
     """Return the format that rounds most; fp32 for an empty iterable."""
     return max(formats, key=lambda each: each.roundoff, default=FP32)
@@ -118,6 +149,8 @@ class Precision:
             (``strategy.reduce_dtype``).
         masters: Format of the copies of parameters that the optimizer updates, and that checkpoints
             hold in place of the parameters (``optimizer.master_weights``); None without copies.
+        products: Format of the factors of linear layers' products (``train.matmul_dtype``); None
+            for ``compute``.
     """
 
     name: PrecisionName
@@ -130,6 +163,7 @@ class Precision:
     gradients: NumberFormat = FP32
     reduce: NumberFormat = FP32
     masters: NumberFormat | None = None
+    products: MatmulFormat | None = None
 
     @property
     def peak(self) -> str:

@@ -25,6 +25,7 @@ from axonlaunch.config.options.training_hooks import CALLBACKS, EVALUATION_METRI
 from axonlaunch.config.precision import (
     NUMBER_FORMATS,
     GradientFormatName,
+    MatmulFormatName,
     PrecisionName,
     PrecisionSetting,
     ReducedFormatName,
@@ -131,8 +132,8 @@ class PipelineConfig:
     stages_per_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of stages on each rank; auto: 1 for gpipe and 1f1b, 2 for the others"""
     split: list[int] | Literal["auto"] = "auto"
-    """number of repeated blocks in each stage, [8,8,9,7]; auto: balanced by parameters and
-    activations
+    """number of repeated blocks in each stage, [8,8,9,7]; auto: stages take equally long, counting
+    the head
     """
     microbatches: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of micro-batches in one round of the schedule; auto: all micro-batches of a step"""
@@ -228,6 +229,16 @@ class TrainConfig:
     grad_dtype: GradientFormatName = "parameter"
     """dtype in which the gradients of micro-batches are added up. parameter: that of the weights;
     fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
+    """
+    matmul_dtype: MatmulFormatName | None = None
+    """dtype to which linear layers of blocks round the factors of their matrix products, for GPUs
+    from compute capability 8.9 on, with compile. fp8_tensorwise: each tensor has a scale, gradients
+    are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are in e4m3;
+    null: the dtype of precision
+    """
+    matmul_exclude: list[str] = field(default_factory=list)
+    """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
+    fp8 makes slower
     """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;

@@ -66,6 +66,9 @@ class Engine(Protocol):
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Run forward and backward and synchronize gradients; return (loss, counted targets)."""
 
+    def forget_gradients(self) -> None:
+        """Free the gradients of ``backward`` without an update."""
+
     def gradient_norm(self) -> Tensor:
         """Return the norm of the full model's gradient after ``backward``, 0-dim fp32.
 

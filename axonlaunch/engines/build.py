@@ -67,6 +67,7 @@ from axonlaunch.engines.precision.policy import (
     lower_replicas,
     sharded_policy,
 )
+from axonlaunch.engines.precision.scaled_products import scale_products
 from axonlaunch.engines.recomputation.activation_checkpointing import (
     apply_activation_checkpointing,
 )
@@ -83,6 +84,7 @@ from axonlaunch.models.adapters.quantized_base import (
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source_of import source_of
@@ -301,7 +303,12 @@ def _sum_over(plan: _Plan, axes: Iterable[str], tensor: Tensor) -> None:
 
 
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
-    """Shard a full model's sequences over the context axis and its layers over the tensor axis."""
+    """Shard a full model's sequences over the context axis and its layers over the tensor axis.
+
+    Afterwards, linear layers compute in ``train.matmul_dtype``.
+    """
+    products = precision_of(plan.config).products
+    layers = None if products is None else scaled_layers(plan.config, plan.spec, model)
     if plan.context is not None:
         plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
@@ -324,8 +331,11 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor_plan,
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
-            overlap=not plan.separate_weight_grad,
+            # Products in 8 bits are fast only if they are compiled, and compiled ones overlap.
+            overlap=not plan.separate_weight_grad and products is None,
         )
+    if products is not None and layers is not None:
+        scale_products(layers.values(), products)
 
 
 def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:

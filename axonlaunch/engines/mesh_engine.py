@@ -362,6 +362,10 @@ class MeshEngine:
         if parts.loss_scale is not None:
             parts.loss_scale.load(counters)
 
+    def forget_gradients(self) -> None:
+        """Free the gradients of ``backward`` without an update."""
+        self._parts.update.forget_gradients()
+
     def gradient_norm(self) -> Tensor:
         """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
         tensors, aliases = self._parts.update.tensors, self._parts.aliases

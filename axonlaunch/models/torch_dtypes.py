@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axonlaunch.config.precision import NUMBER_FORMATS, NumberFormat
+from axonlaunch.config.precision import MATMUL_FORMATS, NUMBER_FORMATS, NumberFormat
 
 
 def torch_dtype(number_format: NumberFormat) -> torch.dtype:
@@ -14,3 +14,13 @@ def torch_dtype(number_format: NumberFormat) -> torch.dtype:
 
 
 FORMAT_OF_DTYPE = {torch_dtype(each): each for each in NUMBER_FORMATS.values()}
+_PEAKS: dict[torch.dtype, str] = {dtype: each.peak for dtype, each in FORMAT_OF_DTYPE.items()} | {
+    getattr(torch, dtype): each.peak
+    for each in MATMUL_FORMATS.values()
+    for dtype in (each.dtype, each.gradient_dtype)
+}
+
+
+def peak_of(dtype: torch.dtype) -> str:
+    """Return the field of ``HardwareConfig`` with the peak rate of products of a dtype."""
+    return _PEAKS.get(dtype, _PEAKS[torch.float32])

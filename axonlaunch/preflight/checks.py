@@ -79,6 +79,7 @@ from axonlaunch.preflight.parallelism import (
     balance_problems,
     expert_problems,
     first_four,
+    product_problems,
     sharding_problems,
     statistics_problems,
 )
@@ -218,6 +219,7 @@ def _examine(
             problems += AXIS_PROBLEMS[axis.name](config, spec, model)
         problems += expert_problems(config, spec, model)
         problems += balance_problems(config, spec, model)
+        problems += product_problems(config, spec, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:

@@ -76,6 +76,14 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
     if kernel != "auto" and launch.device != "cuda":
         message = "the ranks compute on the CPU, which has one kernel; use auto"
         yield ConfigIssue("train.attention_kernel", message, kernel)
+    if config.train.matmul_dtype is not None and launch.device == "cuda" and devices:
+        lacking = [gpu.name for gpu in gpus.devices() if not gpu.has_fp8]
+        if lacking:
+            message = (
+                f"{lacking[0]} has no products of 8-bit numbers, which NVIDIA's GPUs have from "
+                "compute capability 8.9 on (Ada, Hopper), and AMD's from MI350 on; use null"
+            )
+            yield ConfigIssue("train.matmul_dtype", message, config.train.matmul_dtype)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, which torch.compile does not support; use gloo"
         yield ConfigIssue("launch.backend", message, backend)

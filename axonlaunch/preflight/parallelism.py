@@ -33,8 +33,18 @@ from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.division_check import division_problem
 from axonlaunch.engines.tensor.parallelize import without_modules
-from axonlaunch.engines.tensor.plan_checks import broken_rows, plan_issues, style_modules
+from axonlaunch.engines.tensor.plan_checks import (
+    broken_rows,
+    plan_issues,
+    rank_divisors,
+    style_modules,
+)
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.facts.scaled_layers import (
+    linear_layer_sizes,
+    scaled_layers,
+    selection_problems,
+)
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
@@ -120,6 +130,32 @@ def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
             "or zero1, which keep them in fp32, or train.precision=fp32"
         )
         yield ConfigIssue("strategy.data_parallel", message, strategy.data_parallel)
+
+
+def product_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield why layers can't compute in ``train.matmul_dtype``, or the first unsuitable size."""
+    if (products := precision_of(config).products) is None:
+        return
+    if issues := [*selection_problems(config, spec, model)]:
+        yield from issues
+        return
+    tensor, divisors_of = config.strategy.tensor, {}
+    if tensor.degree > 1:
+        plan = tensor.plan or spec.plan(model)
+        divisors_of = rank_divisors(model, plan, degree=tensor.degree)
+    for name, layer in scaled_layers(config, spec, model).items():
+        sizes = dict(zip(("inputs", "outputs"), linear_layer_sizes(layer), strict=True))
+        for side, divisor in zip(sizes, divisors_of.get(name, (1, 1)), strict=True):
+            size, rest = divmod(sizes[side], divisor)
+            if rest or not size % products.multiple:
+                continue  # other checks report sizes that can't be divided
+            share = f" on each of {tensor.degree} tensor ranks" if divisor > 1 else ""
+            message = (
+                f"{name} has {size} {side}{share}, not a multiple of {products.multiple}; add it "
+                "to train.matmul_exclude, or use null"
+            )
+            yield ConfigIssue("train.matmul_dtype", message, products.name)
+            return
 
 
 def first_four(names: Sequence[str]) -> str:

@@ -22,12 +22,14 @@ class Device:
         memory_bytes: Total memory in bytes.
         uuid: Identifier that is unique across nodes.
         has_bf16: Whether its matrix units compute in bf16.
+        has_fp8: Whether its matrix units multiply numbers of torch's float8_e4m3fn.
     """
 
     name: str
     memory_bytes: int
     uuid: str
     has_bf16: bool = True
+    has_fp8: bool = True
 
 
 def devices() -> list[Device]:
@@ -60,7 +62,10 @@ def devices_of_rank() -> list[Device]:
     if not has_nccl():
         return []
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Device(gpu.name, gpu.total_memory, str(gpu.uuid), _has_bf16(gpu)) for gpu in properties]
+    return [
+        Device(gpu.name, gpu.total_memory, str(gpu.uuid), _has_bf16(gpu), _has_fp8(gpu))
+        for gpu in properties
+    ]
 
 
 def _has_bf16(properties: Any) -> bool:
@@ -69,6 +74,17 @@ def _has_bf16(properties: Any) -> bool:
     It does so from NVIDIA's compute capability 8.0 on (Ampere), and on all GPUs of AMD.
     """
     return torch.version.hip is not None or int(properties.major) >= 8
+
+
+def _has_fp8(properties: Any) -> bool:
+    """Return whether a device has products of ``torch.float8_e4m3fn``.
+
+    NVIDIA's have them from compute capability 8.9 on (Ada and Hopper), AMD's from MI350 and Radeon
+    RX 9000 on; MI300 has another 8-bit format (``torch.float8_e4m3fnuz``).
+    """
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).startswith(("gfx95", "gfx12"))
+    return (int(properties.major), int(properties.minor)) >= (8, 9)
 
 
 def has_nccl() -> bool:

@@ -384,6 +384,16 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
             "it, so it may be slower than fp32"
         )
+    if (products := config.train.matmul_dtype) is not None and world.device.type == "cpu":
+        notes.append(
+            f"train.matmul_dtype={products}: the CPU multiplies numbers in 8 bits as numbers of "
+            "32, to the same results, but slower than without this setting"
+        )
+    elif products is not None and not config.train.compile:
+        notes.append(
+            f"train.matmul_dtype={products}: products in 8 bits are slower than others unless "
+            "their factors are rounded in compiled kernels; use train.compile=true"
+        )
     return (*notes, *arithmetic_notes(config.train, world.device))
 
 

@@ -25,6 +25,7 @@ import corruptions
 import goodput
 import hostile_folders
 import kills
+import moves
 import neighbours
 import pods
 import pytest
@@ -57,6 +58,8 @@ KINDS = {
     "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
+    "move": Kind("kills, then another layout of experts", moves.few, 2),
+    "soak": Kind("500 steps with such kills (only if named)", moves.soak, 0),
     "goodput": Kind("goodput as predicted (only if named)", goodput.predicted, 0),
     "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
     "pods": Kind("kills and deletions of pods (only if named)", pods.run, 0),

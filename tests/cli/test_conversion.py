@@ -374,7 +374,7 @@ def test_each_line_of_an_experiment_names_the_key_of_its_origin(
         ("torchtune", "shuffle: false", "shuffle"),
         ("torchtune", "kd_ratio: 0.5", "kd_ratio"),
         ("trl", "beta: 0.1", "beta"),
-        ("trl", "lr_scheduler_type: inverse_sqrt", "lr_scheduler_type"),
+        ("trl", "lr_scheduler_type: polynomial", "lr_scheduler_type"),
         ("trl", "optim: schedule_free_adamw", "optim"),
     ],
 )
@@ -439,6 +439,26 @@ def test_keys_that_change_nothing_are_not_reported(tool: str, added: str, conver
     assert translation.not_needed
 
 
+@pytest.mark.parametrize(
+    ("added", "targets"),
+    [
+        (r"lora_target_modules: '.*\.layers.[\d]+.mlp'", [r"(.*\.layers.[\d]+.mlp)"]),
+        (
+            "lora_target_modules: model.language_model.layers.0.(q|k)_proj",
+            ["(model.(language_model.)?layers.0.(q|k)_proj)"],
+        ),
+        ("lora_target_modules: q_proj\nlora_target_parameters: [e.up]", ["q_proj", "*e.up"]),
+        ("lora_target_linear: true\nlora_target_parameters: [e.up]", ["(.*)", "*e.up"]),
+    ],
+)
+def test_regular_expressions_of_layers_stay_regular_expressions(
+    added: str, targets: list[str], converted: Write, tmp_path: Path
+) -> None:
+    translation = converted(AXOLOTL.replace("lora_target_linear: true", added))
+    assert not translation.changes_training
+    assert flat(translation, tmp_path)["adapter.targets"] == targets
+
+
 def test_an_unknown_key_is_reported_with_a_similar_one(converted: Write) -> None:
     (remark,) = (
         each
@@ -461,7 +481,7 @@ def test_prompts_that_a_file_writes_out_become_a_prompt_format(converted: Write)
     translation = converted(yaml.safe_dump({"base_model": "org/base", "datasets": datasets}))
     chosen = translation.settings["data.prompt_format"].value
     assert chosen == (
-        "{% if input %}Q: {{ instruction }}\n{{ input }}\nA:"
+        "{% if input is defined and input %}Q: {{ instruction }}\n{{ input }}\nA:"
         "{% else %}Q: {{ instruction }}\nA:{% endif %}"
     )
     fields = {"instruction": "question", "input": "context", "completion": "reply"}
@@ -504,14 +524,16 @@ def test_steps_of_axolotl_need_no_strategy(
 
 def test_unfrozen_parameters_become_patterns(converted: Write) -> None:
     written = ["^lm_head.weight$", r"model.layers.4[4-9]+.gate", r"model\.layers\.\d+\.norm.*"]
-    added = yaml.safe_dump({"unfrozen_parameters": written})
-    translation = converted(AXOLOTL, added)
+    adapted = converted(AXOLOTL, yaml.safe_dump({"unfrozen_parameters": written}))
+    assert "train.freeze" not in adapted.settings
+    full = AXOLOTL.replace("adapter: lora", "")
+    translation = converted(full, yaml.safe_dump({"unfrozen_parameters": written}))
     assert translation.settings["train.freeze"].value == ["*"]
     patterns = ["lm_head.weight", "model.layers.4[4-9].gate*", "model.layers.*.norm**"]
     assert translation.settings["train.unfreeze"].value == patterns
     (remark,) = (
         each
-        for each in converted(AXOLOTL, "unfrozen_parameters: ['(a|b).weight']").remarks
+        for each in converted(full, "unfrozen_parameters: ['(a|b).weight']").remarks
         if each.kind == "left out"
     )
     assert remark.text == "write (a|b).weight as a pattern in train.unfreeze"
@@ -543,7 +565,8 @@ def test_text_with_an_interpolation_stays_text(converted: Write, tmp_path: Path)
         ),
         (
             "steps: 3",
-            "has the keys of no known tool; write --from axolotl, llamafactory, torchtune or trl",
+            "has the keys of no known tool; write --from axolotl, llamafactory, llamafactory-v1, "
+            "torchtune or trl",
         ),
     ],
 )

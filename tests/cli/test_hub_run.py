@@ -91,14 +91,16 @@ def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
 @pytest.mark.slow
 def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub) -> None:
     """Two commands from a hub id to a chat with the model, without a script."""
-    chats = [
-        {"ask": f"What comes after {n % 50}?", "reply": f"{n % 50} is followed by {n % 50 + 1}."}
-        for n in range(500)
-    ]
+    chats = []
+    for n in (number % 50 for number in range(500)):
+        said = [("customer", f"What comes after {n}?"), ("agent", f"{n} is followed by {n + 1}.")]
+        exchange = [{"by": speaker, "utterance": text} for speaker, text in said]
+        chats.append({"case": n, "exchange": exchange})
+    fields = "{messages: exchange, role: by, content: utterance, user: customer, assistant: agent}"
     at_hub.hub.dataset("team/chats", {"data/chats.jsonl": "\n".join(map(json.dumps, chats))})
     at_hub(
         *("train", "model=llama_debug", "model.vocab_size=400", "data=chat"),
-        *("data.files=team/chats", "data.fields={prompt: ask, completion: reply}"),
+        *("data.files=team/chats", f"data.fields={fields}"),
         *("tokenizer=train", "tokenizer.vocab_size=400", "data.sequence_length=128"),
         *("train.steps=60", "train.global_batch_size=8", "strategy=single", "name=chat"),
     )

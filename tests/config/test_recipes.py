@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -109,6 +110,93 @@ def test_recipe_trains_two_steps_at_a_tiny_size(recipe: str, command: Served) ->
     assert command.summary(recipe)["steps"] == 2
 
 
+def sized(kind: str, **sizes: object) -> list[str]:
+    """Return overrides for random weights in the published size of a model."""
+    written = ", ".join(f"{key}: {value}" for key, value in {"model_type": kind, **sizes}.items())
+    return [*FROM_SCRATCH, f"model.config={{{written}}}", "tokenizer=bytes"]
+
+
+def qwen3(hidden: int, layers: int, heads: int, inner: int, *, tied: bool = False) -> list[str]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": inner, "num_key_value_heads": 8, "head_dim": 128}
+    shared = {"vocab_size": 151936, "max_position_embeddings": 40960}
+    return sized("qwen3", **sizes, **shared, tie_word_embeddings=str(tied).lower())
+
+
+def llama(hidden: int, layers: int, heads: int, inner: int, *, tied: bool = False) -> list[str]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": inner, "num_key_value_heads": 8, "rope_theta": 500000.0}
+    shared = {"vocab_size": 128256, "max_position_embeddings": 131072}
+    return sized("llama", **sizes, **shared, tie_word_embeddings=str(tied).lower())
+
+
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN3_MOE = sized(
+    "qwen3_moe",
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    head_dim=128,
+    **{"num_key_value_heads": 4, "vocab_size": 151936, "intermediate_size": 6144, **EXPERTS},
+    max_position_embeddings=40960,
+    norm_topk_prob="true",
+    router_aux_loss_coef=0.001,
+)
+MAMBA_130M = sized(
+    "mamba",
+    hidden_size=768,
+    num_hidden_layers=24,
+    state_size=16,
+    intermediate_size=1536,
+    vocab_size=50280,
+    tie_word_embeddings="true",
+)
+ROWS, TEXTS, BINARY = "data.files=chats.jsonl", "data.files=documents.jsonl", "data.path=tokens.bin"
+FULL: dict[str, list[str]] = {
+    "qwen3_small": [*qwen3(1024, 28, 16, 3072, tied=True), ROWS],
+    "llama_small": [*llama(2048, 16, 32, 8192, tied=True), ROWS],
+    "qwen3_lora": [*qwen3(4096, 36, 32, 12288), ROWS],
+    "llama_lora": [*llama(4096, 32, 32, 14336), ROWS],
+    "qwen3_full": [*qwen3(4096, 36, 32, 12288), ROWS],
+    "llama_full": [*llama(4096, 32, 32, 14336), ROWS],
+    "llama_70b_lora": [*llama(8192, 80, 64, 28672), ROWS],
+    "qwen3_moe": [*QWEN3_MOE, ROWS],
+    "continued_pretraining": [*qwen3(2048, 28, 16, 6144, tied=True), TEXTS],
+    "long_context": [*llama(4096, 32, 32, 14336), TEXTS],
+    "mamba": [*MAMBA_130M, TEXTS],
+    "gpt2_124m": [BINARY],
+    "llama3_8b": [BINARY],
+    "llama3_70b": [BINARY],
+}
+"""Overrides by which the recipes for GPUs need no Hub: models of the same sizes."""
+
+
+def estimates_of_page() -> dict[str, tuple[int, float, int]]:
+    """Return the GPUs, the GiB of each and the tokens of a second in the page's table."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\d+) \| ([\d.]+) GiB \| ([\d,]+) \|", PAGE.read_text(), re.M
+    )
+    return {
+        name: (int(gpus), float(memory), int(tokens.replace(",", "")))
+        for name, gpus, memory, tokens in rows
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FULL)
+def test_estimate_at_full_size_is_that_of_the_page(recipe: str, command: Served) -> None:
+    gpus, memory, tokens = estimates_of_page()[recipe]
+    ranks = [f"launch.nproc={min(8, gpus)}", f"launch.nnodes={max(1, gpus // 8)}"]
+    overrides = [*FULL[recipe], *ranks, "hardware=h100_80gb", "--tokens", "10M", "--json"]
+    printed = json.loads(command("estimate", f"experiment={recipe}", *overrides).stdout)
+    assert printed["fits"] is True
+    assert printed["process_bytes"] / 2**30 == pytest.approx(memory, rel=0.01)
+    training = printed["training"]
+    speed = training["tokens"] / training["steps"] / training["step_s"]
+    assert speed == pytest.approx(tokens, rel=0.01)
+
+
 def test_the_page_shows_every_recipe() -> None:
     assert set(re.findall(r"experiment=(\w+)", PAGE.read_text())) == set(RECIPES)
     assert set(TINY) == set(RECIPES)
+    assert set(estimates_of_page()) == set(FULL)

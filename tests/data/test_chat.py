@@ -88,6 +88,12 @@ FORMS = {
             SINGLE[1],
         ]
     },
+    "parts of LLaMA-Factory": {
+        "messages": [
+            {**SINGLE[0], "content": [{"type": "text", "value": "Add 1 and 2."}]},
+            {**SINGLE[1], "loss_weight": 1.0},
+        ]
+    },
     "conversations": {
         "conversations": [
             {"from": "human", "value": "Add 1 and 2."},

@@ -57,6 +57,16 @@ FIELDS = {
         {"talk": [{"who": "human", "said": "Add 1 and 2."}, {"who": "gpt", "said": "3"}]},
         {"messages": "talk", "role": "who", "content": "said"},
     ),
+    "other roles": (
+        {"talk": [{"by": "customer", "text": "Add 1 and 2."}, {"by": "agent", "text": "3"}]},
+        {
+            "messages": "talk",
+            "role": "by",
+            "content": "text",
+            "user": "customer",
+            "assistant": "agent",
+        },
+    ),
     "known roles": (
         {
             "messages": [
@@ -110,6 +120,7 @@ FLAGS = [
     {"weight": 0},
     {"weight": 0.0},
     {"loss": False},
+    {"loss_weight": 0.0},
     {"mask": True},
     {"masked": 1},
     {"train": True, "weight": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -105,6 +106,25 @@ def test_lora_targets_exclude_head_unless_named() -> None:
         config = run_config([*chosen, *more, "strategy=single", "launch.nproc=1"])
         layers = construct(config, seed=0).named_modules()
         assert {name for name, layer in layers if isinstance(layer, LoraLayer)} == adapted
+
+
+@pytest.mark.parametrize(
+    ("target", "adapted"),
+    [
+        (r"layers\.\d+\.(self_attn\.q|mlp\.up)_proj", {"layers.0", "layers.1"}),
+        (r"layers\.(1)\..*", {"layers.1"}),
+        (r"(.*)", {"layers.0", "layers.1"}),
+    ],
+)
+def test_lora_targets_by_regular_expression_of_complete_names(
+    target: str, adapted: set[str]
+) -> None:
+    tiny = ["model.num_hidden_layers=2", f"adapter.targets=['{target}']"]
+    chosen = run_config([*MODELS["llama"], *DATA, "adapter=lora", *tiny])
+    modules = build_model(chosen, seed=0).named_modules()
+    names = [name for name, module in modules if isinstance(module, LoraLayer)]
+    assert all(re.fullmatch(target, name) for name in names)
+    assert {name.rsplit(".", 2)[0] for name in names} == adapted
 
 
 def test_lora_starts_like_peft_without_changing_outputs() -> None:
@@ -218,6 +238,8 @@ def test_estimate_of_lora_counts_adapter_gradients_and_states() -> None:
         ("[lm_head]", "is the head"),
         ("[embed_tokens]", "adapters are for linear layers"),
         ("[]", "names nothing"),
+        ("['(q_proj']", "is no regular expression: missing ), unterminated subpattern"),
+        ("['(q|v)_proj']", "matches no linear layer"),
     ],
 )
 def test_targets_that_can_not_be_adapted_are_refused(targets: str, message: str) -> None:

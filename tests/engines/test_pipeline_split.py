@@ -1,7 +1,8 @@
-"""Where a model is split into stages: balanced by memory of training, with unchanged names."""
+"""Where a model is split into stages: balanced by time, with unchanged names."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -137,7 +138,7 @@ def test_modules_around_blocks_are_only_on_end_stages() -> None:
 def test_a_parameter_may_be_an_end() -> None:
     spec = spec_of(("embed",), ("scale", "head"))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    assert stage_counts(spec, Scaled(), num_stages=2, sample=tokens, in_flight=2) == [1, 1]
+    assert stage_counts(spec, Scaled(), num_stages=2, sample=tokens) == [1, 1]
     first, last = (cut(spec, Scaled(), part) for part in parts([1, 1]))
     assert first.scale is None
     assert last(first(tokens)).shape == (1, 3, 8)
@@ -175,10 +176,10 @@ def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     model, spec = construct(config, seed=0), spec_for(config)
     balance = partial(stage_counts, spec, model, sample=tokens)
     names = [name for name, _ in model.named_modules()]
-    few = [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
+    few = [balance(num_stages=n) for n in range(1, 9)]
     assert [name for name, _ in model.named_modules()] == names
     monkeypatch.setattr(ModelSpec, "repeats", lambda spec, module: False)
-    assert few == [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
+    assert few == [balance(num_stages=n) for n in range(1, 9)]
 
 
 def test_pipeline_split_is_computed_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,26 +199,31 @@ def test_pipeline_split_is_computed_once_per_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(split, "_balanced", {})
     assert blocks() == blocks() == [1, 1]
     assert blocks("model.num_attention_heads=8") == [2, 2]
-    assert blocks("train.micro_batch_size=1") == [3, 3]
 
 
-def test_large_vocabulary_moves_blocks_from_end_stages() -> None:
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=12, intermediate_size=96,
-                         vocab_size=8192)  # fmt: skip
+def test_head_counts_as_blocks_of_last_stage() -> None:
+    # Per token a block has 4 x 64 x 64 + 3 x 64 x 128 products, and attention to 32 positions; the
+    # head has 64 x 2,560, four times as many.
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=12, num_attention_heads=4,
+                         num_key_value_heads=4, intermediate_size=128, vocab_size=2560)  # fmt: skip
     tokens = torch.zeros(1, 32, dtype=torch.int64, device="meta")
-    model = construct(config, seed=0)
-    counts = stage_counts(spec_for(config), model, num_stages=4, sample=tokens, in_flight=4)
-    assert counts[0] < counts[1]
-    assert counts[3] < counts[2]
-    narrow = construct(LlamaConfig(num_hidden_layers=12, vocab_size=16), seed=0)
-    even = stage_counts(spec_for(config), narrow, num_stages=4, sample=tokens, in_flight=4)
-    assert even == [3, 3, 3, 3]
+    model, spec = construct(config, seed=0), spec_for(config)
+    counts = partial(stage_counts, spec, sample=tokens)
+    assert counts(model, num_stages=4) == [3, 4, 4, 1]
+    narrow = construct(dataclasses.replace(config, vocab_size=16), seed=0)
+    assert counts(narrow, num_stages=4) == [3, 3, 3, 3]
+
+
+def test_model_without_products_is_balanced_by_parameters() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.PReLU(4))
+    spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
+    assert stage_counts(spec, model, num_stages=2, sample=torch.ones(1, 4)) == [2, 2]
 
 
 def test_measuring_blocks_keeps_statistics_and_modes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    stage_counts(spec, model, num_stages=2, sample=torch.ones(3, 4), in_flight=2)
+    stage_counts(spec, model, num_stages=2, sample=torch.ones(3, 4))
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert model[2].training

@@ -12,12 +12,15 @@ import torch
 from configured import run_config
 from logged_runs import lines, train
 from torch import nn
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
+from transformers import (
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_inverse_sqrt_schedule,
+)
 
 import axonlaunch as ax
 from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.config.optimization.schedules import CosineConfig, WSDConfig
+from axonlaunch.config.optimization.schedules import CosineConfig, InverseSqrtConfig, WSDConfig
 from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.verification.comparison import compare
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
@@ -62,6 +65,19 @@ def test_cosine_falls_to_minimum_rate_as_in_transformers() -> None:
     for step in range(11):
         ours = learning_rate(schedule, step, peak=2.0, steps=11)
         assert ours == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_inverse_sqrt_after_the_warmup_equals_transformers(warmup: int) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    theirs = get_inverse_sqrt_schedule(optimizer, warmup)
+    schedule = InverseSqrtConfig(warmup_steps=warmup)
+    for step in range(40):
+        ours = learning_rate(schedule, step, peak=2.0, steps=40)
+        if step >= warmup:
+            assert ours == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
 

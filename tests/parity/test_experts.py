@@ -1,4 +1,4 @@
-"""Mixtures of transformers with divided experts train as one process does, in every layout."""
+"""Mixtures with divided experts train as one process does, in every layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from hf_families import FAMILIES, ROUTED
-from moe_layouts import EXPERTS
+from moe_layouts import EXPERTS, SETTINGS
 from parity import assert_trains_as_one_process
 
 from axonlaunch.config.problems.errors import plain
 
-KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+KINDS = ("moe_debug", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 STEPS = 5
 BLOCKS = {
     "num_hidden_layers": 4,
@@ -22,6 +22,8 @@ BLOCKS = {
 
 
 def overrides(kind: str, *more: str) -> list[str]:
+    if kind == "moe_debug":
+        return [*SETTINGS, "model.num_hidden_layers=4", *more]
     described = {**FAMILIES, **ROUTED}[kind]
     sizes = {key: value for key, value in BLOCKS.items() if key in described}
     return [

@@ -25,8 +25,11 @@ from axonlaunch.data.datasets.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model
 
 pytest.importorskip("trl")
-# peft 0.21 calls it, but it is deprecated in transformers 5.23.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    # peft 0.21 calls it, but it is deprecated in transformers 5.23.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning"),
+]
 
 TWO = "launch.nproc=2"
 LAYOUTS = {
@@ -84,6 +87,8 @@ class Case:
         adds: Whether two tokens are added, of which one ends a text.
         adapts: Whether an adapter of peft is trained.
         ties: Whether the head is the embedding.
+        kind: Family of the model.
+        changes: Changes of its configuration.
     """
 
     rows: list[dict[str, Any]]
@@ -95,6 +100,8 @@ class Case:
     adds: bool = False
     adapts: bool = False
     ties: bool = False
+    kind: str = "llama"
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 MESSAGES = [{"messages": messages} for messages in CHATS]
@@ -132,6 +139,13 @@ CASES = {
     ),
     "added tokens": Case(MESSAGES, MESSAGES, ADDED, adds=True),
     "added tokens, tied": Case(MESSAGES, MESSAGES, ADDED, adds=True, ties=True),
+    "label smoothing": Case(
+        MESSAGES,
+        MESSAGES,
+        ["train.label_smoothing=0.1"],
+        {"assistant_only_loss": True, "label_smoothing_factor": 0.1},
+    ),
+    "routers": Case(MESSAGES, MESSAGES, kind="mixtral", changes={"router_aux_loss_coef": 0.2}),
     "adapter": Case(MESSAGES, MESSAGES, LORA, adapts=True),
     "adapter, added tokens": Case(MESSAGES, MESSAGES, [*LORA, *ADDED], adds=True, adapts=True),
 }
@@ -144,8 +158,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def make(name: str) -> Path:
         case, path = CASES[name], tmp_path_factory.mktemp("case")
-        sizes = {"vocab_size": 512, "max_position_embeddings": 256}
-        hf_families.save("llama", path, tie_word_embeddings=case.ties, **sizes)
+        sizes: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 256}
+        sizes |= {"tie_word_embeddings": case.ties, **case.changes}
+        hf_families.save(case.kind, path, **sizes)
         corpus.save_tokenizer(path, chat_template=case.template)
         corpus.write_jsonl(path / "rows.jsonl", case.rows)
         return path
@@ -231,8 +246,22 @@ def by_trl(name: str, path: Path) -> tuple[list[float], int]:
         processing_class=tokenizer,
     )
     counted = sum(sum(n != -100 for n in row["labels"][1:]) for row in trainer.train_dataset)
+    if case.kind == "mixtral":
+        trainer.data_collator = without_last_tokens(trainer.data_collator)
     trainer.train()
     return losses, counted
+
+
+def without_last_tokens(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Mask the last token of each row, which routers of a model read in trl but not here."""
+
+    def masked(rows: Any) -> Any:
+        batch = collate(rows)
+        lasts = batch["attention_mask"].sum(1) - 1
+        batch["attention_mask"][torch.arange(len(lasts)), lasts] = 0
+        return batch
+
+    return masked
 
 
 def by_peft(model: Any, name: str, path: Path) -> Any:

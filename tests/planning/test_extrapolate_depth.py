@@ -6,6 +6,7 @@ import pytest
 from configured import estimate_config
 from torch import nn
 
+from axonlaunch.models.modules.repeated_blocks import num_leading
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
@@ -40,6 +41,10 @@ DEEP = [
         "strategy=pipeline model.num_hidden_layers=21",
         "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b model.num_hidden_layers=37",
         "strategy=hybrid launch.nproc=8 model.num_hidden_layers=18",
+        "strategy=fsdp strategy.expert.degree=2 launch.nproc=4 model=moe_debug "
+        "model.num_hidden_layers=9 model.first_k_dense_replace=2",
+        "strategy=zero1 launch.nproc=4 model=moe_debug model.num_hidden_layers=8 "
+        "model.first_k_dense_replace=1 model.intermediate_size=512",
     ],
 )
 def test_depth_extrapolation_equals_full_trace(overrides: str) -> None:
@@ -58,6 +63,15 @@ def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
     assert repeats()
     assert not repeats(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)))
     assert not repeats(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "leading"),
+    [([4, 4, 4], 0), ([4], 0), ([5, 4, 4], 1), ([4, 5, 4, 4], 2), ([4, 4, 5], None), ([], None)],
+)
+def test_blocks_before_equal_ones_are_counted(widths: list[int], leading: int | None) -> None:
+    blocks = nn.ModuleList([nn.Linear(4, width) for width in widths])
+    assert num_leading(nn.ModuleDict({"held": blocks}), "held") == leading
 
 
 def events(*, blocks: int) -> list[TraceEvent]:

@@ -7,6 +7,8 @@ from configured import estimate_config
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.planning.measured_constants import LAUNCH_S
+from axonlaunch.planning.throughput.operations import HostWait
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.throughput.throughput import (
     Throughput,
@@ -90,7 +92,26 @@ def test_compiling_saves_kernel_time_but_not_products(fsdp: StepWork) -> None:
     assert fused.breakdown["memory-bound"] < plain.breakdown["memory-bound"]
 
 
-@pytest.mark.slow
+def test_device_with_little_work_waits_for_launches() -> None:
+    narrow = ["strategy=tensor", "launch.nproc=8", "data.sequence_length=128"]
+    config = run(*narrow)
+    micro_batches = Layout.of(config, world_size=8).micro_batches
+    work = step_work(config, world_size=8)
+    operations = sum(
+        amount.count * runs
+        for share, runs in ((work.first.micro_ends, 1), (work.first.micro_layer, 4))
+        for operation, amount in share.work.items()
+        if not isinstance(operation, HostWait)
+    )
+    estimate = reported(config, work)
+    launches = micro_batches * operations * LAUNCH_S
+    assert estimate.step_s == pytest.approx(launches + estimate.breakdown["optimizer"], rel=0.05)
+    compiled = reported(run(*narrow, "train.compile=true"), work)
+    assert compiled.step_s < estimate.step_s - 0.5 * launches
+    long = reported(run("strategy=tensor", "launch.nproc=8", "data.sequence_length=8192"))
+    assert "launches" not in long.breakdown
+
+
 def test_more_micro_batches_fill_a_pipeline() -> None:
     # A small vocabulary, so that all stages have about the same work.
     pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]

@@ -26,6 +26,13 @@ WIDE = (
     "model.num_attention_heads=4 model.num_key_value_heads=2"
 )
 """Sizes of which two ranks have whole blocks of 64 values."""
+WIDER = (
+    "model=llama_debug model.hidden_size=64 model.intermediate_size=128 "
+    "model.num_attention_heads=4 model.num_key_value_heads=2"
+)
+"""Sizes of which two ranks have multiples of 16."""
+TENSORWISE = f"train.matmul_dtype=fp8_tensorwise {WIDER}"
+ROWWISE = f"train.matmul_dtype=fp8_rowwise {WIDER}"
 NF4 = f"adapter=lora adapter.base=nf4 {WIDE}"
 CASES: dict[int, list[str]] = {
     2: [
@@ -83,6 +90,13 @@ SLOW_CASES: dict[int, list[str]] = {
         f"{FSDP}.cpu_offload=optimizer_states optimizer=adamw_8bit",
         f"strategy=tensor {WIDE} optimizer=lion_8bit",
         f"{PIPELINE}=1f1b optimizer=adamw_8bit",
+        f"strategy=ddp {TENSORWISE} train.precision=bf16",
+        f"strategy=fsdp {ROWWISE} train.precision=bf16",
+        f"strategy=fsdp {ROWWISE} train.activation_checkpointing=selective",
+        f"strategy=tensor {TENSORWISE}",
+        f"strategy=tensor {ROWWISE} train.precision=bf16",
+        f"{PIPELINE}=1f1b {ROWWISE} train.precision=bf16",
+        f"strategy=fsdp {TENSORWISE} adapter=lora {BF16}",
         "strategy=ddp train.freeze=[layers.*.mlp.*]",
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
@@ -126,6 +140,7 @@ SLOW_CASES: dict[int, list[str]] = {
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),
         "strategy=tensor strategy.tensor.degree=2 strategy.pipeline.degree=2",
         "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2",
+        f"strategy=hybrid strategy.pipeline.degree=1 {TENSORWISE} {BF16}",
         "strategy=ddp strategy.context.degree=4",
         "strategy=fsdp strategy.context.degree=2 model=llama_debug train.micro_batch_size=2",
         "strategy=zero1 strategy.context.degree=2",

@@ -89,6 +89,7 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *FSDP, "optimizer=lion"],
         [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
         [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
+        [*MODELS["mlp"], *DDP, "scheduler=inverse_sqrt"],
         [*OWN, *DDP, f"model.target={__name__}:normed"],
         [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
         [*MODELS["mlp"], *FSDP, *LOWER],

@@ -35,7 +35,8 @@ def command(
         typer.Option(
             "--from",
             metavar="TOOL",
-            help="axolotl, llamafactory, torchtune or trl; default: recognised by the keys.",
+            help="axolotl, llamafactory, llamafactory-v1, torchtune or trl; default: recognised by "
+            "the keys.",
             show_default=False,
         ),
     ] = None,

@@ -40,6 +40,7 @@ _SHOWN = {
     "rate": "learning rates",
     "loss": "losses",
     "gradient": "gradients",
+    "sum": "sums of gradients",
     "norm": "gradient norms",
     "parameter": "parameters",
     "buffer": "buffers",

@@ -17,7 +17,10 @@ from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_
 from axonlaunch.system.storage.files import read_text
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
-_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision", "param_dtype", "grad_dtype")
+_LEARNED_OF_TRAIN = (
+    *("global_batch_size", "grad_clip", "precision", "param_dtype", "grad_dtype"),
+    *("matmul_dtype", "matmul_exclude"),
+)
 """Settings that the result depends on; the layout and the number of steps are not included."""
 _DECIDED = ("data.packing", "train.precision")
 """Settings of which ``auto`` is decided for the model, or by the resumed run."""

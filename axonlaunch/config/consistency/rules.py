@@ -65,6 +65,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_parameters_in_16_bits(config),
         *_masters(config),
         *_update_in_backward(config),
+        *_products(config),
         *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
@@ -250,6 +251,28 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
             f"train.micro_batch_size={share}, or false"
         )
         yield ConfigIssue(key, message, True)
+
+
+def _products(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield products in 8 bits that a base or the hardware rules out, and unused exceptions."""
+    train, hardware, products = config.train, config.hardware, precision_of(config).products
+    if products is None:
+        if train.matmul_exclude:
+            message = "train.matmul_dtype is null; set it, or remove this setting"
+            yield ConfigIssue("train.matmul_exclude", message, train.matmul_exclude)
+        return
+    if config.adapter is not None and config.adapter.base is not None:
+        message = (
+            f"weights in {config.adapter.base} would be rounded a second time; use null, or "
+            "adapter.base=null"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
+    if hardware is not None and not hardware.is_cpu and getattr(hardware, products.peak) is None:
+        message = (
+            f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "
+            f"use null, other hardware, or hardware.{products.peak}=NUMBER if it has them"
+        )
+        yield ConfigIssue("train.matmul_dtype", message, products.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:

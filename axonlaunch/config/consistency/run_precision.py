@@ -6,6 +6,7 @@ import dataclasses
 
 from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.config.precision import (
+    MATMUL_FORMATS,
     NUMBER_FORMATS,
     PRECISIONS,
     Precision,
@@ -50,6 +51,7 @@ def precision_of(config: RunConfig) -> Precision:
         gradients=NUMBER_FORMATS.get(config.train.grad_dtype, stored),
         reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
         masters=master_format(config.optimizer),
+        products=MATMUL_FORMATS.get(config.train.matmul_dtype or ""),
     )
 
 

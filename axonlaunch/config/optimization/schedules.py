@@ -86,6 +86,21 @@ class WSDConfig(ConstantConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InverseSqrtConfig(ConstantConfig):
+    """Linear warm-up, then the inverse square root of the step (Vaswani et al., 2017)."""
+
+    name: str = "inverse_sqrt"
+    """name of the schedule"""
+
+    def timescale(self, steps: int) -> int:
+        """Return the number of steps after which the rate is divided by the root of two.
+
+        As in transformers, it is that of the warm-up; without one, 10,000.
+        """
+        return self.warmup(steps) or 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
 class CustomScheduleConfig(RegisteredConfig):
     """User-defined schedule, named by its import path."""
 
@@ -106,6 +121,7 @@ SchedulerConfig = (
     | CosineConfig
     | LinearConfig
     | WSDConfig
+    | InverseSqrtConfig
     | CustomScheduleConfig
     | RegisteredConfig
 )
@@ -119,6 +135,9 @@ SCHEDULERS: Registry[ScheduleMaker, None] = Registry(
         "cosine": Entry(None, "linear warm-up, then half a cosine", CosineConfig),
         "linear": Entry(None, "linear warm-up, then linear decay", LinearConfig),
         "wsd": Entry(None, "linear warm-up, constant rate, linear decay", WSDConfig),
+        "inverse_sqrt": Entry(
+            None, "linear warm-up, then the inverse square root of the step", InverseSqrtConfig
+        ),
         "custom": Entry(None, "your function, scheduler.target", CustomScheduleConfig),
     },
     entry_points="axonlaunch.schedulers",

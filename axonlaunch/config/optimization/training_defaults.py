@@ -61,6 +61,7 @@ _FINE_TUNING_SCHEDULER: dict[str, dict[str, Any]] = {
     "linear": {**_WARMUP, "final_lr_ratio": 0.0},
     "constant": _WARMUP,
     "wsd": _WARMUP,
+    "inverse_sqrt": _WARMUP,
 }
 _LANGUAGE_MODELS = ("hf", "gpt", "llama")
 """Models that are known to compute in bf16; of others only their author knows it."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,15 @@ _NAMES = (".lora_A.weight", ".lora_B.weight", MAGNITUDE)
 
 EXPERTS = "_lora"
 """Suffix of the adapter of a packed parameter: ``gate_up_proj_lora``."""
+
+
+_OF_EXPRESSIONS = frozenset("\\()|^$+")
+"""Characters that are in no name and in no pattern, but in regular expressions."""
+
+
+def is_expression(target: str) -> bool:
+    """Return whether an entry of ``adapter.targets`` is a regular expression of complete names."""
+    return not _OF_EXPRESSIONS.isdisjoint(target)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -40,7 +50,9 @@ class LoraConfig:
     """dropout probability of the input of A in training"""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """patterns of names, or of the ends of names, of linear layers, [q_proj,v_proj], and of 3-D
-    parameters that pack experts, [experts.*]; all-linear: all linear layers except the output head
+    parameters that pack experts, [experts.*]. An entry with one of \\ ( ) | ^ $ + is a regular
+    expression of complete names of layers, as in PEFT. all-linear: all linear layers except the
+    output head
     """
     base: Literal["nf4", "int8"] | None = None
     """format of the frozen linear weights and packed experts, in blocks of 64 values with an fp32
@@ -61,4 +73,10 @@ class LoraConfig:
         """Return ``(field, message)`` for each invalid value."""
         if self.targets == []:
             return [("targets", "names nothing; use all-linear, or [q_proj,v_proj]")]
-        return []
+        issues = []
+        for target in self.targets:
+            try:
+                re.compile(target if is_expression(target) else "")
+            except (re.error, RecursionError, OverflowError) as error:
+                issues.append(("targets", f"{target} is no regular expression: {error}"))
+        return issues

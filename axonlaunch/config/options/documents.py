@@ -18,10 +18,14 @@ _LIMIT = "data.limit takes the first rows of any file"
 _OF_HUB_DATA = ("subset", "split", "validation_split")
 FIELDS = (
     *("messages", "role", "content", "prompt", "completion", "instruction", "input", "output"),
-    *("system", "tools"),
+    *("system", "tools", "user", "assistant", "tool"),
 )
 """Names that ``data.fields`` of chats gives columns and keys for."""
-_FORMS = (("messages", "role", "content"), ("prompt", "completion"), FIELDS[5:8])
+_FORMS = (
+    ("messages", "role", "content", "user", "assistant", "tool"),
+    ("prompt", "completion"),
+    FIELDS[5:8],
+)
 """Names of ``FIELDS`` that belong to one form of a row."""
 _OF_THE_MIX = {"of_all_groups": True}
 """Metadata of keys that have the same value for all sources of a mix."""
@@ -241,9 +245,11 @@ class ChatConfig(TextRowsConfig):
     fields: dict[str, str] = field(
         default_factory=dict, metadata={"allowed": f"{{NAME: COLUMN}} with {', '.join(FIELDS)}"}
     )
-    """names of columns, {prompt: question, completion: answer}, and of the keys of a message,
-    {messages: talk, role: from, content: value}. What is not named is recognised: messages (role,
-    content), conversations (from, value), prompt and completion, or instruction, input and output
+    """names of columns, {prompt: question, completion: answer}, of the keys of a message,
+    {messages: talk, role: from, content: value}, and of roles, {user: customer, assistant: agent}.
+    What is not named is recognised: messages (role,
+    content), conversations (from, value), prompt and completion, or instruction, input and output.
+    A value with {{ }} is Jinja that computes a field, {completion: "{{ answers.text[0] }}"}
     """
     prompt_format: str | None = None
     """writes the prompt of a row from its columns, and its completion without a chat template:
@@ -276,6 +282,9 @@ class ChatConfig(TextRowsConfig):
                 problems.append((f"fields.{name}", message))
             elif not column:
                 problems.append((f"fields.{name}", "is empty; write the name of a column"))
+            elif name in _FORMS[0] and "{" in column:
+                message = "is the name of a column or key; Jinja is for prompt, completion, system"
+                problems.append((f"fields.{name}", message))
         used = [form for form in _FORMS if {*form} & self.fields.keys()]
         if len(used) > 1 and self.prompt_format is None:
             both = [next(name for name in form if name in self.fields) for form in used]

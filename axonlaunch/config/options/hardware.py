@@ -33,6 +33,10 @@ class HardwareConfig:
     """dense fp16 matrix peak, TFLOP/s, without sparsity"""
     bf16_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense bf16 matrix peak, TFLOP/s, without sparsity; null: not published"""
+    fp8_tflops: float | None = field(default=None, metadata={"above": 0})
+    """dense fp8 matrix peak with sums in fp32, TFLOP/s, without sparsity; null: the device has no
+    products in torch's float8_e4m3fn
+    """
     matrix_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """fraction of the matrix peak that products of the best shapes reach"""
     attention_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})

@@ -17,6 +17,7 @@ from axonlaunch.config.optimization.schedules import (
     ConstantConfig,
     CosineConfig,
     CustomScheduleConfig,
+    InverseSqrtConfig,
     LinearConfig,
     SchedulerConfig,
     WSDConfig,
@@ -47,6 +48,9 @@ def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: i
         decay = schedule.decay(steps)
         done = max(0.0, (step - (steps - decay) + 1) / decay)
         return peak * (1 - min(1.0, done) * (1 - schedule.final_lr_ratio))
+    if isinstance(schedule, InverseSqrtConfig):
+        timescale = schedule.timescale(steps)
+        return peak * math.sqrt(timescale / (timescale + step - warmup))
     if not isinstance(schedule, CosineConfig):
         return peak
     done = (step - warmup) / max(1, steps - 1 - warmup)

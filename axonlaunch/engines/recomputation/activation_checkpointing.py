@@ -32,7 +32,10 @@ _DRAWING = (
 )
 Mode = Literal["none", "full", "selective"]
 
-_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_MATRIX_PRODUCTS = {
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default),
+    torch.ops.aten._scaled_mm_v2.default,
+}
 _PROFILER_RANGES = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,

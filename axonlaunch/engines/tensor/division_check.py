@@ -187,8 +187,10 @@ def _expected_shape(
     """Return the output shape that a rank's module must have; None if several are valid.
 
     Inside a module that holds column layers, outputs may have only this rank's heads or features;
-    after the head, they may have only this rank's logits.
+    after the head, they may have only this rank's logits. Adapters are checked by their layer.
     """
+    if isinstance(entry.module, ADAPTER_PARTS):
+        return None
     if entry.style in ("row", "row_split", "column_gathered", "experts", "region"):
         return full_shape
     if entry.style in ("column", "packed_column") or _is_head(entry):

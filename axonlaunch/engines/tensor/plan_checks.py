@@ -289,6 +289,27 @@ def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> I
                 yield f"{entry.name}.{key}"
 
 
+def rank_divisors(
+    module: nn.Module, plan: Mapping[str, str], *, degree: int
+) -> dict[str, tuple[int, int]]:
+    """Return by how much a rank's inputs and outputs of each linear layer are fewer.
+
+    Args:
+        module: The full model, on any device.
+        plan: Maps name patterns to styles.
+        degree: Number of ranks on the tensor axis.
+    """
+    divisors: dict[str, tuple[int, int]] = {}
+    for entry in style_modules(module, plan):
+        if entry.style in ("row", "row_split"):
+            divisors[entry.name] = (degree, 1)
+        elif entry.style in (*COLUMN_STYLES, "column_gathered"):
+            heads = key_value_heads(entry.holder, entry.module)
+            shared = entry.style == "key_value" and heads is not None and heads < degree
+            divisors[entry.name] = (1, heads if shared and heads is not None else degree)
+    return divisors
+
+
 def _cuts_rows(entry: Styled) -> bool:
     """Return whether the style of a linear layer or an embedding cuts the rows of its weight."""
     weight = entry.module._parameters.get("weight")

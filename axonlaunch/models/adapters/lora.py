@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, cast
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.optimization.parameter_groups import explain_unmatched
-from axonlaunch.config.options.adapter import MAGNITUDE, LoraConfig
+from axonlaunch.config.options.adapter import MAGNITUDE, LoraConfig, is_expression
 from axonlaunch.models.adapters.dora import LoraMagnitude, adapted_norms, fill_magnitudes
 from axonlaunch.models.adapters.expert_lora import (
     ExpertMatrices,
@@ -128,7 +129,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
             lora.lora_magnitude_vector = LoraMagnitude(outputs) if config.dora else None
             lora.lora_dropout, lora.lora_scale = config.dropout, config.scale
     for name, (owner, key) in packed_experts(module).items():
-        if config.targets != "all-linear" and _is_target(name, config, spec):
+        if _are_targets(name, config):
             adapt_experts(owner, key, config)
 
 
@@ -202,10 +203,11 @@ def adapter_problems(
         yield ConfigIssue("adapter.targets", "the model has no linear layer except its head")
         return
     patterns = [] if config.targets == "all-linear" else config.targets
-    adapted = [name for name in experts if patterns and _is_target(name, config, spec)]
+    adapted = [name for name in experts if _are_targets(name, config)]
     yield from _experts_problems(adapted, config)
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in [*layers, *experts]):
+        named = [*layers] if is_expression(pattern) else [*layers, *experts]
+        if not any(_matches(name, pattern) for name in named):
             message = _explain_no_match(pattern, module, layers, spec)
             yield ConfigIssue("adapter.targets", f"{pattern} {message}")
     if config.base is not None:
@@ -282,7 +284,17 @@ def _is_target(name: str, config: LoraConfig, spec: ModelSpec) -> bool:
     return any(_matches(name, pattern) for pattern in config.targets)
 
 
+def _are_targets(name: str, config: LoraConfig) -> bool:
+    """Return whether packed experts are adapted; regular expressions are only for layers."""
+    if config.targets == "all-linear":
+        return False
+    patterns = [pattern for pattern in config.targets if not is_expression(pattern)]
+    return any(_matches(name, pattern) for pattern in patterns)
+
+
 def _matches(name: str, pattern: str) -> bool:
+    if is_expression(pattern):
+        return re.fullmatch(pattern, name) is not None
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

@@ -24,11 +24,26 @@ def are_alike(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = 
         layers: Path of the list of blocks.
         index_names: Attributes that hold the number of a block without effect on its computation.
     """
+    return num_leading(module, layers, index_names=index_names) == 0
+
+
+def num_leading(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = ()) -> int | None:
+    """Return the number of blocks before equal ones; None if the last two blocks differ.
+
+    Args:
+        module: Module that contains the blocks, in an ``nn.ModuleList``.
+        layers: Path of the list of blocks.
+        index_names: Attributes that hold the number of a block without effect on its computation.
+    """
     blocks = module.get_submodule(layers)
     if not isinstance(blocks, nn.ModuleList):
-        return False
+        return None
     present = [block for block in blocks if not getattr(block, "is_stand_in", False)]
-    return len({block_key(block, index_names) for block in present}) == 1
+    if not present:
+        return None
+    keys = [block_key(block, index_names) for block in present]
+    leading = next((n for n in range(len(keys) - 1, 0, -1) if keys[n - 1] != keys[-1]), 0)
+    return leading if leading < len(keys) - 1 or len(keys) == 1 else None
 
 
 def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:

@@ -65,7 +65,7 @@ class RouterLoss:
             yield
             if mode == "count":
                 assert self._counts is not None, "no forward called share()"
-                self._sum_over_ranks(self._counts)
+                self._sum_counts(self._counts)
         finally:
             self._mode = "off"
             _CURRENT.reset(token)
@@ -102,11 +102,15 @@ class RouterLoss:
             self._counts = counts if self._counts is None else self._counts + counts
             return probabilities.new_zeros(())
         if self._counts is None:
-            self._sum_over_ranks(counts)
-            self._counts = counts
+            self._counts = self._sum_counts(counts)
         tokens = self._counts[num_experts].clamp(min=1)
         frequencies = self._counts[:num_experts] / tokens
         return num_experts * (frequencies * probabilities / tokens).sum()
+
+    def _sum_counts(self, counts: Tensor) -> Tensor:
+        """Sum counts over ranks, in place."""
+        self._sum_over_ranks(counts)
+        return counts
 
     def add(self, loss: Tensor) -> None:
         """Add a forward's weighted share to the loss of its micro-batch."""

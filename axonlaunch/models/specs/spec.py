@@ -208,11 +208,15 @@ class ModelSpec:
 
         The blocks must be in an ``nn.ModuleList``, so that some of them can be removed.
         """
-        if not self.blocks(module):
-            return False
-        from axonlaunch.models.modules.repeated_blocks import are_alike
+        return self.leading_blocks(module) == 0
 
-        return are_alike(module, self.layers or "", index_names=self.index_names)
+    def leading_blocks(self, module: nn.Module) -> int | None:
+        """Return the number of blocks before equal ones; None if the last two blocks differ."""
+        if not self.blocks(module):
+            return None
+        from axonlaunch.models.modules.repeated_blocks import num_leading
+
+        return num_leading(module, self.layers or "", index_names=self.index_names)
 
     def representative(self, module: nn.Module) -> nn.Module:
         """Return a copy with few blocks if all blocks are equal, otherwise the module itself."""

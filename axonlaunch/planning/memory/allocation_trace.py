@@ -69,7 +69,8 @@ class RecordingTrace(StorageTrace):
         tensors of the size of the full model. In a real run these tensors have no storage.
 
         Args:
-            engine: Engine whose parameters and optimizer states are assigned to their blocks.
+            engine: Engine whose parameters, buffers and optimizer states are assigned to their
+                blocks.
             blocks: Blocks of each pipeline stage, in order.
         """
         self._remove_freed()
@@ -160,7 +161,12 @@ class RecordingTrace(StorageTrace):
             for index, block in enumerate(members)
             for parameter in block.parameters()
         }
-        owners = {}
+        owners = {
+            self._storage_id(buffer): (stage, index)
+            for stage, members in blocks.items()
+            for index, block in enumerate(members)
+            for buffer in block.buffers()
+        }
         position_by_name = {}
         for name, parameter in engine.named_parameters():
             if position := position_by_id.get(id(parameter)):

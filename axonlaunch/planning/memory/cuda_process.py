@@ -155,7 +155,8 @@ def record(
 ) -> DeviceRequests:
     """Record a rank's requests to its device. Call this in a process forked for it.
 
-    If all blocks are equal, a shallow model is run and its recording is extended.
+    If blocks are equal, except for leading ones, a shallow model is run and its recording is
+    extended.
 
     Args:
         reduced: Run to record.
@@ -168,7 +169,8 @@ def record(
         recording, counts = _record_steps(reduced.without(spare_blocks, stages), rank, on_host)
         # Schedules that split the backward visit blocks in an order that cannot be extended.
         with suppress(ValueError):
-            changes = extended(recording, blocks=spare_blocks, counts=counts)
+            leading = reduced.leading or 0
+            changes = extended(recording, blocks=spare_blocks, counts=counts, leading=leading)
             return DeviceRequests(
                 changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
             )

@@ -37,18 +37,21 @@ class BlockPass:
     changes: list[Change]
 
 
-def extended(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -> list[Change]:
+def extended(
+    recording: Recording, *, blocks: int, counts: Mapping[int, int], leading: int = 0
+) -> list[Change]:
     """Return the changes of a model with more blocks.
 
     Args:
         recording: Recording with at least ``FEWEST`` equal blocks in each stage.
         blocks: Number of blocks to add to each stage.
         counts: Number of blocks of each stage in the recording.
+        leading: Number of blocks before the equal ones.
 
     Raises:
         ValueError: The recording visits blocks in an order that cannot be extended.
     """
-    middle = {stage: count // 2 for stage, count in counts.items()}
+    middle = {stage: leading + (count - leading) // 2 for stage, count in counts.items()}
     return list(TraceExtender(recording, blocks, middle).changes())
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.planning.measured_constants import COLLECTIVE_S
+from axonlaunch.planning.measured_constants import COLLECTIVE_S, CONGESTED_NODES
 from axonlaunch.planning.throughput.operations import Amount, CollectiveOp
 from axonlaunch.planning.throughput.roofline import figure
 
@@ -118,7 +118,8 @@ class Links:
             link = self._rate("link")
         if nodes == 1:
             return float(link * 1e9)
-        return float(min(link, per_node * self._rate("network")) * 1e9)
+        network = per_node * self._rate("network") / (1 + nodes / CONGESTED_NODES)
+        return float(min(link, network) * 1e9)
 
     def _ring_latency(self, size: int, nodes: int) -> float:
         """Return the latency of one round of a ring."""

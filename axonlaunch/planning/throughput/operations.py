@@ -32,6 +32,7 @@ _PRODUCTS = {
     _aten.addmm: 1,
     _aten.addmm_: 1,
     _aten.baddbmm: 1,
+    _aten._scaled_mm_v2: 0,
 }
 """Maps matrix products to the position of their first factor among the arguments."""
 _GROUPED = _aten._grouped_mm
@@ -114,6 +115,12 @@ class Product:
     k: int
     dtype: torch.dtype
     tokens: Literal["m", "k"] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the factors and the result, which has at least 16 bits."""
+        size, of_result = self.dtype.itemsize, max(2, self.dtype.itemsize)
+        return self.batch * ((self.m + self.n) * self.k * size + self.m * self.n * of_result)
 
 
 @dataclass(frozen=True)
@@ -301,8 +308,7 @@ class OperationTrace(TorchDispatchMode):
 
     def _add_product(self, key: Product) -> None:
         batch, m, n, k = key.batch, key.m, key.n, key.k
-        traffic = batch * (m * k + k * n + m * n) * key.dtype.itemsize
-        self._count(key, Amount(1, traffic, 2.0 * batch * m * n * k))
+        self._count(key, Amount(1, key.num_bytes, 2.0 * batch * m * n * k))
         for _, _, products in self._pending.values():
             products.append(key)
 

@@ -18,6 +18,7 @@ _KINDS = {
     "host memory": "other kernels",
     "pipeline bubble": "idle",
     "host waits": "idle",
+    "launches": "idle",
 }
 _MAX_ACTIONS = 4000
 """Maximum number of actions of a pipeline round to report; a drawing could not show more."""

@@ -18,7 +18,7 @@ import torch
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import FP32
-from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE
+from axonlaunch.models.torch_dtypes import peak_of
 from axonlaunch.planning.measured_constants import (
     HALF_DEPTH,
     HALF_LENGTH,
@@ -76,7 +76,7 @@ class Roofline:
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the peak rate for a type in FLOP/s, regardless of TF32 settings."""
-        return float(self.figure(FORMAT_OF_DTYPE.get(dtype, FP32).peak)) * 1e12
+        return float(self.figure(peak_of(dtype))) * 1e12
 
     def _product_rate(self, dtype: torch.dtype) -> float:
         """Return the peak rate of cuBLAS products in FLOP/s, with TF32 if it is allowed."""
@@ -97,10 +97,8 @@ class Roofline:
         share = waves / (waves + HALF_WAVE) * k / (k + HALF_DEPTH)
         peak = self._product_rate(product.dtype)
         rate = peak * self.figure("matrix_efficiency") * share * IN_A_STEP
-        moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
-        return float(
-            max(2.0 * batch * m * n * k / rate, self._traffic_time(moved)) + self._launch_s
-        )
+        traffic_time = self._traffic_time(product.num_bytes)
+        return float(max(2.0 * batch * m * n * k / rate, traffic_time) + self._launch_s)
 
     def _attention_time(self, attention: AttentionOp, amount: Amount) -> float:
         share = attention.keys / (attention.keys + HALF_LENGTH)

@@ -4,8 +4,7 @@
 - DDP reduces buckets during backward.
 - A tensor-parallel layer waits for its communication, except while matrix products run.
 - The bubble of a pipeline follows from its actions.
-
-Not included are delays by a host that cannot keep up with its device.
+- A device with little work waits for its host, which starts operations one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES
+from axonlaunch.planning.measured_constants import FUSED, HOST_COPIES, LAUNCH_S
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -258,7 +257,25 @@ class StepTime:
             # which the last layer does not have.
             waited = layers * max(0.0, copied - layer_parts.total)
             total.add("host memory", waited + (0.0 if phases == _FORWARD else copied))
+        if (late := self._launch_time(ends, layer, layers) - total.total) > 0:
+            total.add("launches", late)
         return total
+
+    def _launch_time(self, ends: Work, layer: Work, layers: int) -> float:
+        """Return the seconds in which the host starts the operations of ends and layers.
+
+        Operations of compiled layers are not counted, because their launch time was not measured.
+        """
+        if self._links.computes_on_cores:
+            return 0.0  # operations of a CPU run where they are started
+        times = 0 if self._config.train.compile else layers
+        count = sum(
+            amount.count * runs
+            for work, runs in ((ends, 1), (layer, times))
+            for key, amount in work.items()
+            if not isinstance(key, Send | HostWait)
+        )
+        return float(count * LAUNCH_S)
 
     def _per_step(self, stage: StageWork, layers: int) -> Parts:
         """Return the parts of the work that a stage does once per step."""

@@ -115,7 +115,9 @@ class StageTrace:
         """Return the events of the short run with the full number of blocks."""
         traces = [done[key].events for key in self._removed_blocks()]
         return (
-            extrapolate_depth.extrapolate(*traces, blocks=self.spare_blocks)
+            extrapolate_depth.extrapolate(
+                *traces, blocks=self.spare_blocks, leading=self.short.leading or 0
+            )
             if self.spare_blocks
             else traces[0]
         )

@@ -31,6 +31,7 @@ from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
 from axonlaunch.verification.comparison.compared_engine import ComparedEngine
+from axonlaunch.verification.comparison.gradient_sums import hides_rounded_sums, sum_differences
 from axonlaunch.verification.comparison.saved_state import read_by_one_process, read_in_parts
 from axonlaunch.verification.decisions.random_draws import Draw, MaskRecorder
 from axonlaunch.verification.references import comparison_inputs
@@ -105,10 +106,18 @@ def compare(
     """
     run = _LayoutRun(config, world, reference, plan)
     differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
+    if hides_rounded_sums(config):
+        differences += _of_sums(config, world)
     draws = run.draws
     if reference.dropout and not config.train.compile:
         draws = _masks(config, world)
     return RankReport(differences, draws)
+
+
+def _of_sums(config: RunConfig, world: World) -> list[Difference]:
+    """Return the differences of sums of gradients, of an engine that is only built for them."""
+    engine, loader = prepared_engine(config, world)
+    return [*sum_differences(engine, loader.batch(0), config, rank=world.rank)]
 
 
 def _masks(config: RunConfig, world: World) -> list[Draw]:

@@ -114,6 +114,8 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.global_batch_size": per_rank * degrees["dp_replicate"] * degrees["dp_shard"],
             "train.micro_batch_size": 1 if has_micro_batches_of_one else "auto",
             "train.precision": FP32.name,
+            "train.matmul_dtype": None,
+            "train.matmul_exclude": [],
             "train.compile": False,
             "train.attention_kernel": "auto",
             "train.loss": None,

@@ -28,6 +28,7 @@ ORDER = (
         "counted",
         "seen",
         "gradient",
+        "sum",
         "skip",
         "scale",
         "norm",
@@ -102,6 +103,11 @@ class Difference:
             )
         if self.actual is not None and self.expected is not None:
             return f"{prefix}{kind} is {self.actual:.7g}, not {self.expected:.7g}"
+        if self.kind == "sum":
+            return (
+                f"{prefix}the gradient of {self.name} is not summed over micro-batches and ranks "
+                f"in fp32: the sum is off by {self.relative:.2g} of its size"
+            )
         quantity = f"{kind} of {self.name}" if self.name else kind
         if math.isinf(self.relative):
             return f"{prefix}no rank has the {quantity}"

@@ -76,6 +76,8 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         return float(peak * (step + 1) / warmup)
     if schedule.name == "constant":
         return peak
+    if schedule.name == "inverse_sqrt":
+        return float(peak * (1 + (step - warmup) / (warmup or 10_000)) ** -0.5)
     final = schedule.final_lr_ratio
     if schedule.name == "wsd":
         share = schedule.decay_ratio

@@ -1,19 +1,22 @@
-"""The reference's rounding of optimizer states to bf16 and to 8 bits, on full tensors.
+"""The reference's rounding of optimizer states and of factors of products, on full tensors.
 
 Written from the definitions: the hash of bf16 is computed in 64 bits, modulo 2^32; bitsandbytes
-quantizes blocks of the flat tensor.
+quantizes blocks of the flat tensor; products in 8 bits are products of rounded numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from axonlaunch.config.precision import MatmulFormat
+from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.tensors.packed_blocks import state_values
 
 _MODULUS = 2**32
@@ -95,3 +98,63 @@ def _lowbias32(numbers: Tensor) -> Tensor:
     numbers = (numbers ^ (numbers >> 16)) * 0x7FEB352D % _MODULUS
     numbers = (numbers ^ (numbers >> 15)) * 0x846CA68B % _MODULUS
     return numbers ^ (numbers >> 16)
+
+
+def round_factors(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
+    """Make linear layers multiply rounded factors, in forward and backward.
+
+    Args:
+        layers: Linear layers of the full model.
+        chosen: Format of the factors.
+    """
+    for layer in layers:
+        layer.forward = partial(_rounded_linear, layer, chosen)
+
+
+def _rounded_linear(layer: Any, chosen: MatmulFormat, x: Tensor) -> Tensor:
+    weight: Tensor = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    output: Tensor = _RoundedProduct.apply(x, weight, chosen)  # type: ignore[no-untyped-call]
+    output = output if layer.bias is None else output + layer.bias.to(output.dtype)
+    return layer.adapt(output, x, layer._read) if isinstance(layer, LoraLayer) else output
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chosen: MatmulFormat) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.chosen = chosen
+        inputs = _rounded_factor(x.flatten(0, -2), chosen, dim=1)
+        product = inputs @ _rounded_factor(weight, chosen, dim=1).t()
+        return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rounded = partial(_rounded_factor, chosen=ctx.chosen)
+        rows = gradient.flatten(0, -2)
+        of_input = rounded(rows, is_gradient=True, dim=1) @ rounded(weight, dim=0)
+        of_weight = rounded(rows, is_gradient=True, dim=0).t() @ rounded(x.flatten(0, -2), dim=0)
+        return of_input.view(x.shape).to(x.dtype), of_weight.to(weight.dtype), None
+
+
+def _rounded_factor(
+    factor: Tensor, chosen: MatmulFormat, *, dim: int, is_gradient: bool = False
+) -> Tensor:
+    """Return a factor's values after rounding, in fp32 or fp64.
+
+    Args:
+        factor: A matrix.
+        chosen: Format of the factors.
+        dim: Dim that the product sums over, along which numbers share a scale if rows have scales.
+        is_gradient: Whether the factor is a gradient.
+    """
+    dtype: torch.dtype = getattr(torch, chosen.gradient_dtype if is_gradient else chosen.dtype)
+    sizes = factor.abs().double()
+    largest = sizes.amax(dim, keepdim=True) if chosen.is_rowwise else sizes.amax()
+    exponent = torch.log2(torch.finfo(dtype).max / largest.clamp(min=1e-12)).floor()
+    rounded = torch.ldexp(factor.double(), exponent).to(dtype).double()
+    kept = torch.float64 if factor.dtype is torch.float64 else torch.float32
+    return torch.ldexp(rounded, -exponent).to(kept)

@@ -28,6 +28,7 @@ from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.adapters.lora import start_magnitudes
 from axonlaunch.models.adapters.quantized_base import quantized_names
 from axonlaunch.models.build import build_model, on_meta, spec_for
+from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.source_of import source_of
@@ -63,6 +64,7 @@ from axonlaunch.verification.references.plain_optimizer import (
 from axonlaunch.verification.references.plain_rounding import (
     is_like_parameter,
     quantize_states,
+    round_factors,
     round_states,
 )
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
@@ -117,6 +119,9 @@ class PlainRun:
         self.model = self._build_model().to(self._device)
         comparison_inputs.move_vectors(self.model.named_parameters())
         self._spec.use_plain_experts(self.model)
+        if self._precision.products is not None:
+            layers = scaled_layers(config, self._spec, self.model)
+            round_factors(layers.values(), self._precision.products)
         self._num_experts = self._spec.most_experts(self.model)
         self._chosen = ChosenExperts(self._spec, [self.model], num_experts=self._num_experts)
         self._choices = choices
@@ -363,6 +368,7 @@ class PlainRun:
         buffers of the first rank are kept, as in a layout.
         """
         mixed, is_fp32 = self._spec.mixes_samples, self._dtype in (torch.float32, torch.float64)
+        is_fp32 = is_fp32 and self._precision.products is None  # scales differ
         is_independent = is_fp32 and mixed == "none" and not moves_buffers(self.model)
         if (
             isinstance(batch, Batch)

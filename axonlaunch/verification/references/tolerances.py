@@ -43,7 +43,8 @@ Rounding errors have random directions, so the length of a gradient hardly chang
 changes it.
 """
 _SMALL_FACTOR_BASE = 0.04
-"""The same for gradients with few elements after the first update: errors do not cancel there."""
+"""The same for gradients with few elements after the first update, whose errors do not cancel, and
+for products with factors in 8 bits."""
 _FEW = 2**10
 _STATISTICS_FACTOR = 10.0
 """Factor for the last evaluation of models with running statistics.
@@ -55,6 +56,8 @@ _SAME_OPERATIONS = 2.0**-11
 """bf16: tolerance of first-step gradients if a layout runs the reference's operations on the same
 rows. Only an fp32 sum over ranks differs, by 1e-7. A sum in bf16 would differ by 1e-3.
 """
+SUM_TOLERANCE = 1e-5
+"""Tolerance of sums of 16-bit gradients, relative to their terms. In fp32 they are off by 1e-7."""
 _MAX_SAME_OPERATIONS = 0.25
 """Largest tolerance of later steps in this case.
 
@@ -104,7 +107,8 @@ class Tolerances:
             others: References from weights with perturbations of rounding size.
         """
         self.base = tolerance_of(config)
-        self._is_low = self.base > 1e-4
+        self._rounds_factors = precision_of(config).products is not None
+        self._is_low = self.base > 1e-4 or self._rounds_factors
         self._times = TIMES[self._is_low]
         self._lags_at = len(reference.steps) if reference.buffers and not self._is_low else None
         self._sizes = {name: start.numel() for name, start in reference.start.items()}
@@ -177,10 +181,12 @@ class Tolerances:
         kind, name = difference.kind, difference.name
         if kind in _EXACT:
             return 1e-9
+        if kind == "sum":
+            return SUM_TOLERANCE
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
             return _SAME_OPERATIONS
         base = norm_tolerance(self.base) if kind == "norm" else self.base
-        if self._is_low and kind in ("loss", "evaluation"):
+        if self.base > 1e-4 and kind in ("loss", "evaluation"):
             base /= _LOSS_DIVISOR
         if kind == "evaluation" and difference.step == self._lags_at:
             base *= _STATISTICS_FACTOR
@@ -206,7 +212,7 @@ class Tolerances:
             return True
         step, name = difference.step, difference.name
         rounding = self._times * self._rounding(step, _LENGTH, name)
-        base = FACTOR_BASE
+        base = _SMALL_FACTOR_BASE if self._rounds_factors else FACTOR_BASE
         if difference.count < _FEW:
             # A ReLU unit that is on in only one of two runs changes the gradient in one direction.
             # In a rank's part this has a larger weight than in the full gradient.
@@ -264,7 +270,7 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     precision = precision_of(config)
     is_trained_in_fp32 = not precision.parameters.is_low or config.adapter is not None
     is_mixed = precision.replica_arithmetic == "copies" and not precision.reduce.is_low
-    is_mixed = is_mixed and is_trained_in_fp32
+    is_mixed = is_mixed and is_trained_in_fp32 and precision.products is None
     divides_only_samples = max(layout.degrees.values()) == 1
     is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())

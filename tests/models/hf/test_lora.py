@@ -42,12 +42,17 @@ DIVIDED_EXPERTS = {
     "expert 2, tensor 2": [*_EXPERT, "strategy.tensor.degree=2"],
     "expert 2, pipeline 2": [*_EXPERT, "strategy.pipeline.degree=2"],
 }
+EXPRESSION = r"model\.layers\.(1\.self_attn\.(q|v)|\d+\.mlp\.(up|down))_proj"
+"""Regular expression of names of layers; as a text, it is one for PEFT."""
 CASES = [
     *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout not in ("zero1 2", SHARED)),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
     # These always have magnitudes, which are scaled in the same way.
     ("gpt2", "tensor 2", "all-linear"),
     ("qwen3", SHARED, "all-linear"),
+    # Its fused layers gather their outputs.
+    ("phi3", "tensor 2", "all-linear"),
+    *(("qwen3", layout, EXPRESSION) for layout in ("single", "tensor 2")),
 ]
 WITH_MAGNITUDES = [
     ("gpt2", "tensor 2"),
@@ -61,7 +66,7 @@ WITH_MAGNITUDES = [
 def test_lora_losses_and_gradients_equal_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
 ) -> None:
-    named = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
+    named = f"'{targets}'" if isinstance(targets, str) else f"[{','.join(targets)}]"
     compared(kind, layout, tmp_path, f"adapter.targets={named}", target_modules=targets)
 
 

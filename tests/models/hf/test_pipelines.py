@@ -111,7 +111,7 @@ def test_pipeline_split_works_in_fresh_process() -> None:
     spec = spec_for(config)
     sample = torch.zeros((1, 8), dtype=torch.int64, device="meta")
     model = on_meta(config, seed=0)
-    assert sum(stage_counts(spec, model, num_stages=2, sample=sample, in_flight=2)) == 6
+    assert sum(stage_counts(spec, model, num_stages=2, sample=sample)) == 6
 
 
 def test_placeholder_block_has_attributes_of_block() -> None:

@@ -63,7 +63,7 @@ def set_template(translation: Translation, key: str, model: str) -> None:
         translation.set("data.chat_template", written, key)
     elif written in _TEMPLATES:
         translation.set("data.chat_template", _TEMPLATES[written], key)
-    elif _letters(written.split("_")[0]) in _letters(model):
+    elif _family(written) in _letters(model):
         translation.not_needed.append(key)
     else:
         text = "the tokenizer's template is used; data.chat_template takes a file with another one"
@@ -87,6 +87,11 @@ _TEMPLATES = {
     **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "alpaca")},
     **dict.fromkeys(("phi_3", "phi_35", "phi3", "phi"), "phi3"),
 }
+
+
+def _family(template: str) -> str:
+    """Return the name of a family of models: ``deepseek`` of ``deepseek3``."""
+    return _letters(template.split("_")[0]).rstrip("0123456789")
 
 
 def _letters(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +31,11 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
             translation.leave_out(key, f"has no counterpart with this value; set {target}")
 
     return Rule("expressed", apply)
+
+
+def products_in_8_bits() -> Rule:
+    """Return the rule of a key that switches on torchao's default recipe for fp8."""
+    return to("train.matmul_dtype", lambda on: "fp8_tensorwise" if on is True else None)
 
 
 def with_others() -> Rule:
@@ -166,6 +173,7 @@ _SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
 }
 
 
@@ -203,7 +211,7 @@ def set_schedule(
     else:
         source = warmup_steps if steps > 0 else warmup_ratio
         translation.set("scheduler.warmup_ratio", float(steps or ratio), source)
-    if option != "constant":
+    if option not in ("constant", "inverse_sqrt"):
         keys = (final_from,) if final_from else (name,)
         translation.set("scheduler.final_lr_ratio", final_lr_ratio, *keys)
 
@@ -232,6 +240,9 @@ def set_optimizer(
 ) -> None:
     """Set the optimizer by the name that transformers has for it, its betas and its epsilon."""
     written = str(translation.get(name))
+    rate = "learning_rate"
+    if not translation.has(rate) and rate in translation.tool.defaults:
+        translation.set("optimizer.lr", float(translation.number(rate)), rate)
     decay = float(translation.number("weight_decay", 0.0))
     has_decay, has_betas = True, True
     if written in _ADAMW:
@@ -338,6 +349,10 @@ def set_intervals(
         _set_steps(translation, "checkpoint.every", "save_steps")
 
 
+_LETTERS = f"{string.ascii_letters}{string.digits}_-., "
+"""Characters of names of layers; other texts are regular expressions."""
+
+
 def set_early_stop(translation: Translation) -> None:
     """Set the number of evaluations without improvement after which a run ends."""
     key = "early_stopping_patience"
@@ -363,6 +378,16 @@ def _set_steps(translation: Translation, target: str, key: str) -> None:
         translation.set(target, max(1, round(steps * total)), key)
 
 
+def named_layers(written: str) -> list[str]:
+    """Return the entries of ``adapter.targets`` for names with commas, or a regular expression.
+
+    The names of a text model have no ``language_model.``, which those of a model of images have.
+    """
+    if set(written) <= set(_LETTERS):
+        return [name.strip() for name in written.split(",")]
+    return [re.sub(r"\b((?:language|text)_model\\?\.)", r"(\1)?", f"({written})")]
+
+
 def set_adapter(
     translation: Translation,
     *,
@@ -371,6 +396,7 @@ def set_adapter(
     targets: Any,
     targets_key: str,
     unfrozen: str,
+    prefix: str = "",
 ) -> None:
     """Set the options of a LoRA adapter.
 
@@ -381,24 +407,22 @@ def set_adapter(
         targets: Names of layers, or a text with names and commas, or ``"all-linear"``.
         targets_key: Key that the names come from.
         unfrozen: Key with modules that are trained in full.
+        prefix: Beginning of the keys.
     """
     translation.set("adapter.rank", int(translation.number(rank, 8)), rank)
-    translation.set("adapter.alpha", float(translation.number("lora_alpha", alpha)), "lora_alpha")
-    dropout = float(translation.number("lora_dropout", 0.0))
-    translation.set("adapter.dropout", dropout, "lora_dropout")
+    for key, target, default in (
+        (f"{prefix}lora_alpha", "adapter.alpha", alpha),
+        (f"{prefix}lora_dropout", "adapter.dropout", 0.0),
+    ):
+        translation.set(target, float(translation.number(key, default)), key)
     for key, target in {
-        **dict.fromkeys(("use_rslora", "peft_use_rslora"), "adapter.rslora"),
-        **dict.fromkeys(("use_dora", "peft_use_dora"), "adapter.dora"),
+        **dict.fromkeys((f"{prefix}use_rslora", "peft_use_rslora"), "adapter.rslora"),
+        **dict.fromkeys((f"{prefix}use_dora", "peft_use_dora"), "adapter.dora"),
     }.items():
         if translation.flag(key):
             translation.set(target, True, key)
     if isinstance(targets, str) and targets not in ("all-linear", "all"):
-        if set(targets) & set("\\()[]|^$"):
-            text = "is a regular expression, and all linear layers are adapted; write adapter."
-            translation.leave_out(targets_key, f"{text}targets with patterns, [*.q_proj]")
-            targets = "all-linear"
-        else:
-            targets = [name.strip() for name in targets.split(",")]
+        targets = named_layers(targets)
     chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
     translation.set("adapter.targets", chosen, targets_key)
     modules = translation.get(unfrozen)

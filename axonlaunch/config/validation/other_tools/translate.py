@@ -12,13 +12,25 @@ import yaml
 
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line, one_of
-from axonlaunch.config.validation.other_tools.formats import axolotl, llamafactory, torchtune, trl
+from axonlaunch.config.validation.other_tools.formats import (
+    axolotl,
+    llamafactory,
+    llamafactory_v1,
+    torchtune,
+    trl,
+)
 from axonlaunch.config.validation.other_tools.translation import Format, Rule, Translation
 from axonlaunch.system.storage.files import read_text, why_not_read
 
 TOOLS: dict[str, Format] = {
     each.name: each
-    for each in (axolotl.AXOLOTL, llamafactory.LLAMA_FACTORY, torchtune.TORCHTUNE, trl.TRL)
+    for each in (
+        axolotl.AXOLOTL,
+        llamafactory.LLAMA_FACTORY,
+        llamafactory_v1.LLAMA_FACTORY_V1,
+        torchtune.TORCHTUNE,
+        trl.TRL,
+    )
 }
 """Formats by the name of their tool."""
 
@@ -123,16 +135,22 @@ def _clean(value: Any, left: list[int]) -> Any:
 
 
 def _format(path: Path, document: Mapping[str, Any], tool: str | None) -> Format:
-    if tool is not None:
-        if tool not in TOOLS:
-            message = unknown("tool", tool, TOOLS)
-            raise ConfigError([ConfigIssue("--from", message)])
-        return TOOLS[tool]
-    for each in TOOLS.values():
+    if tool is not None and tool not in TOOLS:
+        message = unknown("tool", tool, TOOLS)
+        raise ConfigError([ConfigIssue("--from", message)])
+    known = TOOLS.values() if tool is None else _versions(tool)
+    for each in known:
         if any(marks <= document.keys() for marks in each.marks):
             return each
+    if tool is not None:
+        return TOOLS[tool]
     names = one_of([*TOOLS])
     raise _refuse(path, f"has the keys of no known tool; write --from {names}")
+
+
+def _versions(tool: str) -> list[Format]:
+    """Return the formats of a tool: the named one, and those that have its name as a prefix."""
+    return [each for name, each in TOOLS.items() if name == tool or name.startswith(f"{tool}-")]
 
 
 def _leaves(document: Mapping[str, Any], chosen: Format, prefix: str = "") -> Iterator[Any]:

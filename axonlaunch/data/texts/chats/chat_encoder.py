@@ -15,7 +15,12 @@ from axonlaunch.data.files.rows import BadRow, Row
 from axonlaunch.data.shards.encoding import Encoded
 from axonlaunch.data.texts.chats.chat_rows import Chat, chat_columns, read_chat
 from axonlaunch.data.texts.chats.chat_template import ChatTemplate, Written
-from axonlaunch.data.tokenizers.tokenizer import Tokenizer
+from axonlaunch.data.texts.chats.computed_fields import (
+    compile_fields,
+    computed,
+    with_computed,
+)
+from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
 _FORMAT = "chat 4"
 """Changed whenever chats are encoded or refused differently; cached tokens are then invalid."""
@@ -41,8 +46,9 @@ class ChatEncoder:
             assistant_only: Whether only the assistant's tokens count as targets.
 
         Raises:
-            ConfigError: The tokenizer has no chat template.
+            ConfigError: The tokenizer has no chat template, or a computed field is no Jinja.
         """
+        compile_fields(fields)
         self._template = ChatTemplate(tokenizer, marks_assistant=assistant_only)
         self._tokenizer, self._fields = tokenizer, dict(fields)
         template = self._template.fingerprint
@@ -64,8 +70,10 @@ class ChatEncoder:
         chats: list[Chat] = []
         positions: list[int] = []
         bad: list[tuple[int, Written | BadRow]] = []
-        for position, row in enumerate(rows):
+        for position, row in enumerate(self._with_computed(rows)):
             try:
+                if isinstance(row, BadRow):
+                    raise ValueError(row.reason)
                 chats.append(self._read(row))
                 positions.append(position)
             except ValueError as error:
@@ -75,6 +83,16 @@ class ChatEncoder:
             for chat, each in zip(chats, self._template.write(chats), strict=True)
         ]
         return join_documents([*bad, *zip(positions, written, strict=True)], masks=self.masks)
+
+    def _with_computed(self, rows: Sequence[Row | str]) -> Sequence[Row | str | BadRow]:
+        """Return rows with computed fields; the texts of fields run in a copy of this process."""
+        if not computed(self._fields):
+            return rows
+        assert isinstance(self._tokenizer, PretrainedTokenizer)  # bytes have no chat template
+        size = sum(len(str(row)) for row in rows)
+        return self._tokenizer.call_isolated(
+            _compute, list(rows), self._fields, characters=size, what="data.fields"
+        )
 
     def _read(self, row: Row | str) -> Chat:
         """Return the chat of a row.
@@ -89,6 +107,19 @@ class ChatEncoder:
                 "and data.train_on=all counts every token; use data.train_on=assistant"
             )
         return chat
+
+
+def _compute(
+    _: PretrainedTokenizer, rows: list[Row | str], fields: Mapping[str, str]
+) -> list[Row | str | BadRow]:
+    return [row if isinstance(row, str) else _computed_or_bad(row, fields) for row in rows]
+
+
+def _computed_or_bad(row: Row, fields: Mapping[str, str]) -> Row | BadRow:
+    try:
+        return with_computed(row, fields)
+    except ValueError as error:
+        return BadRow(str(error))
 
 
 def join_documents(written: Iterable[tuple[int, Written | BadRow]], *, masks: bool) -> Encoded:
@@ -129,4 +160,7 @@ def _nothing_counts(chat: Chat) -> str:
         return "no token counts: the chat template does not mark the assistant's tokens"
     if any(message["role"] == "assistant" for message in chat.messages):
         return "no token counts: no message of the assistant does; remove the flags, or the row"
-    return f"no token counts: its roles are {roles}; write assistant, or use data.train_on=all"
+    return (
+        f"no token counts: its roles are {roles}; write assistant, or data.fields={{assistant: "
+        "NAME}, or use data.train_on=all"
+    )

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
+from axonlaunch.data.texts.chats.computed_fields import computed, with_computed
 from axonlaunch.data.texts.chats.message_flags import take_flag
+from axonlaunch.data.texts.chats.named_templates import is_jinja
 
 Message = dict[str, Any]
 
@@ -23,6 +25,8 @@ _LISTS = ("messages", "conversations")
 """Usual columns with messages."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles. Other roles are passed to the template unchanged."""
+_NAMED_ROLES = ("user", "assistant", "tool")
+"""Roles that ``data.fields`` may give other names."""
 _OPTIONAL = ("system", "tools")
 """Further columns of rows of every form."""
 _REFUSED = ("chosen", "rejected", "label")
@@ -68,6 +72,7 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
     if isinstance(row, str):
         raise ValueError(f"is text; a row of chat is an object with {_column_names(fields)}")
     refuse_other_losses(row, fields)
+    row = with_computed(row, fields)
     chat = _messages(row, fields)
     system = _optional(row, "system", fields)
     if system is not None and not isinstance(system, str):
@@ -84,10 +89,14 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
 def chat_columns(names: list[str], *, fields: Mapping[str, str]) -> list[str]:
     """Return the columns of a table that chats need; all, if it has none of the forms.
 
+    All are needed if fields are computed from them.
+
     Args:
         names: Names of the table's columns.
         fields: Names of columns by what they hold.
     """
+    if computed(fields):
+        return names
     read = {
         name
         for form in _forms(fields)
@@ -252,7 +261,12 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
     text = keys.pop(named["content"], None)
     if "content" in fields and text is None and named["content"] not in message:
         raise ValueError(f"{where} has no {named['content']}; it has {fields_of(message)}")
-    keys = {"role": _ROLES.get(role, role), **({} if text is None else {"content": text}), **keys}
+    roles = {fields[name]: name for name in _NAMED_ROLES if name in fields}
+    keys = {
+        "role": roles.get(role, _ROLES.get(role, role)),
+        **({} if text is None else {"content": text}),
+        **keys,
+    }
     counts = take_flag(keys, where)
     content = keys.get("content")
     if isinstance(content, list):
@@ -265,11 +279,12 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of one part of OpenAI's content."""
+    """Return the text of one part of OpenAI's content, or of LLaMA-Factory's (``value``)."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = part.get("text", part.get("value")) if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
         raise ValueError(f"{where} has a part of type {kind}; text models accept only text")
-    return str(part["text"])
+    return text
 
 
 def _optional(row: Row, name: str, fields: Mapping[str, str]) -> Any:
@@ -318,7 +333,7 @@ def refuse_surrogates(text: str, what: str) -> None:
 
 def fields_of(row: dict[str, Any]) -> str:
     """Return the names of a row's fields for a message."""
-    return ", ".join(map(str, row)) or "none"
+    return ", ".join(name for name in map(str, row) if not is_jinja(name)) or "none"
 
 
 def _column_names(fields: Mapping[str, str]) -> str:

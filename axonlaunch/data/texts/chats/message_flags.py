@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_COUNTS = ("training", "train", "loss", "weight")
+_COUNTS = ("training", "train", "loss", "weight", "loss_weight")
 _LEAVES_OUT = ("mask", "masked")
 
 

@@ -6,7 +6,6 @@ A format with ``{{`` or ``{%`` is in Jinja and runs in its sandbox; any other is
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from axonlaunch.data.texts.chats.chat_rows import (
     text_of,
 )
 from axonlaunch.data.texts.chats.chat_template import Written
+from axonlaunch.data.texts.chats.computed_fields import compile_fields, jinja, with_computed
 from axonlaunch.data.texts.chats.named_templates import is_jinja, prompt_format
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
@@ -59,12 +59,13 @@ class PromptFormat:
         try:
             self._pieces = None if is_jinja(self.text) else _plain_pieces(self.text)
             if self._pieces is None:
-                _jinja(self.text)
+                jinja(self.text)
         except Exception as error:  # parsing text of a stranger may raise any error
             line = getattr(error, "lineno", None)
             where = "" if line is None else f"line {line}: "
             message = f"does not compile: {where}{error}"
             raise ConfigError([ConfigIssue("data.prompt_format", message, chosen)]) from None
+        compile_fields(fields)
 
     def columns(self, names: list[str]) -> list[str]:
         """Return the columns to read: all, because a format may use any."""
@@ -79,6 +80,7 @@ class PromptFormat:
         if isinstance(row, str):
             raise ValueError("is text; a row is an object with columns for the prompt format")
         refuse_other_losses(row, self._fields)
+        row = with_computed(row, self._fields)
         for column in self._fields.values():
             if column not in row:
                 raise ValueError(f"has no field {column}; it has {fields_of(row)}")
@@ -95,7 +97,7 @@ class PromptFormat:
         values = {str(name): value for name, value in values.items() if value is not None}
         try:
             if self._pieces is None:
-                return str(_jinja(self.text).render(values))
+                return str(jinja(self.text).render(values))
             return "".join(
                 literal if name is None else literal + _plain(values, name, row)
                 for literal, name in self._pieces
@@ -139,17 +141,6 @@ def _plain(values: Mapping[str, Any], name: str, row: Row) -> str:
     if not isinstance(value := values[name], str | int | float):
         raise ValueError(f"{name} is {type(value).__name__}, not text")
     return str(value)
-
-
-@functools.lru_cache(maxsize=4)
-def _jinja(text: str) -> Any:
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.from_string(text)
 
 
 class PromptEncoder:

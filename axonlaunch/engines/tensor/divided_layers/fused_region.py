@@ -10,7 +10,7 @@ and Megatron-LM's linear layer with asynchronous communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,9 +56,11 @@ class Column(Protocol):
 
     Attributes:
         in_features: Size of an input.
+        product: Maps an input, a weight and a bias to the output.
     """
 
     in_features: int
+    product: Callable[..., Tensor]
 
     def rank_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [outputs, inputs] and bias, through autograd."""
@@ -99,7 +101,7 @@ class ColumnParallelGroup:
     def output_of(self, column: Column, x: Tensor) -> Tensor:
         """Return a layer's output; the first layer called with the region's input computes all."""
         if x is not self._input:
-            return F.linear(x, *column.rank_parameters())
+            return column.product(x, *column.rank_parameters())
         if not self._outputs:
             assert self._source is not None
             # In latent attention some layers read a narrower input.

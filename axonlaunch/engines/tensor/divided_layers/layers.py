@@ -11,6 +11,7 @@ Recomputation", 2022, for sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
@@ -44,9 +45,11 @@ class ColumnParallelLinear(nn.Linear):
             module does that.
         gather_output: Whether the layer returns all output features; otherwise this rank's.
         transposed: Whether the weight has shape [in, out].
+        product: Maps an input, this rank's weight and its bias to this rank's outputs.
     """
 
     cuts: ClassVar = {"weight": 0, "bias": 0}
+    product: Callable[..., Tensor] = staticmethod(F.linear)
     axis: TensorAxis
     region: ColumnParallelGroup
     enters: bool = True
@@ -152,9 +155,11 @@ class RowParallelLinear(nn.Linear):
             column-parallel layer; otherwise all features.
         sequence_parallel: Whether the layer returns only this rank's part of the sequence.
         transposed: Whether the weight has shape [in, out].
+        product: Maps this rank's part of an input and its weight to its term of the outputs.
     """
 
     cuts: ClassVar = {"weight": 1}
+    product: Callable[..., Tensor] = staticmethod(F.linear)
     axis: TensorAxis
     input_is_parallel: bool = True
     sequence_parallel: bool = False
@@ -205,7 +210,7 @@ class RowParallelLinear(nn.Linear):
                 f"{weight.shape[1]} features per rank, got {x.shape[-1]}: pass the output "
                 "of a column-parallel layer"
             )
-        product = F.linear(x, weight)
+        product = self.product(x, weight)
         adapted = with_adapter(self, product, x, read=lambda: (weight, None), group=group)
         y = leave(adapted, group, sequence_parallel=self.sequence_parallel)
         bias = cast("Tensor | None", self.bias)

@@ -3,7 +3,8 @@
 The memory held at a given moment of a step is linear in the number of equal blocks, so the result
 is exact to the byte. A moment is identified by the running operation and its block, counted from
 the nearer end of the model. The memory of blocks in the middle is between that of their neighbours,
-so the peak is at one of the extrapolated moments. Models with unequal blocks must be traced whole.
+so the peak is at one of the extrapolated moments. Blocks before the equal ones, such as dense ones
+before mixtures of experts, are traced as they are. Other models must be traced whole.
 
 An example: 50 MiB are held when block 1 begins its forward in a model of 4 blocks, and 53 MiB in a
 model of 5 blocks. In a model of 32 blocks, 50 + 28 * 3 = 134 MiB are held.
@@ -48,21 +49,22 @@ def peak(events: Iterable[TraceEvent]) -> tuple[Point, int]:
 
 
 def extrapolate(
-    shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int
+    shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int, leading: int = 0
 ) -> list[TraceEvent]:
     """Return the events of a model with more blocks.
 
     Args:
-        shallow: Events of a model with ``SHALLOW`` or more blocks in each stage.
+        shallow: Events of a model with ``SHALLOW`` or more equal blocks in each stage.
         deeper: Events of a model with one block more in each stage.
         blocks: Number of blocks to add to each stage of ``shallow``.
+        leading: Number of blocks before the equal ones.
 
     Returns:
         Events of the blocks near both ends of each stage.
     """
-    deeper_events = _pair_events(deeper)
+    deeper_events = _pair_events(deeper, leading)
     extrapolated = []
-    for key, event in _pair_events(shallow).items():
+    for key, event in _pair_events(shallow, leading).items():
         other = deeper_events[key]
         pairs = [*zip(event.points, other.points, strict=False)]
         if len(event.points) != len(other.points):
@@ -83,11 +85,12 @@ def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -
     return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 
 
-def _pair_events(events: Sequence[TraceEvent]) -> dict[_EventKey, TraceEvent]:
+def _pair_events(events: Sequence[TraceEvent], leading: int) -> dict[_EventKey, TraceEvent]:
     """Key events by name and block, so that models of different depths have the same keys.
 
     The block is counted from the nearer end of its stage. Events of middle blocks are left out.
     """
+    near_front = leading + NEAR
     paired: dict[_EventKey, TraceEvent] = {}
     occurrences: dict[_EventKey, int] = {}
     for event in events:
@@ -96,9 +99,9 @@ def _pair_events(events: Sequence[TraceEvent]) -> dict[_EventKey, TraceEvent]:
             stage, front, back = location
             assert isinstance(front, int)
             assert isinstance(back, int)
-            if min(front, back) >= NEAR:
+            if front >= near_front and back >= NEAR:
                 continue
-            location = [stage, "front", front] if front < NEAR else [stage, "back", back]
+            location = [stage, "front", front] if front < near_front else [stage, "back", back]
         key = (action, *location)
         occurrences[key] = occurrences.get(key, 0) + 1
         paired[(*key, occurrences[key])] = event

@@ -58,7 +58,8 @@ class ReducedRun:
         structured: One micro-batch on the meta device, for datasets with structured samples. None
             for samples that consist of inputs and targets.
         num_blocks: Number of blocks to run, starting with the first one of ``model``.
-        repeats: Whether all blocks are equal, so that fewer blocks can represent the model.
+        leading: Number of blocks before equal ones, so that fewer blocks can represent the model;
+            None if blocks differ in another way.
     """
 
     config: RunConfig
@@ -70,7 +71,7 @@ class ReducedRun:
     is_packed: bool
     structured: CollatedSamples | None
     num_blocks: int
-    repeats: bool
+    leading: int | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -83,6 +84,12 @@ class ReducedRun:
             split = _split(config, layout, model, sample)
             config = with_values(config, {"strategy.pipeline.split": split})
         spec = spec_for(config)
+        leading = spec.leading_blocks(model)
+        if leading is not None:
+            equal_blocks = dict([*spec.blocks(model).items()][leading:])
+            is_equal = _divides_blocks_equally(config, equal_blocks, model)
+            if not (is_equal and _updates_blocks_equally(config, spec, equal_blocks, model)):
+                leading = None
         return cls(
             config,
             layout,
@@ -93,10 +100,13 @@ class ReducedRun:
             is_packed=dataset.info.is_packed,
             structured=_read_structure(dataset, layout),
             num_blocks=len(spec.blocks(model)),
-            repeats=spec.repeats(model)
-            and _divides_blocks_equally(config, spec.blocks(model), model)
-            and _updates_blocks_equally(config, spec, model),
+            leading=leading,
         )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all blocks are equal."""
+        return self.leading == 0
 
     @property
     def counts(self) -> list[int]:
@@ -134,11 +144,11 @@ class ReducedRun:
 
         Args:
             stages: Stages of one rank.
-            needed: Number of blocks that each stage must keep.
+            needed: Number of equal blocks that each stage must keep.
         """
-        if not self.repeats:
+        if self.leading is None or (self.leading and self.layout.pipeline > 1):
             return 0
-        return max(0, min(self.counts[stage] for stage in stages) - needed)
+        return max(0, min(self.counts[stage] for stage in stages) - self.leading - needed)
 
     def without(self, blocks: int, stages: list[int]) -> Self:
         """Return this run with ``blocks`` fewer in each of these stages and one block in others."""
@@ -250,11 +260,12 @@ def _divides_blocks_equally(
     return all(other == first for other in others)
 
 
-def _updates_blocks_equally(config: RunConfig, spec: ModelSpec, model: nn.Module) -> bool:
+def _updates_blocks_equally(
+    config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
+) -> bool:
     """Return whether all blocks get the same optimizer states, given any parameter groups."""
     if not getattr(config.optimizer, "groups", None):
         return True
-    blocks = spec.blocks(model)
     states_in: dict[str, set[str]] = {name: set() for name in blocks}
     for name, parameter in parameter_facts(spec, model).items():
         for block in blocks:

@@ -55,6 +55,10 @@ def _plugins(translation: Translation, key: str, value: Any) -> None:
 
 def _unfrozen(translation: Translation, key: str, value: Any) -> None:
     """Translate regular expressions, which match the beginning of a name, to patterns."""
+    if translation.flag("adapter"):
+        text = "an adapter freezes the weights of the model; train.unfreeze trains some of them"
+        translation.note(key, text)
+        return
     patterns = []
     for written in value if isinstance(value, list) else [value]:
         text = re.sub(r"\[?\\d\]?\+|(?<!\\)\.[*+]", _ANY, str(written))
@@ -63,6 +67,7 @@ def _unfrozen(translation: Translation, key: str, value: Any) -> None:
             translation.leave_out(key, f"write {written} as a pattern in train.unfreeze")
             continue
         name = text.removeprefix("^").replace("\\.", ".").replace(_ANY, "*")
+        name = name.replace("language_model.", "")  # of models of images
         patterns.append(name.removesuffix("$") if name.endswith("$") else f"{name}*")
     translation.set("train.freeze", ["*"], key)
     translation.set("train.unfreeze", patterns, key)
@@ -122,8 +127,8 @@ _KEYS: Table = {
     "flex_attention": not_needed(reasons.EXACT_KERNEL),
     "flex_attn_compile_kwargs.*": not_needed(reasons.EXACT_KERNEL),
     "float16": with_others(),
-    "fp8": missing("fp8 is not supported; bf16 is used"),
-    "fp8_*": not_needed("fp8 says it"),
+    "fp8": rules.products_in_8_bits(),
+    "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
     "freeze_mm_modules": not_needed("only for models of images"),
     "full_finetune": not_needed("adapter says it"),
     "fused_attn_kernel": not_needed(reasons.EXACT_KERNEL),
@@ -324,11 +329,9 @@ def _set_adapter(translation: Translation) -> None:
         targets, key = "all-linear", "lora_target_linear"
     if translation.has("lora_target_parameters"):
         extra = [f"*{name}" for name in translation.items("lora_target_parameters")]
-        if isinstance(targets, list) or targets is None:
-            targets = [*(targets or []), *extra]
-        else:
-            text = "all linear layers are adapted; name layers and experts in adapter.targets"
-            translation.leave_out("lora_target_parameters", text)
+        if isinstance(targets, str):
+            targets = ["(.*)"] if targets == "all-linear" else rules.named_layers(targets)
+        targets = [*(targets or []), *extra]
     rules.set_adapter(
         translation,
         rank="lora_r",

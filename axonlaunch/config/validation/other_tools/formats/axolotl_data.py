@@ -46,10 +46,57 @@ DATA_KEYS: Table = {
 
 _CHATS = ("chat_template", "chat_template.default", "sharegpt", "chat_template.argilla")
 _DOCUMENTS = ("completion", "pretrain", "")
+_HAS_INPUT = "input is defined and input"
+_TASK = "Below is an instruction that describes a task"
+_INPUT = ", paired with an input that provides further context"
+_ANSWER = "Write a response that appropriately completes the request."
+
+
+def _styled(system: str, turn: str, without_input: str) -> dict[str, Any]:
+    """Return the prompt format of alpaca's rows in another style.
+
+    Args:
+        system: Text of the system message, with {system}.
+        turn: Text of the question, with {instruction} and {input}.
+        without_input: The same for rows without input.
+    """
+    head = system.replace(
+        "{system}", f"{_TASK}{{% if {_HAS_INPUT} %}}{_INPUT}{{% endif %}}. {_ANSWER}"
+    )
+    return {"prompt_format": head + _with_or_without_input(turn, without_input)}
+
+
+def _with_or_without_input(text: str, without: str) -> str:
+    chosen = f"{_in_jinja(text)}{{% else %}}{_in_jinja(without)}"
+    return f"{{% if {_HAS_INPUT} %}}{chosen}{{% endif %}}"
+
+
+def _in_jinja(text: str) -> str:
+    for name in ("instruction", "input", "system"):
+        text = text.replace(f"{{{name}}}", f"{{{{ {name} }}}}")
+    return text
+
+
 _PROMPTS: dict[str, dict[str, Any]] = {
     "alpaca": {"prompt_format": "alpaca"},
+    "alpaca:chat": _styled(
+        "SYSTEM: {system}\n",
+        "USER: {instruction}\n{input}\nASSISTANT:",
+        "USER: {instruction}\nASSISTANT:",
+    ),
+    "alpaca:chatml": _styled(
+        "<|im_start|>system\n{system}<|im_end|>\n",
+        "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "alpaca:phi": _styled(
+        "<|system|>\n{system}<|end|>\n",
+        "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+        "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
+    ),
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
+_USUAL_ROLES = ("user", "human", "assistant", "gpt", "tool")
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),
@@ -196,7 +243,18 @@ def _message_fields(entry: Mapping[str, Any]) -> dict[str, str]:
         "content": mapping.get("content", entry.get("message_field_content")),
         "tools": entry.get("field_tools"),
     }
-    return {name: str(column) for name, column in named.items() if column}
+    return {name: str(column) for name, column in {**named, **_roles(entry)}.items() if column}
+
+
+def _roles(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of roles in rows that differ from the usual ones."""
+    roles = entry.get("roles", {})
+    other: dict[str, str] = {}
+    for role, names in roles.items() if isinstance(roles, Mapping) else ():
+        for name in names if isinstance(names, list) else [names]:
+            if role in ("user", "assistant", "tool") and name not in _USUAL_ROLES:
+                other[role] = str(name)
+    return other
 
 
 def _custom_prompt(kind: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,13 +267,6 @@ def _custom_prompt(kind: Mapping[str, Any]) -> dict[str, Any]:
         "system": kind.get("field_system"),
     }
     if "no_input_format" in kind:
-        with_input, without = _in_jinja(text), _in_jinja(str(kind["no_input_format"]))
-        text = f"{{% if input %}}{with_input}{{% else %}}{without}{{% endif %}}"
+        text = _with_or_without_input(text, str(kind["no_input_format"]))
     fields = {name: str(column) for name, column in names.items() if column}
     return {"prompt_format": text, "fields": fields} if fields else {"prompt_format": text}
-
-
-def _in_jinja(text: str) -> str:
-    for name in ("instruction", "input", "system"):
-        text = text.replace(f"{{{name}}}", f"{{{{ {name} }}}}")
-    return text

@@ -24,15 +24,16 @@ _OTHER_LOSS = "there is no such loss; train.loss takes a loss of yours (register
 _OTHER_WEIGHTS = "adapters begin with random A and zero B; train with adapter=lora"
 
 
-_BASES = {"4": "nf4", "8": "int8"}
+BASES = {"4": "nf4", "8": "int8"}
 """Formats of frozen weights by bits."""
+BITS = "adapter.base has 4 bits (nf4) and 8 bits (int8)"
 
 
 def _quantization(translation: Translation, key: str, value: Any) -> None:
     if value in rules.OFF:
         translation.not_needed.append(key)
-    elif str(value) not in _BASES:
-        translation.leave_out(key, "adapter.base has 4 bits (nf4) and 8 bits (int8)")
+    elif str(value) not in BASES:
+        translation.leave_out(key, BITS)
 
 
 def _stage(translation: Translation, key: str, value: Any) -> None:
@@ -55,6 +56,7 @@ def _attention(translation: Translation, key: str, value: Any) -> None:
         translation.not_needed.append(key)
 
 
+ATTENTION = Rule("expressed", _attention)
 _KEYS: Table = {
     **trainer_keys.TRAINER_KEYS,
     "adapter_name_or_path": to("adapter.path", str),
@@ -71,9 +73,9 @@ _KEYS: Table = {
     "enable_liger_kernel": not_needed(reasons.EXACT_KERNEL),
     "eval_dataset": with_others(),
     "finetuning_type": with_others(),
-    "flash_attn": Rule("expressed", _attention),
-    "fp8": missing("fp8 is not supported; bf16 is used"),
-    "fp8_*": not_needed("fp8 says it"),
+    "flash_attn": ATTENTION,
+    "fp8": rules.products_in_8_bits(),
+    "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
     "freeze_extra_modules": missing("name the parameters, train.freeze and train.unfreeze"),
     "freeze_multi_modal_projector": not_needed("only for models of images"),
     "freeze_language_model": not_needed("only for models of images"),
@@ -209,7 +211,7 @@ def _finish(translation: Translation) -> None:
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
     _set_finetuning(translation)
-    if base := _BASES.get(str(translation.get("quantization_bit"))):
+    if base := BASES.get(str(translation.get("quantization_bit"))):
         rules.set_base(translation, {"quantization_bit": base})
 
 
@@ -356,6 +358,11 @@ def _source(
         ours: tags[theirs]
         for theirs, ours in (("role_tag", "role"), ("content_tag", "content"))
         if theirs in tags
+    }
+    fields |= {
+        role: tags[f"{role}_tag"]
+        for role, known in (("user", "human"), ("assistant", "gpt"))
+        if tags.get(f"{role}_tag", role) not in (role, known)
     }
     if fields:
         source["fields"] = fields
