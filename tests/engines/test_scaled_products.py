@@ -122,6 +122,16 @@ def test_a_factor_of_zeros_gives_zeros_and_an_infinite_one_nan(name: str) -> Non
     assert layer(torch.full((4, 128), torch.inf)).isnan().all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_products_equal_eager_ones(name: str) -> None:
+    model = in_8_bits(linear_layers(dtype=torch.float32), name)
+    expected = trained(copy.deepcopy(model), dtype=torch.float32)
+    actual = trained(torch.compile(model), dtype=torch.float32)  # type: ignore[arg-type]
+    for value, other in zip(actual, expected, strict=True):
+        assert (value - other).norm() <= 1e-5 * other.norm()
+
+
 def losses(overrides: list[str]) -> list[float]:
     chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
