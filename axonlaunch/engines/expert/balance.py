@@ -62,24 +62,29 @@ class ExpertCounts:
         self._is_counting = False
         self._is_summed = False
         self._top_k = 1
-        largest = max(experts.values())
-        self._counts = torch.zeros(len(experts), largest, dtype=torch.int64, device=device)
-        self._routers: dict[int, nn.Module] = {}
+        self._device = device
+        self._counts: dict[str, Tensor] = {}
+        self._routers: dict[str, nn.Module] = {}
         for stage in stages:
             modules = dict(stage.named_modules())
-            for number, name in enumerate(experts):
+            for name, size in experts.items():
                 if name not in modules:
                     continue
-                modules[name].register_forward_hook(self._counter(number), with_kwargs=True)
+                counts = torch.zeros(size, dtype=torch.int64, device=device)
+                # The module holds its counts, so that estimates know which block they belong to.
+                modules[name].num_chosen = counts
+                self._counts[name] = counts
+                modules[name].register_forward_hook(self._counter(counts), with_kwargs=True)
                 if bias_rate is not None:
                     router = router_with_bias(stage, name)
                     assert router is not None, f"{name} has no router with a bias"
-                    self._routers[number] = router
+                    self._routers[name] = router
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Return a context for the forwards of a step; forget the counts of the last step."""
-        self._counts.zero_()
+        for counts in self._counts.values():
+            counts.zero_()
         self._is_summed, self._is_counting = False, True
         try:
             yield
@@ -101,10 +106,9 @@ class ExpertCounts:
         if self._bias_rate is None:
             return
         self._sum()
-        names = self.layers
-        for number, router in self._routers.items():
+        for name, router in self._routers.items():
             bias = getattr(router, CORRECTION_BIAS)
-            counts = self._counts[number, : self._experts[names[number]]].double()
+            counts = self._counts[name].double()
             step = self._bias_rate * torch.sign(counts.mean() - counts)
             bias += (
                 step.to(bias.dtype) if skipped is None else (step * (1 - skipped)).to(bias.dtype)
@@ -116,7 +120,11 @@ class ExpertCounts:
         Every rank of the world must call this after a step. The host waits for the device.
         """
         self._sum()
-        counts = self._counts.clone()
+        largest = max(self._experts.values())
+        counts = torch.zeros(len(self.layers), largest, dtype=torch.int64, device=self._device)
+        for number, name in enumerate(self.layers):
+            if name in self._counts:
+                counts[number, : self._experts[name]] = self._counts[name]
         self._sum_over_stages(counts)
         rows, loads = counts.tolist(), {}
         for (name, size), row in zip(self._experts.items(), rows, strict=True):
@@ -126,11 +134,14 @@ class ExpertCounts:
         return loads
 
     def _sum(self) -> None:
-        if not self._is_summed:
-            self._sum_over_data(self._counts)
-            self._is_summed = True
+        if not self._is_summed and self._counts:
+            counts = [*self._counts.values()]
+            together = torch.cat(counts)
+            self._sum_over_data(together)
+            torch._foreach_copy_(counts, together.split([len(each) for each in counts]))
+        self._is_summed = True
 
-    def _counter(self, number: int) -> Callable[..., None]:
+    def _counter(self, counts: Tensor) -> Callable[..., None]:
         """Return a forward hook that counts the choices of one layer."""
 
         def count(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
@@ -140,6 +151,6 @@ class ExpertCounts:
                 chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
                 self._top_k = chosen.shape[-1]
                 flat = chosen.detach().flatten()
-                self._counts[number].scatter_add_(0, flat, torch.ones_like(flat))
+                counts.scatter_add_(0, flat, torch.ones_like(flat))
 
         return count

@@ -69,8 +69,8 @@ class RecordingTrace(StorageTrace):
         tensors of the size of the full model. In a real run these tensors have no storage.
 
         Args:
-            engine: Engine whose parameters, buffers and optimizer states are assigned to their
-                blocks.
+            engine: Engine whose parameters and optimizer states are assigned to their blocks, with
+                the buffers and other tensors of their modules.
             blocks: Blocks of each pipeline stage, in order.
         """
         self._remove_freed()
@@ -162,10 +162,12 @@ class RecordingTrace(StorageTrace):
             for parameter in block.parameters()
         }
         owners = {
-            self._storage_id(buffer): (stage, index)
+            self._storage_id(tensor): (stage, index)
             for stage, members in blocks.items()
             for index, block in enumerate(members)
-            for buffer in block.buffers()
+            for module in block.modules()
+            for tensor in (*module._buffers.values(), *vars(module).values())
+            if isinstance(tensor, Tensor)
         }
         position_by_name = {}
         for name, parameter in engine.named_parameters():
