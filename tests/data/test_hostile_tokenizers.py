@@ -88,11 +88,12 @@ def test_a_chat_template_that_writes_gigabytes_is_an_error(
     assert time.monotonic() - before < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
         pytest.param({"pre_tokenizer": BACKTRACKS}, id="regex"),
-        pytest.param({"normalizer": MULTIPLIES}, id="replace", marks=pytest.mark.slow),
+        pytest.param({"normalizer": MULTIPLIES}, id="replace"),
     ],
 )
 def test_a_tokenizer_that_backtracks_or_multiplies_is_an_error(

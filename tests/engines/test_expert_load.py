@@ -198,6 +198,7 @@ def test_run_logs_and_shows_the_load_of_each_block(tmp_path: Path) -> None:
     assert f"expert load {logged[0]['expert_load']:.2f}" in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_verify_notices_a_bias_that_moves_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = run_config([*SETTINGS, *LAYOUTS["fsdp-2"], "model.balance_rate=0.1"])
     assert on_mock(chosen, ComparisonPlan(steps=3)).passed

@@ -37,7 +37,7 @@ DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 """Commands that trace many layouts: ten seconds each."""
 AT_ONCE = ("README",)
-"""Pages whose commands run in every test run: those of any other page take up to half a minute."""
+"""Pages whose blocks run in every test run: those of any other page take up to half a minute."""
 # Run by continuous integration, and during installation.
 NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ")
 
@@ -165,9 +165,7 @@ def test_a_command_that_looks_for_layouts_runs(
     Served(tmp_path, server)(*shortened(command, PAGES[0])[1:])
 
 
-@pytest.mark.parametrize(
-    "page", pages_with("python", at_once=[page.stem for page in PAGES if page.stem != "python-api"])
-)
+@pytest.mark.parametrize("page", pages_with("python", at_once=AT_ONCE))
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, server: Server) -> None:
     for number, script in enumerate(write_files(page, tmp_path)):
         path = tmp_path / f"script_{number}.py"

@@ -195,10 +195,11 @@ def test_lines_name_interval_spares_price_and_what_was_assumed() -> None:
     assert label == "unknown"
 
 
-def test_run_that_fails_faster_than_it_saves_makes_no_progress() -> None:
-    forecast = trained("hardware.mtbf_gpu_hours=0.001")
-    assert forecast.goodput < 1e-3
-    assert math.isfinite(forecast.days)
+def test_rate_at_which_a_run_fails_before_it_saves_is_refused() -> None:
+    message = r"hardware.mtbf_gpu_hours=0.001: .* 64 devices would fail every 0.0563 s"
+    with pytest.raises(ConfigError, match=message):
+        trained("hardware.mtbf_gpu_hours=0.001")
+    assert trained("hardware.mtbf_gpu_hours=30").goodput > 0.01
 
 
 def test_tokens_of_images_are_refused() -> None:

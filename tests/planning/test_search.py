@@ -15,6 +15,7 @@ from axonlaunch import config
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.engines.pipeline.split import balance
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search import search
 from axonlaunch.planning.search.keys import SEARCHED
@@ -91,10 +92,15 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert len(plan.candidates) <= search.TRIED
 
 
-def test_last_stage_of_formulas_has_fewer_layers_if_head_takes_long() -> None:
-    assert search._layers(32, 4, 0.0) == (8, 8, 8, 8)
-    assert search._layers(32, 4, 2.4) == (9, 9, 8, 6)
-    assert search._layers(32, 1, 2.4) == (32,)
+@pytest.mark.parametrize(
+    ("depth", "stages", "head"),
+    [(32, 1, 2.4), (32, 4, 0.0), (32, 4, 2.4), (32, 8, 2.1), (16, 4, 3.2), (80, 16, 1.2)],
+)
+def test_formulas_divide_layers_among_stages_as_training_does(
+    depth: int, stages: int, head: float
+) -> None:
+    trained = balance([1.0] * depth, num_stages=stages, first=0.0, last=head)
+    assert list(search._layers(depth, stages, head)) == trained
 
 
 def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:

@@ -100,6 +100,8 @@ def unused() -> nn.Module:
         [*MODELS["gpt"], *ZERO1, *WIDE, "optimizer=adamw_8bit"],
         [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "optimizer=lion_8bit"],
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
+        [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=fp8_tensorwise"],
+        [*MODELS["gpt"], *FSDP, *WIDE, *LOWER, "train.matmul_dtype=fp8_rowwise"],
         # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
         # fraction.
         [

@@ -25,7 +25,7 @@ from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
-from axonlaunch.preflight.parallelism import expert_degrees
+from axonlaunch.preflight.parallelism import expert_degrees, product_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -92,7 +92,11 @@ def candidates(
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
     if can_divide:
-        usual["tp"] = _power_of_two_divisors(in_node)
+        usual["tp"] = [
+            degree
+            for degree in _power_of_two_divisors(in_node)
+            if not any(product_problems(with_values(config, {keys.TENSOR: degree}), spec, model))
+        ]
     if not spec.undivided_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]

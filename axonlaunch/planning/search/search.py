@@ -329,7 +329,7 @@ def _fastest_and_smaller(family: Sequence[_Preselected]) -> list[_Preselected]:
 
 
 def _layers(depth: int, stages: int, head: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage if all stages take equally long.
+    """Return the number of layers of each stage as training has them: stages take equally long.
 
     Args:
         depth: Number of layers of the model.
@@ -338,12 +338,18 @@ def _layers(depth: int, stages: int, head: float) -> tuple[int, ...]:
     """
     if stages == 1 or depth < stages:
         return _evenly(depth, stages)
-    last = max(1, round((depth + head) / stages - head))
-    return (*_evenly(depth - last, stages - 1), last)
+    mean = math.floor((depth + head) / stages - head)
+    splits = [
+        (*_evenly(depth - last, stages - 1), last) for last in {max(1, mean), max(1, mean + 1)}
+    ]
+    costs = {counts: [*counts[:-1], counts[-1] + head] for counts in splits}
+    return min(splits, key=lambda counts: (max(costs[counts]), sum(c * c for c in costs[counts])))
 
 
 def _evenly(depth: int, stages: int) -> tuple[int, ...]:
-    return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
+    """Give the blocks that remain to the last stages, which hold fewer micro-batches at once."""
+    even, rest = divmod(depth, stages)
+    return (even,) * (stages - rest) + (even + 1,) * rest
 
 
 def _valid(

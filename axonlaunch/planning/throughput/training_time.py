@@ -22,6 +22,8 @@ from axonlaunch.planning.throughput.goodput import (
 _HOUR_S, _DAY_H = 3600.0, 24.0
 _TAIL = 0.05
 """Probability of each of the two tails outside a band, and of too few spare nodes."""
+_LEAST_GOODPUT = 0.01
+"""Goodput below which a run is said to make no progress."""
 
 
 def training_forecast(
@@ -37,7 +39,7 @@ def training_forecast(
         saved_bytes: Bytes of a checkpoint.
 
     Raises:
-        ConfigError: The samples are not sequences of tokens, or failures come faster than saves.
+        ConfigError: The samples are not sequences of tokens, or the run fails before it saves.
     """
     hardware = config.hardware
     assert hardware is not None
@@ -49,6 +51,14 @@ def training_forecast(
     every = round(best_interval_s(costs, mtbf_s=mtbf_s) / step_s)
     every = min(max(1, every), steps)
     expected = overheads(costs, interval_s=every * step_s, mtbf_s=mtbf_s)
+    if expected.goodput < _LEAST_GOODPUT:
+        message = (
+            f"is in device hours: {devices:,} devices would fail every {mtbf_s:,.3g} s, and the "
+            "run would make no progress, because a save with the steps before it takes "
+            f"{costs.stalled_s + every * step_s:,.3g} s; write a larger number"
+        )
+        figure = hardware.mtbf_gpu_hours
+        raise ConfigError([ConfigIssue("hardware.mtbf_gpu_hours", message, figure)])
     low, high = _band(costs, rates, useful_s=useful_s, interval_s=every * step_s, devices=devices)
     hours = useful_s / expected.goodput / _HOUR_S
     device_hours = devices * hours

@@ -6,7 +6,8 @@ quantizes blocks of the flat tensor; products in 8 bits are products of rounded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -109,6 +110,22 @@ def round_factors(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
     """
     for layer in layers:
         layer.forward = partial(_rounded_linear, layer, chosen)
+
+
+@contextmanager
+def without_rounded_factors(model: nn.Module) -> Iterator[None]:
+    """Undo ``round_factors`` inside."""
+    rounded = {m: m.__dict__.pop("forward") for m in model.modules() if _rounds(m)}
+    try:
+        yield
+    finally:
+        for module, forward in rounded.items():
+            module.forward = forward
+
+
+def _rounds(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _rounded_linear
 
 
 def _rounded_linear(layer: Any, chosen: MatmulFormat, x: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ from axonlaunch.verification.references.plain_rounding import (
     quantize_states,
     round_factors,
     round_states,
+    without_rounded_factors,
 )
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
 
@@ -262,7 +263,8 @@ class PlainRun:
             outputs: Tensor | ModelOutputs = self._outputs(sample)
             return outputs if isinstance(outputs, Tensor) else outputs.logits
 
-        return lookahead_problem(self.model, batch, outputs_of)
+        with without_rounded_factors(self.model):  # tokens of a micro-batch share scales
+            return lookahead_problem(self.model, batch, outputs_of)
 
     def step(self, number: int) -> ReferenceStep:
         """Run forward and backward of every micro-batch, then clip and update."""

@@ -30,12 +30,12 @@ once, or it does not happen. By step 8 at a large learning rate, the effect of o
 be 50 times that of another.
 """
 _FEW_PARAMETERS = 2**20
-_ROUNDS_OTHERWISE = 2.0**-18
-"""Relative perturbation of weights whose products have factors in 8 bits, 32 times fp32's epsilon.
+_ROUNDS_OTHERWISE = 2.0**-20
+"""Relative perturbation of weights whose products have factors in 8 bits, 8 times fp32's epsilon.
 
 A sum in another order, 1e-7, changes the rounding of one in 10^6 factors by 6%, which changes the
-rounding of others. In a small model this happens in some layouts only; in a perturbed reference it
-always does.
+rounding of others. In a small model this happens in some layouts only, and should then happen in
+the perturbed references too. From 2^-18 on, their noise hides gradients in e4m3 in place of e5m2.
 """
 
 

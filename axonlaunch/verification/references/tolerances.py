@@ -43,8 +43,9 @@ Rounding errors have random directions, so the length of a gradient hardly chang
 changes it.
 """
 _SMALL_FACTOR_BASE = 0.04
-"""The same for gradients with few elements after the first update, whose errors do not cancel, and
-for products with factors in 8 bits."""
+"""The same for gradients with few elements after the first update: errors do not cancel there."""
+_ROUNDED_FACTOR_BASE = 0.1
+"""The same for products of factors in 8 bits, whose gradients differ by up to 0.2 of their size."""
 _FEW = 2**10
 _STATISTICS_FACTOR = 10.0
 """Factor for the last evaluation of models with running statistics.
@@ -212,13 +213,13 @@ class Tolerances:
             return True
         step, name = difference.step, difference.name
         rounding = self._times * self._rounding(step, _LENGTH, name)
-        base = _SMALL_FACTOR_BASE if self._rounds_factors else FACTOR_BASE
+        base = _ROUNDED_FACTOR_BASE if self._rounds_factors else FACTOR_BASE
         if difference.count < _FEW:
             # A ReLU unit that is on in only one of two runs changes the gradient in one direction.
             # In a rank's part this has a larger weight than in the full gradient.
             share = difference.count / self._sizes.get(name, difference.count)
             rounding = max(rounding, self._rounding(step, "gradient", name) / math.sqrt(share))
-            base = _SMALL_FACTOR_BASE if step > 1 else base
+            base = max(base, _SMALL_FACTOR_BASE) if step > 1 else base
         return abs(difference.ratio - 1) <= max(base, rounding)
 
     def _rounding(self, step: int, kind: str, name: str) -> float:
