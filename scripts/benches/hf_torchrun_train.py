@@ -25,7 +25,7 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     shard(model, model.model.layers)
-    train(args, [[*model.parameters()]], lambda tokens: model(input_ids=tokens).logits)
+    train(args, model, lambda tokens: model(input_ids=tokens).logits)
 
 
 if __name__ == "__main__":

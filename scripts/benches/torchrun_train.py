@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ def main() -> None:
         model = DistributedDataParallel(model)
     else:
         shard(model, model.get_submodule("layers").children())
-    train(args, [[*model.parameters()]], lambda tokens: model(tokens))
+    train(args, model, lambda tokens: model(tokens))
 
 
 def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -56,19 +56,11 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def train(
-    args: argparse.Namespace,
-    groups: Sequence[list[nn.Parameter]],
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    args: argparse.Namespace, model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Train a model, and write the seconds of each logged step.
-
-    Args:
-        args: Arguments of the rival.
-        groups: Parameters of the model; torch updates and clips those of one mesh together.
-        logits_of: Forward of the model.
-    """
+    """Train a model, and write the seconds of each logged step."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(rank)
     tokens = torch.randint(0, 256, (args.batch // world, args.length + 1))
     seconds = []
@@ -77,8 +69,7 @@ def train(
         logits = logits_of(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        for group in groups:
-            torch.nn.utils.clip_grad_norm_(group, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step == 1 or step % args.log_every == 0):

@@ -57,7 +57,11 @@ def sum_in_bf16(patch: pytest.MonkeyPatch, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [[*TENSOR, BF16], [*TENSOR, "train.precision=fp16"], EXPERTS],
+    [
+        [*TENSOR, BF16],
+        pytest.param([*TENSOR, "train.precision=fp16"], marks=pytest.mark.slow),
+        EXPERTS,
+    ],
     ids=["bf16", "fp16", "experts"],
 )
 def test_fp32_sums_of_16_bit_gradients_are_additive(overrides: list[str]) -> None:
