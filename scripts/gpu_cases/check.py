@@ -67,6 +67,19 @@ RUNS = {
     "compiled": [*LLAMA, BF16, "strategy=fsdp", "train.compile=true"],
     "full recomputation": [*LLAMA, BF16, "train.activation_checkpointing=full"],
     "selective recomputation": [*LLAMA, BF16, "train.activation_checkpointing=selective"],
+    **{
+        f"{name} recomputation, inputs offloaded": [
+            *(*LLAMA, BF16, f"train.activation_checkpointing={mode}")
+        ]
+        for name, mode in (("full", "offload"), ("selective", "selective_offload"))
+    },
+    **{
+        f"updated in backward, {strategy}": [
+            *(*LLAMA, BF16, f"strategy={strategy}", "train.optimizer_in_backward=true"),
+            "train.grad_clip=null",
+        ]
+        for strategy in ("single", "fsdp")
+    },
     "deterministic": [*LLAMA, BF16, "train.deterministic=true"],
     "saved in the background": [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"],
     "profiled": [*LLAMA, BF16, "train.profile={steps: [10, 12], memory: true}"],

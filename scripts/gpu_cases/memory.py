@@ -47,6 +47,8 @@ SNAPSHOTS = Path("gpu-memory")
 BF16, SELECTIVE = "train.precision=bf16", "train.activation_checkpointing=selective"
 FULL, COMPILED = "train.activation_checkpointing=full", "train.compile=true"
 NONE = "train.activation_checkpointing=none"
+INPUTS = "train.activation_checkpointing=offload"
+IN_BACKWARD = ("train.optimizer_in_backward=true", "train.grad_clip=null")
 LLAMA_1B = [
     *("model=llama3_8b", "model.hidden_size=2048", "model.intermediate_size=8192"),
     *("model.num_hidden_layers=16", "data.sequence_length=4096", "train.global_batch_size=2"),
@@ -65,6 +67,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "1.2B": (1, [*LLAMA_1B, "strategy=single", BF16]),
     "1.2B selective": (1, [*LLAMA_1B, "strategy=single", BF16, SELECTIVE]),
     "1.2B full": (1, [*LLAMA_1B, "strategy=single", BF16, FULL]),
+    "1.2B full, inputs offloaded": (1, [*LLAMA_1B, "strategy=single", BF16, INPUTS]),
+    "1.2B updated in backward": (1, [*LLAMA_1B, "strategy=single", BF16, SELECTIVE, *IN_BACKWARD]),
     "1.2B compiled": (1, [*LLAMA_1B, "strategy=single", BF16, COMPILED]),
     "1.2B fsdp 1": (1, [*LLAMA_1B, "strategy=fsdp", BF16]),
     "1.2B fp32": (

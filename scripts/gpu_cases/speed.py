@@ -397,7 +397,7 @@ def _sharding(work: Work) -> dict[str, Any]:
 
 def _recompute(work: Work, model: Any) -> None:
     """Recompute the same activations as axonlaunch, so that all do the same products."""
-    mode = work.config.train.activation_checkpointing
+    mode = work.config.train.recomputation
     apply_activation_checkpointing(_blocks(model), mode=mode)
 
 

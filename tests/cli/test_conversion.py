@@ -371,7 +371,6 @@ def test_each_line_of_an_experiment_names_the_key_of_its_origin(
         ("llamafactory", "use_galore: true", "use_galore"),
         ("llamafactory", "dataset: unlisted", "dataset"),
         ("llamafactory", "template: mistral", "template"),
-        ("torchtune", "shuffle: false", "shuffle"),
         ("torchtune", "kd_ratio: 0.5", "kd_ratio"),
         ("trl", "beta: 0.1", "beta"),
         ("trl", "lr_scheduler_type: polynomial", "lr_scheduler_type"),
@@ -524,12 +523,13 @@ def test_steps_of_axolotl_need_no_strategy(
 
 def test_unfrozen_parameters_become_patterns(converted: Write) -> None:
     written = ["^lm_head.weight$", r"model.layers.4[4-9]+.gate", r"model\.layers\.\d+\.norm.*"]
+    written.append("^model.language_model.*")
     adapted = converted(AXOLOTL, yaml.safe_dump({"unfrozen_parameters": written}))
     assert "train.freeze" not in adapted.settings
     full = AXOLOTL.replace("adapter: lora", "")
     translation = converted(full, yaml.safe_dump({"unfrozen_parameters": written}))
     assert translation.settings["train.freeze"].value == ["*"]
-    patterns = ["lm_head.weight", "model.layers.4[4-9].gate*", "model.layers.*.norm**"]
+    patterns = ["lm_head.weight", "model.layers.4[4-9].gate*", "model.layers.*.norm**", "model.**"]
     assert translation.settings["train.unfreeze"].value == patterns
     (remark,) = (
         each

@@ -1,4 +1,4 @@
-"""Prompts of axolotl's styles of alpaca rows, and names of templates that mean the model's own."""
+"""Rows of converted files: prompts, names of templates and of roles, and their order."""
 
 from __future__ import annotations
 
@@ -78,3 +78,17 @@ def test_other_names_of_roles_are_fields(
     translation = converted(tmp_path, base_model="org/base", datasets=datasets)
     written = translation.settings.get("data.fields")
     assert (written.value if written else {}) == fields
+
+
+def test_order_of_the_files_is_kept(tmp_path: Path) -> None:
+    keys = {"base_model": "org/base", "sample_packing": True, "curriculum_sampling": True}
+    datasets = [{"path": "rows.jsonl", "type": "alpaca"}]
+    translation = converted(tmp_path, datasets=datasets, **keys)
+    assert translation.settings["data.shuffle"].value == "none"
+    assert translation.settings["data.packing"].value == "none"
+    assert not translation.changes_training
+    both = [*datasets, {"path": "more.jsonl", "type": "alpaca"}]
+    mixed = converted(tmp_path, datasets=both, **keys)
+    assert [each.key for each in mixed.remarks if each.kind == "left out"] == [
+        "curriculum_sampling"
+    ]

@@ -1,7 +1,8 @@
 """Converted recipes of other tools train, with tiny models and rows in the format of their data.
 
 The experiments in ``published`` were written by ``axonlaunch convert`` from files of axolotl,
-LLaMA-Factory, torchtune and the alignment handbook. A local server stands for the Hub.
+LLaMA-Factory, torchtune and the alignment handbook, those of AutoModel and torchtitan by hand. A
+local server stands for the Hub.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ CHATS = [
     for n in range(1500)
 ]
 TEXTS = [{"text": "to be or not to be " * 30, "chapter": "the rest is silence " * 30}] * 60
+SQUAD = [
+    {
+        "context": f"{n} is followed by {n + 1}.",
+        "question": f"What follows {n}?",
+        "answers": {"text": [str(n + 1)], "answer_start": [3]},
+    }
+    for n in range(300)
+]
 ROWS = {
     "tatsu-lab/alpaca": ALPACA,
     "mhenrichsen/alpaca_2k_test": ALPACA,
@@ -50,20 +59,26 @@ ROWS = {
     "HuggingFaceTB/smoltalk": CHATS,
     "princeton-nlp/TextbookChapters": TEXTS,
     "togethercomputer/Long-Data-Collections": TEXTS,
+    "rajpurkar/squad": SQUAD,
+    "allenai/c4": TEXTS * 5,
 }
 """Rows that stand for those of data sets on the Hub."""
 SPLITS = {
     "HuggingFaceH4/ultrachat_200k": ["train_sft", "test_sft"],
     "HuggingFaceTB/smoltalk": ["train", "test"],
+    "rajpurkar/squad": ["train", "validation"],
 }
 RECIPES = {
     "axolotl_cogito_3b_lora": ("llama", 1),
     "axolotl_llama3_8b_long_context": ("llama", 8),
     "axolotl_mixtral_8x22b_qlora": ("mixtral", 1),
     "axolotl_qwen3_30b_expert_parallel": ("qwen3_moe", 4),
+    "automodel_phi_4_squad_tp2": ("phi3", 2),
     "handbook_smollm2_sft": ("llama", 1),
     "handbook_zephyr_7b_qlora": ("mistral", 1),
     "llamafactory_qwen3_4b_lora": ("qwen3", 1),
+    "llamafactory_v1_qwen3_4b_lora": ("qwen3", 2),
+    "torchtitan_qwen3_moe_param_groups": ("qwen3_moe", 2),
     "torchtune_llama3_8b_lora": ("llama", 1),
 }
 """Family of each recipe's model, and the number of ranks."""
@@ -100,6 +115,8 @@ def data_files(name: str, rows: list[dict[str, Any]]) -> dict[str, str | bytes]:
     if name == "togethercomputer/Long-Data-Collections":
         return {"pretrain/rp_sub.jsonl.zst": pyarrow.compress(text.encode(), "zstd", asbytes=True)}
     splits = SPLITS.get(name, ["train"])
+    if name == "allenai/c4":
+        return {"en/train-00000.jsonl": text}
     files: dict[str, str | bytes] = {
         f"data/all/{split}-00000-of-00001.jsonl": text for split in splits
     }

@@ -22,6 +22,7 @@ from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.datasets.loader import order_of
 from axonlaunch.data.shards import shard_maker, token_cache
 from axonlaunch.data.shards.encoding import Tokenising
 from axonlaunch.data.texts.text_rows import TextRows
@@ -361,3 +362,17 @@ def test_batch_has_positions_only_if_rows_hold_several_documents(
         dataset.samples([3], split="train").inputs,
         dataset.samples(np.array([3]), split="train").inputs,
     )
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_rows_stay_in_the_order_of_the_files_without_shuffling(
+    packing: str, documents: Documents
+) -> None:
+    rows = [{"text": chr(ord("a") + number) * 9} for number in range(12)]
+    keys = {"packing": packing, "sequence_length": 10, "held_out": 0, "shuffle": "none"}
+    dataset = documents(rows, bytes_=True, **keys)
+    count = dataset.num_samples
+    order = order_of(dataset, np.arange(2 * count), seed=3)
+    assert order.tolist() == [*range(count), *range(count)]
+    first = dataset.samples(order[:count], split="train").inputs[:, 0].tolist()
+    assert first == sorted(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,10 +69,8 @@ def trained(model: nn.Module, *, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # torchao's libraries for GPUs can't be loaded
 def test_training_in_8_bits_equals_torchao_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    from dataclasses import replace
-
     torchao: Any = pytest.importorskip("torchao.float8")
     recipe = torchao.Float8LinearConfig.from_recipe_name(name.removeprefix("fp8_"))
     recipe = replace(recipe, emulate=True, round_scales_to_power_of_2=True)
@@ -122,6 +121,17 @@ def test_a_factor_of_zeros_gives_zeros_and_an_infinite_one_nan(name: str) -> Non
     assert layer(torch.full((4, 128), torch.inf)).isnan().all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports deprecated parts of torch
+def test_compiled_products_equal_eager_ones(name: str) -> None:
+    model = in_8_bits(linear_layers(dtype=torch.float32), name)
+    expected = trained(copy.deepcopy(model), dtype=torch.float32)
+    actual = trained(torch.compile(model), dtype=torch.float32)  # type: ignore[arg-type]
+    for value, other in zip(actual, expected, strict=True):
+        assert (value - other).norm() <= 1e-5 * other.norm()
+
+
 def losses(overrides: list[str]) -> list[float]:
     chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
@@ -141,7 +151,7 @@ def test_every_layout_has_the_losses_of_one_process(layout: str, name: str) -> N
     depth = [each for each in overrides if "num_hidden_layers" in each]
     expected = losses([overrides[0], "strategy=single", *depth])
     actual = losses(overrides)
-    assert actual[:1] == pytest.approx(expected[:1], rel=1e-6)
+    assert actual[:1] == pytest.approx(expected[:1], rel=5e-5)
     # Sums in another order differ by 1e-7. Once this rounds a factor to its other neighbour, losses
     # differ as much as after a change of the weights by 1e-7: by up to 9e-4.
     assert actual == pytest.approx(expected, rel=3e-3)

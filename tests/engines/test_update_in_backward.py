@@ -75,7 +75,7 @@ def assert_equal(actual: list[Trained], expected: list[Trained]) -> None:
         assert [n for n, value in state.items() if not torch.equal(value, expected_state[n])] == []
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_update_in_backward_equals_update_after_it_to_the_bit(layout: str) -> None:
     overrides = shlex.split(LAYOUTS[layout])

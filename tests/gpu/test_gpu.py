@@ -35,6 +35,10 @@ LAYOUTS = {
     "zero1": ["strategy=zero1"],
     "fsdp": ["strategy=fsdp"],
     "recomputed": ["strategy=fsdp", "train.activation_checkpointing=selective"],
+    "inputs offloaded": ["strategy=fsdp", "train.activation_checkpointing=offload"],
+    "updated in backward": [
+        *("strategy=fsdp", "train.optimizer_in_backward=true", "train.grad_clip=null")
+    ],
 }
 
 

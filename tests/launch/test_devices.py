@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,13 +67,48 @@ def test_automatic_precision_is_that_of_the_devices(
 
 def test_only_gpus_since_ampere_have_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = [
-        SimpleNamespace(name=name, total_memory=GIB, uuid=name, major=major)
+        SimpleNamespace(name=name, total_memory=GIB, uuid=name, major=major, minor=0)
         for name, major in (("V100", 7), ("A100", 8), ("H100", 9))
     ]
     monkeypatch.setattr(gpus, "has_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties[number])
     assert [gpu.has_bf16 for gpu in gpus.devices_of_rank()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("hip", "described", "has_fp8"),
+    [
+        (None, {"major": 8, "minor": 6}, False),
+        (None, {"major": 8, "minor": 9}, True),
+        (None, {"major": 10, "minor": 0}, True),
+        ("7.0", {"gcnArchName": "gfx942:sramecc+:xnack-"}, False),
+        ("7.0", {"gcnArchName": "gfx950:sramecc+:xnack-"}, True),
+    ],
+    ids=["A40", "L40S", "B200", "MI300", "MI350"],
+)
+def test_only_gpus_that_multiply_float8_e4m3fn_have_fp8(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, described: dict[str, Any], has_fp8: bool
+) -> None:
+    properties = SimpleNamespace(
+        **{"name": "GPU", "total_memory": GIB, "uuid": "0", "major": 9, **described}
+    )
+    monkeypatch.setattr(gpus, "has_nccl", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    assert [gpu.has_fp8 for gpu in gpus.devices_of_rank()] == [has_fp8]
+
+
+def test_products_in_8_bits_are_refused_on_gpus_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = [gpus.Device("A100", 80 * GIB, "uuid", has_fp8=False)]
+    monkeypatch.setattr(gpus, "devices", lambda: devices)
+    overrides = ["launch.nproc=1", "train.matmul_dtype=fp8_rowwise"]
+    with pytest.raises(ConfigError, match=r"A100 has no products of 8-bit numbers, .*; use null"):
+        run_config(overrides)
+    run_config([*overrides, "launch.device=cpu"])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ KINDS = {
     "fsdp": ["strategy.data_parallel=fsdp"],
     "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2"],
 }
-RECOMPUTATION = ["none", "none", "full", "selective"]
+RECOMPUTATION = ["none", "none", "full", "selective", "offload"]
 OF_ONE_KIND = [
     "strategy.ddp.sync=no_sync",
     "strategy.ddp.sync=synchronous",

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from axonlaunch.config.precision import MATMUL_FORMATS
+from axonlaunch.engines.precision.scaled_products import ScaledProducts
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -40,6 +42,25 @@ def test_linear_layer_counts_one_product_forward_and_two_backward(trace: Operati
         Product("forward", 1, 6, 10, 4, fp32): Amount(1, 4 * (6 * 4 + 4 * 10 + 6 * 10), 480),
         Product("backward", 1, 10, 4, 6, fp32): Amount(1, 4 * (10 * 6 + 6 * 4 + 10 * 4), 480),
         Product("backward", 1, 6, 4, 10, fp32): Amount(1, 4 * (6 * 10 + 10 * 4 + 6 * 4), 480),
+    }
+
+
+def test_linear_layer_in_8_bits_counts_its_products_in_these_types(trace: OperationTrace) -> None:
+    products = ScaledProducts(MATMUL_FORMATS["fp8_tensorwise"])
+    x = torch.empty(48, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    with trace:
+        products(x, weight).sum().backward()
+    counted = {key: amount for key, amount in trace.work.items() if isinstance(key, Product)}
+    forward, backward, flops = torch.float8_e4m3fn, torch.float8_e5m2, 2.0 * 48 * 32 * 16
+
+    def amount(m: int, n: int, k: int) -> Amount:
+        return Amount(1, m * k + k * n + 2 * m * n, flops)
+
+    assert counted == {
+        Product("forward", 1, 48, 32, 16, forward): amount(48, 32, 16),
+        Product("backward", 1, 48, 16, 32, backward): amount(48, 16, 32),
+        Product("backward", 1, 32, 16, 48, backward): amount(32, 16, 48),
     }
 
 

@@ -92,6 +92,16 @@ def test_compiling_saves_kernel_time_but_not_products(fsdp: StepWork) -> None:
     assert fused.breakdown["memory-bound"] < plain.breakdown["memory-bound"]
 
 
+@pytest.mark.slow
+def test_products_in_8_bits_take_more_than_half_the_time(fsdp: StepWork) -> None:
+    overrides = ["strategy=fsdp", "launch.nproc=8", "train.compile=true"]
+    plain = reported(run(*overrides), fsdp)
+    rounded = reported(run(*overrides, "train.matmul_dtype=fp8_tensorwise"))
+    shares = [each.breakdown["matrix products"] for each in (rounded, plain)]
+    assert 0.5 < shares[0] / shares[1] < 0.7  # the head is in bf16
+    assert rounded.breakdown["memory-bound"] > plain.breakdown["memory-bound"]
+
+
 def test_device_with_little_work_waits_for_launches() -> None:
     narrow = ["strategy=tensor", "launch.nproc=8", "data.sequence_length=128"]
     config = run(*narrow)

@@ -117,18 +117,6 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",
         "strategy=fsdp train.activation_checkpointing=selective",
-        f"strategy=fsdp {IN_BACKWARD} train.global_batch_size=2 optimizer.state_dtype=bf16",
-        f"strategy=fsdp train.precision=bf16 {IN_BACKWARD} {OFFLOADED_INPUTS}",
-        f"strategy=tensor {IN_BACKWARD} train.global_batch_size=1",
-        f"strategy=ddp model.num_hidden_layers=7 {OFFLOADED_INPUTS}",
-        f"strategy=ddp {OFFLOADED_INPUTS} train.micro_batch_size=2",
-        f"strategy=fsdp train.precision=bf16 {OFFLOADED_INPUTS}",
-        f"{FSDP}.cpu_offload=params {OFFLOADED_INPUTS}",
-        "strategy=tensor strategy.tensor.sequence_parallel=true "
-        "train.activation_checkpointing=selective_offload",
-        f"strategy=ddp strategy.context.degree=2 {OFFLOADED_INPUTS}",
-        *(f"{PIPELINE}={name} {OFFLOADED_INPUTS}" for name in SCHEDULES),
-        f"{PIPELINE}=1f1b model.num_hidden_layers=8 train.micro_batch_size=1 {OFFLOADED_INPUTS}",
         f"{PIPELINE}=zbv_zero_bubble train.precision=bf16 train.micro_batch_size=1",
         "strategy=ddp strategy.context.degree=2",
         *(f"{PIPELINE}={name}" for name in SCHEDULES),
@@ -146,6 +134,20 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=zero1 strategy.context.degree=2",
     ],
 }
+
+FREED_IN_BACKWARD = [
+    f"strategy=fsdp {IN_BACKWARD} train.global_batch_size=2 optimizer.state_dtype=bf16",
+    f"strategy=fsdp train.precision=bf16 {IN_BACKWARD} {OFFLOADED_INPUTS}",
+    f"strategy=tensor {IN_BACKWARD} train.global_batch_size=1",
+    f"strategy=ddp model.num_hidden_layers=7 {OFFLOADED_INPUTS}",
+    f"{FSDP}.cpu_offload=params {OFFLOADED_INPUTS}",
+    "strategy=tensor strategy.tensor.sequence_parallel=true "
+    "train.activation_checkpointing=selective_offload",
+    f"strategy=ddp strategy.context.degree=2 {OFFLOADED_INPUTS}",
+    *(f"{PIPELINE}={name} {OFFLOADED_INPUTS}" for name in SCHEDULES),
+    f"{PIPELINE}=1f1b model.num_hidden_layers=8 train.micro_batch_size=1 {OFFLOADED_INPUTS}",
+]
+"""Cases of two ranks whose gradients or inputs of blocks leave the device during backward."""
 
 
 def estimated(case: str, ranks: int) -> list[Held]:
@@ -166,6 +168,7 @@ def estimated(case: str, ranks: int) -> list[Held]:
     [
         pytest.param(CASES[2], 2, id="2 ranks", marks=pytest.mark.slow),
         pytest.param(CASES[4], 4, id="4 ranks"),
+        pytest.param(FREED_IN_BACKWARD, 2, id="freed in backward", marks=pytest.mark.slow),
         *(
             pytest.param(cases, r, id=f"{r} ranks, more", marks=pytest.mark.slow)
             for r, cases in SLOW_CASES.items()

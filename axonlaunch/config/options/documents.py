@@ -134,10 +134,11 @@ class TextRowsConfig:
     auto: best_fit, but a small number of documents is spread over 64 rows, and none if the model
     cannot separate documents. Documents never attend to each other
     """
-    shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
+    shuffle: Literal["all", "shards", "none"] = field(default="all", metadata=_OF_THE_MIX)
     """order of rows. all: shuffled over all files, which are tokenised before the run starts;
     shards: shuffled within parts of about 16 MB, file after file; the run starts when the first
-    part is tokenised, and the others are tokenised during training
+    part is tokenised, and the others are tokenised during training; none: the order of the files in
+    every epoch
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """treatment of documents longer than a row, with best_fit and none"""
@@ -163,9 +164,12 @@ class TextRowsConfig:
             problems.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
         if self.files and self.mix:
             problems.append(("files", "data.mix names the files of each source; use one of them"))
-        if self.mix and self.shuffle == "shards":
+        if self.mix and self.shuffle != "all":
             message = "data.mix is shuffled over all its sources; use all, or data.files"
             problems.append(("shuffle", message))
+        if self.shuffle == "none" and self.packing in ("auto", "best_fit"):
+            message = f"packing={self.packing} puts long documents first; use data.packing=none"
+            problems.append(("shuffle", f"data.{message} or concat"))
         shares = self.shares()
         weighted = [name for name, share in shares.items() if share.weight is not None]
         if weighted and len(weighted) < len(shares):

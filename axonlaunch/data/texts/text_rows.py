@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
-from axonlaunch.data.datasets.shuffle import permute
+from axonlaunch.data.datasets.shuffle import Indices, permute
 from axonlaunch.data.files.rows import UnreadableFileError
 from axonlaunch.data.files.selection import held_out_sources, training_sources
 from axonlaunch.data.files.sources import SourceFile
@@ -32,6 +32,16 @@ from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
 _HELD_OUT_KEY = (1,)
 """Fixed, because the held-out documents must not depend on a run's seed."""
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """The order of the files, in every epoch."""
+
+    num_rows: int
+
+    def __call__(self, positions: Indices, *, seed: int) -> Indices:  # noqa: ARG002
+        return positions % self.num_rows
 
 
 class TextRows:
@@ -112,6 +122,7 @@ class TextRows:
         return DatasetInfo(
             notes=self._notes,
             is_packed=self._is_packed,
+            order=_InOrder(self.num_samples) if self._config.shuffle == "none" else None,
             file_sums=self.file_sums,
             tokenizer=self.tokenizer,
         )

@@ -48,6 +48,23 @@ def _name_of(source: Mapping[str, Any], taken: list[str]) -> str:
     return chosen
 
 
+def set_in_order(translation: Translation, key: str) -> None:
+    """Keep the order of the rows, after the data and its packing are set.
+
+    Args:
+        translation: Translation.
+        key: Key that says so.
+    """
+    if any(name.startswith("data.mix.") for name in translation.settings):
+        translation.leave_out(key, "data.mix is shuffled over all its sources")
+        return
+    translation.set("data.shuffle", "none", key)
+    packing = translation.settings.get("data.packing")
+    if packing is not None and packing.value == "best_fit":
+        translation.set("data.packing", "none", *packing.keys)
+        translation.note(key, "rows are not packed, which would change their order")
+
+
 def set_template(translation: Translation, key: str, model: str) -> None:
     """Set the chat template by the name that another tool has for it.
 

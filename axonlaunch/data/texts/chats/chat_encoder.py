@@ -17,7 +17,7 @@ from axonlaunch.data.texts.chats.chat_rows import Chat, chat_columns, read_chat
 from axonlaunch.data.texts.chats.chat_template import ChatTemplate, Written
 from axonlaunch.data.texts.chats.computed_fields import (
     compile_fields,
-    computed,
+    expressions,
     with_computed,
 )
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
@@ -86,7 +86,7 @@ class ChatEncoder:
 
     def _with_computed(self, rows: Sequence[Row | str]) -> Sequence[Row | str | BadRow]:
         """Return rows with computed fields; the texts of fields run in a copy of this process."""
-        if not computed(self._fields):
+        if not expressions(self._fields):
             return rows
         assert isinstance(self._tokenizer, PretrainedTokenizer)  # bytes have no chat template
         size = sum(len(str(row)) for row in rows)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
-from axonlaunch.data.texts.chats.computed_fields import computed, with_computed
+from axonlaunch.data.texts.chats.computed_fields import expressions, with_computed
 from axonlaunch.data.texts.chats.message_flags import take_flag
 from axonlaunch.data.texts.chats.named_templates import is_jinja
 
@@ -95,7 +95,7 @@ def chat_columns(names: list[str], *, fields: Mapping[str, str]) -> list[str]:
         names: Names of the table's columns.
         fields: Names of columns by what they hold.
     """
-    if computed(fields):
+    if expressions(fields):
         return names
     read = {
         name

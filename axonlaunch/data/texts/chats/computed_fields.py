@@ -16,7 +16,7 @@ from axonlaunch.data.files.tables import LARGEST_ROW
 from axonlaunch.data.texts.chats.named_templates import is_jinja
 
 
-def computed(fields: Mapping[str, str]) -> dict[str, str]:
+def expressions(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the fields that are computed, with their texts."""
     return {name: text for name, text in fields.items() if is_jinja(text)}
 
@@ -27,7 +27,7 @@ def compile_fields(fields: Mapping[str, str]) -> None:
     Raises:
         ConfigError: A text is not valid Jinja.
     """
-    for name, text in computed(fields).items():
+    for name, text in expressions(fields).items():
         try:
             jinja(text)
         except Exception as error:  # parsing text of a stranger may raise any error
@@ -43,14 +43,14 @@ def with_computed(row: Row, fields: Mapping[str, str]) -> Row:
     Raises:
         ValueError: A text rejects the row, as when it lacks a column.
     """
-    texts = {text: name for name, text in computed(fields).items() if text not in row}
+    texts = {text: name for name, text in expressions(fields).items() if text not in row}
     if not texts:
         return row
     values = {str(name): value for name, value in row.items() if value is not None}
-    return {**row, **{text: _rendered(text, name, values) for text, name in texts.items()}}
+    return {**row, **{text: _render(text, name, values) for text, name in texts.items()}}
 
 
-def _rendered(text: str, name: str, values: Mapping[str, Any]) -> str:
+def _render(text: str, name: str, values: Mapping[str, Any]) -> str:
     try:
         rendered = str(jinja(text).render(values))
     except Exception as error:  # a text may raise any error

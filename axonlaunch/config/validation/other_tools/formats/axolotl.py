@@ -67,7 +67,7 @@ def _unfrozen(translation: Translation, key: str, value: Any) -> None:
             translation.leave_out(key, f"write {written} as a pattern in train.unfreeze")
             continue
         name = text.removeprefix("^").replace("\\.", ".").replace(_ANY, "*")
-        name = name.replace("language_model.", "")  # of models of images
+        name = re.sub(r"\blanguage_model\.?", "", name)  # of models of images
         patterns.append(name.removesuffix("$") if name.endswith("$") else f"{name}*")
     translation.set("train.freeze", ["*"], key)
     translation.set("train.unfreeze", patterns, key)
@@ -97,7 +97,7 @@ _KEYS: Table = {
     "context_parallel_size": with_others(),
     "cosine_constant_lr_ratio": missing("scheduler=wsd has a constant part"),
     "cosine_min_lr_ratio": with_others(),
-    "curriculum_sampling": missing("rows are in random order"),
+    "curriculum_sampling": with_others(),
     "cut_cross_entropy": with_note("train.loss_chunk=1024 saves the memory of logits"),
     "ddp": not_needed(reasons.LAYOUT_ONLY),
     "ddp_*": not_needed(reasons.LAYOUT_ONLY),
@@ -246,6 +246,8 @@ def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
     translation.option("model", "hf", "base_model")
     held_out = set_data(translation)
+    if translation.flag("curriculum_sampling"):
+        data_rules.set_in_order(translation, "curriculum_sampling")
     shared = _set_layout(translation)
     rules.set_batch(
         translation, "micro_batch_size", "gradient_accumulation_steps", divided_by=shared

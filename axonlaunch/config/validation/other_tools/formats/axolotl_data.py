@@ -52,7 +52,7 @@ _INPUT = ", paired with an input that provides further context"
 _ANSWER = "Write a response that appropriately completes the request."
 
 
-def _styled(system: str, turn: str, without_input: str) -> dict[str, Any]:
+def _prompt_in_style(system: str, turn: str, without_input: str) -> dict[str, Any]:
     """Return the prompt format of alpaca's rows in another style.
 
     Args:
@@ -79,17 +79,17 @@ def _in_jinja(text: str) -> str:
 
 _PROMPTS: dict[str, dict[str, Any]] = {
     "alpaca": {"prompt_format": "alpaca"},
-    "alpaca:chat": _styled(
+    "alpaca:chat": _prompt_in_style(
         "SYSTEM: {system}\n",
         "USER: {instruction}\n{input}\nASSISTANT:",
         "USER: {instruction}\nASSISTANT:",
     ),
-    "alpaca:chatml": _styled(
+    "alpaca:chatml": _prompt_in_style(
         "<|im_start|>system\n{system}<|im_end|>\n",
         "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n",
     ),
-    "alpaca:phi": _styled(
+    "alpaca:phi": _prompt_in_style(
         "<|system|>\n{system}<|end|>\n",
         "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
         "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",

@@ -176,7 +176,7 @@ _KEYS: Table = {
     "save_adapter_weights_only": not_needed("checkpoint export --adapter writes the adapter"),
     "save_every_n_epochs": with_others(),
     "seed": to("seed", int),
-    "shuffle": missing("rows are in random order", off=(True,)),
+    "shuffle": with_others(),
     "tensor_parallel_dim": with_others(),
     "tensor_parallel_plan.*": not_needed("the model defines its plan"),
     "tokenizer._component_": not_needed("the folder of the model has the tokenizer"),
@@ -205,6 +205,8 @@ def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
     translation.option("model", "hf", "model._component_")
     validates = _set_data(translation)
+    if not translation.get("shuffle", True):
+        data_rules.set_in_order(translation, "shuffle")
     degree = rules.set_degrees(translation, tensor="tensor_parallel_dim")
     rules.set_batch(translation, "batch_size", "gradient_accumulation_steps", divided_by=degree)
     _set_length(translation)
