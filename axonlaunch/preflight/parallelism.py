@@ -134,8 +134,10 @@ def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
 
 def product_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield why layers can't compute in ``train.matmul_dtype``, or the first unsuitable size."""
-    if (products := precision_of(config).products) is None:
+    if config.train.matmul_dtype is None:
         return
+    products = precision_of(config).products
+    assert products is not None
     if issues := [*selection_problems(config, spec, model)]:
         yield from issues
         return
