@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from configured import run_config
+from hf_families import without_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -212,6 +213,26 @@ def test_head_counts_as_blocks_of_last_stage() -> None:
     assert counts(model, num_stages=4) == [3, 4, 4, 1]
     narrow = construct(dataclasses.replace(config, vocab_size=16), seed=0)
     assert counts(narrow, num_stages=4) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
+def test_flops_of_transformers_models_are_those_of_products(kind: str) -> None:
+    """Per token a block has the products of its parameters, and attention to 64 positions."""
+    config = run_config(without_folder(kind, num_hidden_layers=2)).model
+    model, spec = on_meta(config, seed=0), spec_for(config)
+    tokens = torch.zeros(1, 64, dtype=torch.int64, device="meta")
+    names = block_names(spec, model)
+    before, first, second, after = split._flops_by_block(spec, model, names, tokens)
+    hf = model.config
+    active = sum(p.numel() for n, p in model.get_submodule(names[0]).named_parameters()
+                 if p.ndim == 2)  # fmt: skip
+    packed = sum(p.numel() for p in model.get_submodule(names[0]).parameters() if p.ndim == 3)
+    if packed:
+        active += packed * hf.num_experts_per_tok // hf.num_experts
+    attention = 2 * 2 * 64 * 64 * hf.num_attention_heads * hf.head_dim
+    assert before == 0
+    assert first == second == 2 * 64 * active + attention
+    assert after == 2 * 64 * hf.vocab_size * hf.hidden_size
 
 
 def test_model_without_products_is_balanced_by_parameters() -> None:

@@ -16,6 +16,9 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import MATMUL_FORMATS
 from axonlaunch.engines.precision.scaled_products import ScaledLinear, scale_products
+from axonlaunch.models.facts.scaled_layers import scaled_layers
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 
 NAMES = sorted(MATMUL_FORMATS)
 MODEL = [
@@ -174,6 +177,47 @@ def test_linear_layers_of_blocks_compute_in_8_bits_and_excluded_ones_do_not() ->
     assert World.mock(1).run(run)[0] == expected
 
 
+def test_layers_of_a_class_share_a_class_so_blocks_are_compiled_once() -> None:
+    model = linear_layers(dtype=torch.float32)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    scale_products(layers, MATMUL_FORMATS[NAMES[0]])
+    assert len({type(layer) for layer in layers}) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_expert_without_tokens_has_zero_gradients(name: str) -> None:
+    layer = in_8_bits(nn.Sequential(nn.Linear(32, 16)), name)
+    x = torch.empty(0, 32, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert not layer[0].weight.grad.any()  # type: ignore[union-attr, operator]
+
+
+class Router(nn.Module):
+    """A router that is a module beside its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 20)
+
+
+class Mixture(nn.Module):
+    """A layer with 20 experts, whose router is a child of a module beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(32, 32)
+        self.router = Router()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(20))
+
+
+def test_routers_in_a_module_beside_experts_are_left_out() -> None:
+    config = run_config([*MODEL, "train.matmul_dtype=fp8_rowwise"])
+    spec = ModelSpec(build=lambda _: Mixture(), loss=cross_entropy_sum)
+    layers = scaled_layers(config, spec, Mixture())
+    assert [name for name in layers if not name.startswith("experts.")] == ["attention"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -193,6 +237,14 @@ def test_linear_layers_of_blocks_compute_in_8_bits_and_excluded_ones_do_not() ->
         ([*MODEL, "train.matmul_exclude=['*']"], "leaves no layer; use train.matmul_dtype=null"),
         ([*MODEL, "adapter=lora", "adapter.base=int8"], "would be rounded a second time"),
         ([*MODEL, "hardware=a100_80gb"], "hardware=a100_80gb has no fp8_tflops"),
+        (
+            [
+                *(*MODEL, "strategy=tensor", "launch.nproc=2", "train.compile=true"),
+                "strategy.tensor.sequence_parallel=true",
+                "strategy.tensor.async_collectives=true",
+            ],
+            "torch overlaps no products in 8 bits",
+        ),
     ],
 )
 def test_products_in_8_bits_that_a_run_cannot_have_are_refused(

@@ -12,6 +12,7 @@ import torch
 from axonlaunch.config.optimization.optimizer_states import OptimizerState
 from axonlaunch.engines.optimizer import optimizers, streaming
 from axonlaunch.models import build
+from axonlaunch.models.tensors import host_memory
 from axonlaunch.models.tensors import page_locked as module
 from axonlaunch.models.tensors.initialization import Constant, Staging
 from axonlaunch.models.tensors.page_locked import page_locked
@@ -147,3 +148,24 @@ def test_adapters_are_drawn_in_one_buffer(driver: Driver, monkeypatch: pytest.Mo
     assert [float(part.mean()) for part in parts] == [1.0, 2.0]
     assert driver.requests == 1
     assert not driver.locked
+
+
+def test_host_memory_of_many_sizes_is_that_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        made.append(like.nbytes)
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    monkeypatch.setattr(host_memory, "page_locked", allocate)
+    buffers = host_memory.HostBuffers(torch.device("cuda"))
+    for length in (7, 3, 5, 9, 2, 8):
+        inputs = torch.empty(4, length, dtype=torch.bfloat16).t()
+        taken = [buffers.take(inputs) for _ in range(2)]
+        assert {(each.shape, each.stride(), each.dtype) for each in taken} == {
+            (inputs.shape, inputs.stride(), inputs.dtype)
+        }
+        assert taken[0].data_ptr() != taken[1].data_ptr()
+        for each in taken:
+            buffers.give_back(each)
+    assert made == [56, 56, 72, 72]

@@ -267,6 +267,9 @@ def _products(config: RunConfig) -> Iterator[ConfigIssue]:
             "adapter.base=null"
         )
         yield ConfigIssue("train.matmul_dtype", message, products.name)
+    if config.strategy.tensor.async_collectives:
+        message = "torch overlaps no products in 8 bits; use false, or train.matmul_dtype=null"
+        yield ConfigIssue("strategy.tensor.async_collectives", message, True)
     if hardware is not None and not hardware.is_cpu and getattr(hardware, products.peak) is None:
         message = (
             f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "

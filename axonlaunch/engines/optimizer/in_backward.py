@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.optimization.optimizer import OptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update
@@ -69,6 +71,12 @@ class UpdateInBackward(Update):
         """Update one parameter; torch passes the tensor that has the gradient."""
         parameter = self._updated[name]
         self._hand_over(name)
+        if parameter.is_cuda:
+            # FSDP calls this on a stream of its own. States of a checkpoint are from another one,
+            # and an update may replace them before its kernels have read them.
+            for state in optimizer.state.get(parameter, {}).values():
+                if isinstance(state, Tensor) and state.is_cuda:
+                    local_part(state).record_stream(torch.cuda.current_stream(state.device))
         groups = optimizer.param_groups
         try:
             optimizer.param_groups = [{**group, "params": [parameter]}]

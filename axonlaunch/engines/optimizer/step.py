@@ -279,6 +279,7 @@ class Update:
             if any(kind.initial is None for kind in self._kinds(name).values()):
                 return False
             self._made_states(name)
+        self._made = {}  # as in _begin_step
         return True
 
     def forget_gradients(self) -> None:

@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
@@ -24,6 +25,25 @@ from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_f
 from axonlaunch.models.specs.spec import BlockFlow, ModelSpec
 from axonlaunch.models.tensors.initialization import materialize
 
+
+def _flops_of_experts(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Return the FLOPs of [S, K] x [experts, K, N], or of [K, S] x [S, N]."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+def _flops_of_attention(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    # The formula expects equal head counts. Shared key-value heads need the same FLOPs.
+    shapes = [torch.Size((*query[:2], *shape[2:])) for shape in (query, key, value)]
+    return int(sdpa_flop_count(*shapes))
+
+
+_UNCOUNTED: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm: _flops_of_experts,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flops_of_attention,
+}
+"""FLOPs of operations that torch's counter leaves out. Models are measured as if on a CPU."""
 _balanced: dict[Hashable, list[int]] = {}
 """Cache of block counts per stage, by everything they depend on; used by ranks that are threads."""
 
@@ -298,7 +318,7 @@ def _flops(model: nn.Module, names: Sequence[str], sample: Tensor) -> list[int]:
     """Return the FLOPs of a forward before the named blocks, in each of them, and after them."""
     flops = [0] * (len(names) + 2)
     position, counted = 0, 0
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
 
     def move_to(index: int) -> None:
         nonlocal position, counted

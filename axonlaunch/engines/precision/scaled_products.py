@@ -20,6 +20,7 @@ Source: pytorch/ao, ``torchao/float8``: ``Float8LinearConfig.from_recipe_name``,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -52,6 +53,8 @@ class ScaledProducts:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
+        if not x.numel():  # has no largest magnitude
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         with torch.autocast(device, enabled=False):  # of the fp32 that the CPU's kernel sums in
             output = cast("Tensor", _apply(x, weight, self))
         return output if bias is None else output + bias.to(output.dtype)
@@ -177,5 +180,10 @@ def scale_products(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
             continue  # a sharded layer, which calls it
         base: Any = layer.base_class if isinstance(layer, LoraLayer) else type(layer)
         layer.__dict__["weight_is_transposed"] = not issubclass(base, nn.Linear)
-        scaled: Any = type(base.__name__, (ScaledLinear, base), {"__module__": base.__module__})
-        convert_module(layer, scaled, beneath=isinstance(layer, LoraLayer))
+        convert_module(layer, _scaled_class(base), beneath=isinstance(layer, LoraLayer))
+
+
+@functools.cache
+def _scaled_class(base: Any) -> Any:
+    """Return one class for all layers of a class: dynamo compiles a block again for each class."""
+    return type(base.__name__, (ScaledLinear, base), {"__module__": base.__module__})

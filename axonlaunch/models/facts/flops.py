@@ -130,7 +130,7 @@ def _expert_shares(model: nn.Module) -> dict[int, Fraction]:
     modules = dict(model.named_modules())
     shares: dict[int, Fraction] = {}
     for path, module in modules.items():
-        count = _num_experts(path, module)
+        count = count_experts(path, module)
         num_active = _experts_per_token(path, modules) if count else None
         if num_active is not None:
             share = Fraction(min(num_active, count), count)
@@ -138,7 +138,7 @@ def _expert_shares(model: nn.Module) -> dict[int, Fraction]:
     return shares
 
 
-def _num_experts(path: str, module: nn.Module) -> int:
+def count_experts(path: str, module: nn.Module) -> int:
     """Return the number of routed experts in a module, or 0.
 
     Experts are a list, or packed in parameters [experts, outputs, inputs].

@@ -4,7 +4,8 @@ These are the linear layers of the repeated blocks, or of a model without such b
 
 - the head, and what else a model computes after its blocks;
 - layers that share their weight with an embedding, or whose class computes something else;
-- routers and gates: layers beside experts, and layers with fewer than 16 outputs;
+- routers and gates: layers beside experts, layers with as many outputs as there are experts, and
+  those with fewer than 16 outputs;
 - experts that are packed in one parameter, because torch's grouped products in fp8 need other
   scales.
 """
@@ -19,6 +20,7 @@ from torch import nn
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.optimization.parameter_groups import explain_unmatched
 from axonlaunch.models.adapters.lora import LoraLayer, linear_layers
+from axonlaunch.models.facts.flops import count_experts
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_shape
 
@@ -64,6 +66,12 @@ def linear_layer_sizes(layer: nn.Module) -> tuple[int, int]:
 def _candidates(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     blocks = tuple(f"{name}." for name in spec.blocks(module))
     last = tuple(f"{end}." for end in (spec.ends[1] if spec.ends else ()))
+    # A router may be a child of a module beside the experts, and has an output for each of them.
+    experts = {
+        path[: path.rfind(".") + 1]: count
+        for path, child in module.named_modules()
+        if (count := count_experts(path, child))
+    }
     holders = {name.rpartition(".")[0] for name in spec.experts(module)}
     return {
         name: layer
@@ -72,7 +80,8 @@ def _candidates(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
         and not f"{name}.".startswith(last)
         and name.rpartition(".")[0] not in holders
         and _computes_product(layer)
-        and linear_layer_sizes(layer)[1] >= _LEAST_OUTPUTS
+        and (outputs := linear_layer_sizes(layer)[1]) >= _LEAST_OUTPUTS
+        and not any(name.startswith(at) and outputs == count for at, count in experts.items())
     }
 
 

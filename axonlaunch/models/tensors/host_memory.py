@@ -7,7 +7,6 @@ CPU host and device are one memory, and torch's allocator provides it.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,7 +46,7 @@ class HostBuffers:
             device: Device of the tensors.
         """
         self._locks = device.type == "cuda"
-        self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._unused: list[Tensor] = []
 
     def take(self, like: Tensor) -> Tensor:
         """Return a tensor in host memory with the shape, strides and dtype of another one.
@@ -58,12 +57,24 @@ class HostBuffers:
         if not self._locks:
             with _allocating():
                 return torch.empty_like(shape, device=_HOST)
-        unused = self._unused[shape.nbytes]
-        memory = unused.pop() if unused else page_locked(shape)
-        flat = torch.as_strided(memory, (memory.numel(),), (1,))
-        return flat.view(shape.dtype).as_strided(shape.shape, shape.stride())
+        memory = self._smallest_unused(shape.nbytes)
+        return memory[: shape.nbytes].view(shape.dtype).as_strided(shape.shape, shape.stride())
+
+    def _smallest_unused(self, num_bytes: int) -> Tensor:
+        """Return unused memory of at least this size; memory that was too small is replaced.
+
+        Therefore inputs of many sizes take only as much memory as the largest of them.
+        """
+        self._unused.sort(key=lambda memory: memory.nbytes)
+        for index, memory in enumerate(self._unused):
+            if memory.nbytes >= num_bytes:
+                return self._unused.pop(index)
+        if self._unused:
+            self._unused.pop()
+        return page_locked(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
 
     def give_back(self, tensor: Tensor) -> None:
         """Provide a tensor's memory for other tensors."""
         if self._locks:
-            self._unused[tensor.nbytes].append(tensor)
+            bytes_of = torch.empty(0, dtype=torch.uint8)
+            self._unused.append(bytes_of.set_(tensor.untyped_storage()))
