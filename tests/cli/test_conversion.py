@@ -446,6 +446,10 @@ def test_keys_that_change_nothing_are_not_reported(tool: str, added: str, conver
             "lora_target_modules: model.language_model.layers.0.(q|k)_proj",
             ["(model.(language_model.)?layers.0.(q|k)_proj)"],
         ),
+        (
+            r"lora_target_modules: .*language_model.*\.(q_proj|v_proj)",
+            [r"(.*language_model.*\.(q_proj|v_proj))"],
+        ),
         ("lora_target_modules: q_proj\nlora_target_parameters: [e.up]", ["q_proj", "*e.up"]),
         ("lora_target_linear: true\nlora_target_parameters: [e.up]", ["(.*)", "*e.up"]),
     ],

@@ -52,6 +52,8 @@ def test_styles_of_alpaca_are_prompt_formats(kind: str, given: str, tmp_path: Pa
         ("deepseek3", "deepseek-ai/DeepSeek-V3-0324", False),
         ("qwen3_nothink", "Qwen/Qwen3-4B", False),
         ("deepseek3", "Qwen/Qwen3-4B", True),
+        ("llama2", "meta-llama/Llama-3.1-8B", True),
+        ("gemma3", "google/gemma-2-2b", True),
     ],
 )
 def test_template_of_the_models_family_is_that_of_its_tokenizer(
@@ -85,7 +87,7 @@ def test_order_of_the_files_is_kept(tmp_path: Path) -> None:
     datasets = [{"path": "rows.jsonl", "type": "alpaca"}]
     translation = converted(tmp_path, datasets=datasets, **keys)
     assert translation.settings["data.shuffle"].value == "none"
-    assert translation.settings["data.packing"].value == "none"
+    assert translation.settings["data.packing"].value == "concat"
     assert not translation.changes_training
     both = [*datasets, {"path": "more.jsonl", "type": "alpaca"}]
     mixed = converted(tmp_path, datasets=both, **keys)

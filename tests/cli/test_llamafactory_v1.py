@@ -61,7 +61,9 @@ def left_out(translation: Translation) -> list[str]:
 
 def test_second_format_of_llamafactory_becomes_an_experiment(folder: Path) -> None:
     translation = converted(folder)
-    assert not translation.remarks
+    assert [each.text for each in translation.remarks] == [
+        "size takes the first rows; LLaMA-Factory draws them at random"
+    ]
     values = values_of(translation, folder)
     expected = {
         "model.path": "Qwen/Qwen3-4B",

@@ -243,6 +243,8 @@ def test_the_chosen_answer_of_a_pair_is_trained_on_where_fields_name_it(read: Re
     row = {"prompt": "Add 1 and 2.", "chosen": "3", "rejected": "4"}
     expected = read([{"messages": [ASKED, SAID]}])
     assert read([row], fields={"prompt": "prompt", "completion": "chosen"}) == expected
+    computed = {"prompt": "prompt", "completion": "{{ chosen }}"}
+    assert read([row], fields=computed) == expected
 
 
 def test_a_flag_with_train_on_all_is_refused(read: Read) -> None:

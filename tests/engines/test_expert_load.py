@@ -65,6 +65,22 @@ def test_load_of_experts_is_that_of_the_global_batch(layout: str) -> None:
         assert loads == pytest.approx(expected)
 
 
+def test_share_of_fullest_expert_counts_stages_without_experts() -> None:
+    dense = [*SETTINGS, "model.first_k_dense_replace=2", "model.num_hidden_layers=4"]
+    shares = []
+    for layout in ("single", "1f1b-2"):
+        chosen = run_config([*dense, *LAYOUTS[layout]])
+        assert chosen.launch.nproc != "auto"
+
+        def run(world: World, chosen: Any = chosen) -> dict[str, Any]:
+            engine, loader = rank_engine(chosen, world)
+            engine.train_step(loader.batch(0))
+            return engine.expert_loads()
+
+        shares.append(World.mock(chosen.launch.nproc).run(run)[0])
+    assert shares[0] == shares[1]
+
+
 def test_steps_without_balance_or_log_sum_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = run_config([*SETTINGS, *LAYOUTS["ddp"], "model.balance=none"])
     sums: Counter[str] = Counter()

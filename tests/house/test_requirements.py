@@ -52,6 +52,6 @@ def test_every_locked_version_has_hashes_and_names_no_index() -> None:
 
 
 def test_no_build_of_torch_is_locked_for_every_machine() -> None:
-    of_torch = [e for _, e in ENTRIES if re.match(r"(torch|triton|nvidia-|cuda-)", e)]
+    of_torch = [e for _, e in ENTRIES if re.match(r"(torch=|triton|nvidia-|cuda-)", e)]
     assert [entry.count("\n") for entry in of_torch] == [1]
     assert re.fullmatch(r"torch==[\d.]+\n", of_torch[0])

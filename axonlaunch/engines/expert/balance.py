@@ -121,16 +121,19 @@ class ExpertCounts:
         """
         self._sum()
         largest = max(self._experts.values())
-        counts = torch.zeros(len(self.layers), largest, dtype=torch.int64, device=self._device)
+        # The last column has the experts of a token, which only the stage of a layer knows.
+        counts = torch.zeros(len(self.layers), largest + 1, dtype=torch.int64, device=self._device)
         for number, name in enumerate(self.layers):
             if name in self._counts:
                 counts[number, : self._experts[name]] = self._counts[name]
+                counts[number, -1] = self._top_k
         self._sum_over_stages(counts)
         rows, loads = counts.tolist(), {}
-        for (name, size), row in zip(self._experts.items(), rows, strict=True):
+        for (name, size), (*row, top_k) in zip(self._experts.items(), rows, strict=True):
             choices = max(1, sum(row))
-            share = max(row) * self._top_k / choices
-            loads[name] = ExpertLoad(max(row) * size / choices, share, size // self._top_k)
+            loads[name] = ExpertLoad(
+                max(row) * size / choices, max(row) * top_k / choices, size // max(1, top_k)
+            )
         return loads
 
     def _sum(self) -> None:

@@ -100,9 +100,10 @@ class RoutedCausalLM(CausalLM):
         loss = current_router_loss()
         if loss is None or not self.shares_router_loss:
             return hidden
-        if not (logits := library.recorded_router_logits()):
-            return hidden
         model: Any = self
+        if not (logits := library.recorded_router_logits()):
+            loss.share_nothing(num_experts=model.num_experts, device=hidden.device)
+            return hidden
         share = loss.share(
             logits,
             num_experts=model.num_experts,

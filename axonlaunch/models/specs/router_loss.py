@@ -107,6 +107,18 @@ class RouterLoss:
         frequencies = self._counts[:num_experts] / tokens
         return num_experts * (frequencies * probabilities / tokens).sum()
 
+    def share_nothing(self, *, num_experts: int, device: torch.device) -> None:
+        """Take part in the sum of counts over ranks, in a pipeline stage without routers.
+
+        Args:
+            num_experts: Number of experts, E.
+            device: Device of the stage.
+        """
+        if self._mode == "off" or self._counts is not None:
+            return
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        self._counts = counts if self._mode == "count" else self._sum_counts(counts)
+
     def _sum_counts(self, counts: Tensor) -> Tensor:
         """Sum counts over ranks, in place."""
         self._sum_over_ranks(counts)

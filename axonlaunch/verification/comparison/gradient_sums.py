@@ -97,8 +97,15 @@ def _mask(targets: Tensor, rows: Tensor) -> Tensor:
 
 
 def _gradients(engine: Engine, batch: Batch) -> dict[str, Tensor]:
-    """Return this rank's parts of the gradients of a batch, and free those of the engine."""
+    """Return this rank's parts of the gradients of a batch, and free those of the engine.
+
+    Buffers that a forward changes, such as running statistics, get their values back.
+    """
+    buffers = [(each, each.clone()) for module in engine.modules for each in module.buffers()]
     engine.backward(batch)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
     gradients = {}
     for name, updated in engine.named_updated():
         if updated.grad is not None:

@@ -93,6 +93,16 @@ def test_router_loss_is_that_of_the_global_batch_without_padding(
     assert without[0] < expected[0] - 0.1
 
 
+def test_pipeline_stage_without_routers_takes_part_in_their_loss(
+    padded: list[str], tmp_path: Path
+) -> None:
+    dense = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1]}
+    save("qwen3_moe", tmp_path, router_aux_loss_coef=WEIGHT, **dense)
+    expected = plain_losses(tmp_path, padded)
+    pipeline = ["strategy=pipeline", "launch.nproc=2", "strategy.pipeline.split=[2,2]", MICRO]
+    assert by_axonlaunch(tmp_path, pipeline, *padded) == pytest.approx(expected, rel=1e-5)
+
+
 def test_evaluation_leaves_the_router_loss_out(padded: list[str], tmp_path: Path) -> None:
     save("mixtral", tmp_path, router_aux_loss_coef=WEIGHT)
     losses = []

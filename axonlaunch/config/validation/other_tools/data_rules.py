@@ -61,8 +61,9 @@ def set_in_order(translation: Translation, key: str) -> None:
     translation.set("data.shuffle", "none", key)
     packing = translation.settings.get("data.packing")
     if packing is not None and packing.value == "best_fit":
-        translation.set("data.packing", "none", *packing.keys)
-        translation.note(key, "rows are not packed, which would change their order")
+        translation.set("data.packing", "concat", *packing.keys)
+        text = "rows are filled in the order of the files, so one chat may be in two of them"
+        translation.note(key, text)
 
 
 def set_template(translation: Translation, key: str, model: str) -> None:
@@ -80,7 +81,7 @@ def set_template(translation: Translation, key: str, model: str) -> None:
         translation.set("data.chat_template", written, key)
     elif written in _TEMPLATES:
         translation.set("data.chat_template", _TEMPLATES[written], key)
-    elif _family(written) in _letters(model):
+    elif _is_of_family(written, model):
         translation.not_needed.append(key)
     else:
         text = "the tokenizer's template is used; data.chat_template takes a file with another one"
@@ -106,9 +107,17 @@ _TEMPLATES = {
 }
 
 
-def _family(template: str) -> str:
-    """Return the name of a family of models: ``deepseek`` of ``deepseek3``."""
-    return _letters(template.split("_")[0]).rstrip("0123456789")
+def _is_of_family(template: str, model: str) -> bool:
+    """Return whether a template is for a family of models: ``deepseek3`` for ``DeepSeek-V3``.
+
+    A family whose version follows its name has to have the template's version.
+    """
+    name, letters = _letters(template.split("_")[0]), _letters(model)
+    family = name.rstrip("0123456789")
+    if name in letters or not family:
+        return name in letters
+    _, found, after = letters.rpartition(family)
+    return bool(found) and not after[:1].isdigit()
 
 
 def _letters(text: str) -> str:

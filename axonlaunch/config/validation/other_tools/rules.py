@@ -33,9 +33,9 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
     return Rule("expressed", apply)
 
 
-def products_in_8_bits() -> Rule:
-    """Return the rule of a key that switches on torchao's default recipe for fp8."""
-    return to("train.matmul_dtype", lambda on: "fp8_tensorwise" if on is True else None)
+def products_in_8_bits(recipe: str) -> Rule:
+    """Return the rule of a key that switches on one of torchao's recipes for fp8."""
+    return to("train.matmul_dtype", lambda on: recipe if on is True else None)
 
 
 def with_others() -> Rule:
@@ -385,7 +385,7 @@ def named_layers(written: str) -> list[str]:
     """
     if set(written) <= set(_LETTERS):
         return [name.strip() for name in written.split(",")]
-    return [re.sub(r"\b((?:language|text)_model\\?\.)", r"(\1)?", f"({written})")]
+    return [re.sub(r"\b((?:language|text)_model\\?\.)(?![*+?{])", r"(\1)?", f"({written})")]
 
 
 def set_adapter(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
-from axonlaunch.data.texts.chats.computed_fields import expressions, with_computed
+from axonlaunch.data.texts.chats.computed_fields import computed_from, expressions, with_computed
 from axonlaunch.data.texts.chats.message_flags import take_flag
 from axonlaunch.data.texts.chats.named_templates import is_jinja
 
@@ -113,7 +113,7 @@ def refuse_other_losses(row: Row, fields: Mapping[str, str]) -> None:
     Raises:
         ValueError: The row has two answers to compare, or an answer that is not wanted.
     """
-    named = {*fields.values()}
+    named = {*fields.values(), *computed_from(fields)}
     if {"chosen", "rejected"} <= row.keys() and not named & {"chosen", "rejected"}:
         raise ValueError(
             "is a pair of preferences (chosen, rejected), whose loss (DPO) is not supported; "
@@ -281,7 +281,9 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
 def _part(part: Any, where: str) -> str:
     """Return the text of one part of OpenAI's content, or of LLaMA-Factory's (``value``)."""
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text", part.get("value")) if isinstance(part, dict) else None
+    text = None
+    if isinstance(part, dict):  # Parquet has null for what a part lacks
+        text = part.get("value") if part.get("text") is None else part["text"]
     if kind != "text" or not isinstance(text, str):
         raise ValueError(f"{where} has a part of type {kind}; text models accept only text")
     return text

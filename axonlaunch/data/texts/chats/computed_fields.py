@@ -21,6 +21,15 @@ def expressions(fields: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in fields.items() if is_jinja(text)}
 
 
+def computed_from(fields: Mapping[str, str]) -> set[str]:
+    """Return the names of the columns that computed fields read."""
+    from jinja2 import meta
+
+    texts = expressions(fields).values()
+    trees = (jinja(text).environment.parse(text) for text in texts)
+    return {name for tree in trees for name in meta.find_undeclared_variables(tree)}
+
+
 def compile_fields(fields: Mapping[str, str]) -> None:
     """Compile the texts of all computed fields.
 

@@ -127,7 +127,7 @@ _KEYS: Table = {
     "flex_attention": not_needed(reasons.EXACT_KERNEL),
     "flex_attn_compile_kwargs.*": not_needed(reasons.EXACT_KERNEL),
     "float16": with_others(),
-    "fp8": rules.products_in_8_bits(),
+    "fp8": rules.products_in_8_bits("fp8_tensorwise"),
     "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
     "freeze_mm_modules": not_needed("only for models of images"),
     "full_finetune": not_needed("adapter says it"),

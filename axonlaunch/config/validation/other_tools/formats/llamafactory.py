@@ -57,6 +57,16 @@ def _attention(translation: Translation, key: str, value: Any) -> None:
 
 
 ATTENTION = Rule("expressed", _attention)
+
+
+def _fp8_backend(translation: Translation, key: str, value: Any) -> None:
+    if value == "te":
+        text = "scales of earlier steps are not supported; train.matmul_dtype has current ones"
+        translation.leave_out(key, text)
+    else:
+        translation.not_needed.append(key)
+
+
 _KEYS: Table = {
     **trainer_keys.TRAINER_KEYS,
     "adapter_name_or_path": to("adapter.path", str),
@@ -69,12 +79,14 @@ _KEYS: Table = {
     "dataset_dir": with_others(),
     "default_system": with_note("is added to chats without a system message; add it to the rows"),
     "disable_gradient_checkpointing": with_others(),
+    "disable_shuffling": with_others(),
     "double_quantization": not_needed("quantization_bit says it"),
     "enable_liger_kernel": not_needed(reasons.EXACT_KERNEL),
     "eval_dataset": with_others(),
     "finetuning_type": with_others(),
     "flash_attn": ATTENTION,
-    "fp8": rules.products_in_8_bits(),
+    "fp8": rules.products_in_8_bits("fp8_rowwise"),
+    "fp8_backend": Rule("expressed", _fp8_backend),
     "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
     "freeze_extra_modules": missing("name the parameters, train.freeze and train.unfreeze"),
     "freeze_multi_modal_projector": not_needed("only for models of images"),
@@ -179,6 +191,8 @@ def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
     translation.option("model", "hf", "model_name_or_path")
     held_out = _set_data(translation)
+    if translation.flag("disable_shuffling"):
+        data_rules.set_in_order(translation, "disable_shuffling")
     shared = rules.set_degrees(
         translation,
         tensor="tensor_model_parallel_size",

@@ -242,6 +242,7 @@ def _source(
         translation.leave_out(key, f"the converter {converter} is code; name data.fields")
     if entry.get("size"):
         source["limit"] = int(entry["size"])
+        translation.note(key, "size takes the first rows; LLaMA-Factory draws them at random")
     if entry.get("weight"):
         source["epochs"] = float(entry["weight"])
     return source
