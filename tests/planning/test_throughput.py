@@ -102,6 +102,7 @@ def test_products_in_8_bits_take_more_than_half_the_time(fsdp: StepWork) -> None
     assert rounded.breakdown["memory-bound"] > plain.breakdown["memory-bound"]
 
 
+@pytest.mark.slow
 def test_device_with_little_work_waits_for_launches() -> None:
     narrow = ["strategy=tensor", "launch.nproc=8", "data.sequence_length=128"]
     config = run(*narrow)
@@ -122,6 +123,7 @@ def test_device_with_little_work_waits_for_launches() -> None:
     assert "launches" not in long.breakdown
 
 
+@pytest.mark.slow
 def test_more_micro_batches_fill_a_pipeline() -> None:
     # A small vocabulary, so that all stages have about the same work.
     pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]
