@@ -74,6 +74,17 @@ def test_blocks_before_equal_ones_are_counted(widths: list[int], leading: int | 
     assert num_leading(nn.ModuleDict({"held": blocks}), "held") == leading
 
 
+@pytest.mark.parametrize(
+    ("excluded", "leading"), [("[o_proj]", 0), ("[layers.0.*,layers.1.*]", None), ("[]", 0)]
+)
+def test_blocks_with_other_products_in_8_bits_are_not_equal(
+    excluded: str, leading: int | None
+) -> None:
+    chosen = ["train.matmul_dtype=fp8_rowwise", f"train.matmul_exclude={excluded}"]
+    config = estimate_config(["model=gpt", *DEEP, *chosen, "model.num_hidden_layers=6"])
+    assert ReducedRun.of(config).leading == leading
+
+
 def events(*, blocks: int) -> list[TraceEvent]:
     """Return events of a model whose blocks each save 10 bytes in forward and free them in
     backward.

@@ -27,6 +27,7 @@ from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import style_modules
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.modules.repeated_blocks import with_first_blocks
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
@@ -88,6 +89,7 @@ class ReducedRun:
         if leading is not None:
             equal_blocks = dict([*spec.blocks(model).items()][leading:])
             is_equal = _divides_blocks_equally(config, equal_blocks, model)
+            is_equal &= _multiplies_blocks_equally(config, spec, equal_blocks, model)
             if not (is_equal and _updates_blocks_equally(config, spec, equal_blocks, model)):
                 leading = None
         return cls(
@@ -257,6 +259,20 @@ def _divides_blocks_equally(
                 inside = module.name.removeprefix(block)
                 styles[block].add((inside, module.style, module.in_region, module.in_sequence))
     first, *others = styles.values()
+    return all(other == first for other in others)
+
+
+def _multiplies_blocks_equally(
+    config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
+) -> bool:
+    """Return whether the same layers of all blocks compute their products in 8 bits."""
+    if not config.train.matmul_exclude:
+        return True
+    names = scaled_layers(config, spec, model)
+    first, *others = [
+        {name.removeprefix(block) for name in names if name.startswith(f"{block}.")}
+        for block in blocks
+    ]
     return all(other == first for other in others)
 
 
