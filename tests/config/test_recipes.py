@@ -173,12 +173,16 @@ def estimates_of_page() -> dict[str, tuple[int, float, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("recipe", FULL)
 def test_estimate_at_full_size_is_that_of_the_page(recipe: str, command: Served) -> None:
     gpus, memory, tokens = estimates_of_page()[recipe]
     ranks = [f"launch.nproc={min(8, gpus)}", f"launch.nnodes={max(1, gpus // 8)}"]
     overrides = [*FULL[recipe], *ranks, "hardware=h100_80gb", "--tokens", "10M", "--json"]
-    printed = json.loads(command("estimate", f"experiment={recipe}", *overrides).stdout)
+    process = command.start("estimate", f"experiment={recipe}", *overrides)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    printed = json.loads(output)
     assert printed["fits"] is True
     assert printed["process_bytes"] / 2**30 == pytest.approx(memory, rel=0.01, abs=0.06)
     step = printed["workload"]["global_batch_size"] * printed["workload"]["sequence_length"]

@@ -96,6 +96,7 @@ def test_only_the_first_input_of_each_block_is_offloaded(sent: list[tuple[int, .
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports deprecated parts of torch
 def test_offloaded_inputs_of_compiled_blocks(sent: list[tuple[int, ...]]) -> None:
     [(losses, _)] = train("single", "offload", "train.compile=true")
     assert len(sent) == 2 * 2 * 4
