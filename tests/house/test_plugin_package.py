@@ -22,6 +22,8 @@ from axonlaunch.comm import World
 from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
+# Compiled blocks of earlier tests in this process import distutils.
+pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")
 PACKAGE = Path(__file__).parents[1] / "plugin_package"
 CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "scheduler=inverse_root"]
 CHOSEN += ["metrics=[top_two]", "callbacks=[noting]", "loggers=[table]", "launch=noted"]
