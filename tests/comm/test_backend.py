@@ -98,7 +98,7 @@ def test_devices_are_counted_in_forked_process(monkeypatch: pytest.MonkeyPatch) 
     def properties(index: int) -> SimpleNamespace:
         assert os.getpid() != here
         return SimpleNamespace(
-            name=f"H100 {index}", total_memory=2**36, uuid=f"uuid-{index}", major=9
+            name=f"H100 {index}", total_memory=2**36, uuid=f"uuid-{index}", major=9, minor=0
         )
 
     monkeypatch.setattr(gpus, "has_nccl", lambda: True)
@@ -106,8 +106,8 @@ def test_devices_are_counted_in_forked_process(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # part of the cache's key
     assert gpus.devices() == [
-        gpus.Device("H100 0", 2**36, "uuid-0", has_bf16=True),
-        gpus.Device("H100 1", 2**36, "uuid-1", has_bf16=True),
+        gpus.Device("H100 0", 2**36, "uuid-0", has_bf16=True, has_fp8=True),
+        gpus.Device("H100 1", 2**36, "uuid-1", has_bf16=True, has_fp8=True),
     ]
 
 

@@ -173,7 +173,6 @@ def estimates_of_page() -> dict[str, tuple[int, float, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("recipe", FULL)
 def test_estimate_at_full_size_is_that_of_the_page(recipe: str, command: Served) -> None:
     gpus, memory, tokens = estimates_of_page()[recipe]
