@@ -39,12 +39,9 @@ from axonlaunch.engines.tensor.plan_checks import (
     rank_divisors,
     style_modules,
 )
+from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.facts.scaled_layers import (
-    linear_layer_sizes,
-    scaled_layers,
-    selection_problems,
-)
+from axonlaunch.models.facts.scaled_layers import scaled_layers, selection_problems
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec

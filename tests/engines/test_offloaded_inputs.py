@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from configured import run_config
 from rank_engine import rank_engine
+from simulated_streams import Done, Stream, is_before, simulate_streams
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,42 +106,8 @@ def test_offloaded_inputs_of_compiled_blocks(sent: list[tuple[int, ...]]) -> Non
 # The order of copies and computation, on simulated streams.
 
 
-class _Stream:
-    """A simulated GPU stream that only tracks the order of its operations.
-
-    Its vector clock counts, per stream, the operations that are complete before this one continues.
-    """
-
-    current: _Stream
-
-    def __init__(self, device: object = None) -> None:
-        self.clock = {self: 0}
-
-    def do(self) -> tuple[_Stream, dict[_Stream, int]]:
-        self.clock[self] += 1
-        return self, dict(self.clock)
-
-    def wait_stream(self, other: _Stream) -> None:
-        for stream, count in other.clock.items():
-            self.clock[stream] = max(count, self.clock.get(stream, 0))
-
-
-Done = tuple[_Stream, dict[_Stream, int]]
-
-
-@contextmanager
-def _on(stream: _Stream) -> Iterator[None]:
-    before, _Stream.current = _Stream.current, stream
-    yield
-    _Stream.current = before
-
-
-def _is_before(first: Done, second: Done) -> bool:
-    return second[1].get(first[0], 0) >= first[1][first[0]]
-
-
 def _are_concurrent(first: Done, second: Done) -> bool:
-    return not _is_before(first, second) and not _is_before(second, first)
+    return not is_before(first, second) and not is_before(second, first)
 
 
 class _Block(nn.Module):
@@ -154,7 +119,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         name = f"forward {self._number}"
-        self._done[f"again {name}" if name in self._done else name] = _Stream.current.do()
+        self._done[f"again {name}" if name in self._done else name] = Stream.current.do()
         return self.linear(x).relu()
 
 
@@ -162,10 +127,7 @@ class _Block(nn.Module):
 def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, Done]:
     """Three blocks that ran forward and backward on a GPU: the operations on each of them."""
     done: dict[str, Done] = {}
-    _Stream.current = _Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "stream", _on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream.current)
+    simulate_streams(monkeypatch)
     offloaded = OffloadedInputs(torch.device("cpu"))
     offloaded._copies = offloaded_inputs.StreamCopies(torch.device("cuda", 0))
     numbers: dict[int, int] = {}
@@ -174,10 +136,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, Done]:
     def noted(self: Tensor, other: Tensor, non_blocking: bool = False) -> Any:
         assert non_blocking
         if other.data_ptr() in numbers:
-            done[f"arrives {numbers[other.data_ptr()]}"] = _Stream.current.do()
+            done[f"arrives {numbers[other.data_ptr()]}"] = Stream.current.do()
         else:
             numbers[self.data_ptr()] = len(numbers)
-            done[f"leaves {numbers[self.data_ptr()]}"] = _Stream.current.do()
+            done[f"leaves {numbers[self.data_ptr()]}"] = Stream.current.do()
         return copy(self, other)
 
     monkeypatch.setattr(Tensor, "copy_", noted)
@@ -187,7 +149,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, Done]:
         free()
         assert not offloaded._leaving
         number = sum(name.startswith("freed") for name in done)
-        done[f"freed {number}"] = _Stream.current.do()
+        done[f"freed {number}"] = Stream.current.do()
 
     monkeypatch.setattr(offloaded, "_free_sent", freed)
     hidden = torch.ones(2, 3, requires_grad=True)
@@ -199,7 +161,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, Done]:
             is_first=not number,
         )(hidden)
         hidden.register_hook(
-            lambda _, number=number: done.update({f"backward {number}": _Stream.current.do()})
+            lambda _, number=number: done.update({f"backward {number}": Stream.current.do()})
         )
     hidden.sum().backward()
     assert not offloaded._arriving
@@ -209,11 +171,11 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, Done]:
 def test_inputs_are_copied_in_order(copied: dict[str, Done]) -> None:
     for number in range(3):
         leaves, arrives = copied[f"leaves {number}"], copied[f"arrives {number}"]
-        assert _is_before(leaves, copied[f"freed {number}"])
-        assert _is_before(leaves, arrives)
-        assert _is_before(arrives, copied[f"again forward {number}"])
+        assert is_before(leaves, copied[f"freed {number}"])
+        assert is_before(leaves, arrives)
+        assert is_before(arrives, copied[f"again forward {number}"])
         if number:
-            assert _is_before(copied[f"forward {number - 1}"], leaves)
+            assert is_before(copied[f"forward {number - 1}"], leaves)
 
 
 def test_inputs_leave_during_their_block_and_arrive_one_block_ahead(
@@ -224,6 +186,6 @@ def test_inputs_leave_during_their_block_and_arrive_one_block_ahead(
     for number in (0, 1):
         arrives = copied[f"arrives {number}"]
         assert _are_concurrent(arrives, copied[f"again forward {number + 1}"])
-        assert not _is_before(copied[f"again forward {number + 1}"], arrives)
+        assert not is_before(copied[f"again forward {number + 1}"], arrives)
     # Not two blocks ahead.
-    assert _is_before(copied["again forward 2"], copied["arrives 0"])
+    assert is_before(copied["again forward 2"], copied["arrives 0"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from simulated_streams import Done, Stream, is_before, is_over, simulate_streams
 from torch import nn
 
 from axonlaunch.engines.optimizer import streaming
@@ -67,78 +66,20 @@ def test_offloaded_parameter_is_updated_in_place(monkeypatch: pytest.MonkeyPatch
 # Copies in both directions overlap the update, on simulated streams.
 
 
-class _Stream:
-    """A simulated GPU stream that only tracks the order of its operations.
-
-    Its vector clock counts, per stream, the operations that are complete before this
-    one continues.
-    """
-
-    current: _Stream
-
-    def __init__(self, device: object = None) -> None:
-        self.clock = {self: 0}
-
-    def do(self) -> tuple[_Stream, dict[_Stream, int]]:
-        self.clock[self] += 1
-        return self, dict(self.clock)
-
-    def wait_stream(self, other: _Stream) -> None:
-        for stream, count in other.clock.items():
-            self.clock[stream] = max(count, self.clock.get(stream, 0))
-
-    def record_event(self) -> SimpleNamespace:
-        clock = dict(self.clock)
-        return SimpleNamespace(synchronize=lambda: _wait_on_host(clock))
-
-    def synchronize(self) -> None:
-        _wait_on_host(self.clock)
-
-
-_on_host: dict[_Stream, int] = {}
-
-
-def _wait_on_host(clock: dict[_Stream, int]) -> None:
-    for stream, count in clock.items():
-        _on_host[stream] = max(count, _on_host.get(stream, 0))
-
-
-@contextmanager
-def _on(stream: _Stream) -> Iterator[None]:
-    before, _Stream.current = _Stream.current, stream
-    yield
-    _Stream.current = before
-
-
-Done = tuple[_Stream, dict[_Stream, int]]
-
-
-def _is_before(first: Done, second: Done) -> bool:
-    return second[1].get(first[0], 0) >= first[1][first[0]]
-
-
-def _is_over(done: Done) -> bool:
-    return _on_host.get(done[0], 0) >= done[1][done[0]]
-
-
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
     """Four parameters that were updated on a GPU: the operations on each, in order."""
     done: dict[str, list[Done]] = {"brought": [], "updated": [], "taken back": []}
     over: list[list[bool]] = []
-    _Stream.current = _Stream()
-    _on_host.clear()
-    gradients = _Stream.current.do()
-    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "stream", _on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream.current)
+    simulate_streams(monkeypatch)
+    gradients = Stream.current.do()
     monkeypatch.setattr(streaming, "_copied", lambda tensor, device: tensor.clone())
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             if name == "brought":
-                over.append([_is_over(taken) for taken in done["taken back"]])
-            done[name].append(_Stream.current.do())
+                over.append([is_over(taken) for taken in done["taken back"]])
+            done[name].append(Stream.current.do())
             return function(*args)
 
         return call
@@ -152,10 +93,10 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
     for weight in weights:
         weight.grad = torch.ones(3)
     optimizer.step()
-    assert all(_is_before(gradients, brought) for brought in done["brought"])
+    assert all(is_before(gradients, brought) for brought in done["brought"])
     # The host starts the fourth when two of three are complete, and waits for all at the end.
     assert over == [[], [False], [True, False], [True, True, False]]
-    assert all(map(_is_over, done["taken back"]))
+    assert all(map(is_over, done["taken back"]))
     return done
 
 
@@ -163,8 +104,8 @@ def test_streaming_copies_updates_and_copies_back_in_order(
     streamed: dict[str, list[Done]],
 ) -> None:
     for brought, updated, taken in zip(*streamed.values(), strict=True):
-        assert _is_before(brought, updated)
-        assert _is_before(updated, taken)
+        assert is_before(brought, updated)
+        assert is_before(updated, taken)
 
 
 def test_streaming_overlaps_copies_with_updates(
@@ -174,8 +115,8 @@ def test_streaming_overlaps_copies_with_updates(
     second = streamed["updated"][1]
     first = streamed["taken back"][0]
     for later, other in ((third, second), (second, first)):
-        assert not _is_before(later, other)
-        assert not _is_before(other, later)
+        assert not is_before(later, other)
+        assert not is_before(other, later)
     second_left = streamed["taken back"][1]
-    assert not _is_before(second_left, third)
-    assert not _is_before(third, second_left)
+    assert not is_before(second_left, third)
+    assert not is_before(third, second_left)

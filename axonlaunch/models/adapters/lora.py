@@ -121,7 +121,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
     module.requires_grad_(False)
     for name, layer in linear_layers(module, spec).items():
         if _is_target(name, config, spec):
-            inputs, outputs = _sizes(layer)
+            inputs, outputs = linear_layer_sizes(layer)
             layer.__class__ = _adapted_classes(cast("Any", type(layer)))
             lora = cast("LoraLayer", layer)
             lora.lora_A = LoraMatrix(inputs, config.rank, bias=False)
@@ -268,7 +268,7 @@ def _is_linear(layer: nn.Module) -> bool:
     )
 
 
-def _sizes(layer: Any) -> tuple[int, int]:
+def linear_layer_sizes(layer: Any) -> tuple[int, int]:
     """Return the numbers of inputs and outputs; GPT-2's Conv1D has a weight [inputs, outputs]."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features

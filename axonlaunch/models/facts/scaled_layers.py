@@ -19,10 +19,9 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.optimization.parameter_groups import explain_unmatched
-from axonlaunch.models.adapters.lora import LoraLayer, linear_layers
+from axonlaunch.models.adapters.lora import LoraLayer, linear_layer_sizes, linear_layers
 from axonlaunch.models.facts.flops import count_experts
 from axonlaunch.models.specs.spec import ModelSpec
-from axonlaunch.models.tensors.packed_blocks import logical_shape
 
 _LEAST_OUTPUTS = 16
 
@@ -53,14 +52,6 @@ def selection_problems(
     elif not scaled_layers(config, spec, module):
         message = "leaves no layer; use train.matmul_dtype=null"
         yield ConfigIssue(key, message, config.train.matmul_exclude)
-
-
-def linear_layer_sizes(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a linear layer."""
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    first, second = logical_shape(weight)
-    return (second, first) if isinstance(layer, nn.Linear) else (first, second)
 
 
 def _candidates(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
