@@ -28,7 +28,7 @@ from axonlaunch.engines.tensor.plan_checks import style_modules
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
-from axonlaunch.models.modules.repeated_blocks import with_first_blocks
+from axonlaunch.models.modules.repeated_blocks import with_first_blocks, without_first_blocks
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.preflight.custom_data import first_batch
@@ -126,6 +126,17 @@ class ReducedRun:
             return copy.deepcopy(self.model)
         assert spec.layers is not None
         return with_first_blocks(self.model, spec.layers, count)
+
+    def without_first(self, count: int) -> Self:
+        """Return this run without the first blocks of its model and of its first stage."""
+        if not count:
+            return self
+        spec = spec_for(self.config)
+        assert spec.layers is not None
+        first, *others = self.counts
+        model = without_first_blocks(self.model, spec.layers, count)
+        run = dataclasses.replace(self, model=model, leading=spec.leading_blocks(model))
+        return run._with_blocks([first - count, *others])
 
     @property
     def schedule(self) -> PipelineSchedule:
