@@ -164,6 +164,15 @@ def test_flops_of_dense_and_expert_blocks_equal_those_of_torch_flop_counter() ->
     assert sum(products) == pytest.approx(counted, rel=1e-12)
 
 
+def test_blocks_with_other_products_in_8_bits_are_traced_whole() -> None:
+    scaled = ["train.matmul_dtype=fp8_tensorwise", "train.matmul_exclude=[layers.3.mlp.up_proj]"]
+    overrides = [*SMALL, *scaled, "launch.nproc=1", "train.global_batch_size=1"]
+    config = estimate_config(overrides)
+    reported = step_work.step_work(config, world_size=1)
+    work = summed(reported.first, layers=4, micro_batches=1)
+    assert same(work, full(overrides))
+
+
 def test_step_work_counts_parameters_of_full_depth(alone: StepWork) -> None:
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
     assert alone.parameters == 4 * layer + 2 * 256 * 128 + 128

@@ -34,7 +34,7 @@ from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.processes import forked_map
 
@@ -175,11 +175,12 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    sizes = source_of(config).scaled_sizes()
+    sizes = repeated_sizes(config)
     depth, period, leading = sizes.num_blocks, sizes.period, sizes.leading
     if not depth and layout.pipeline > 1:
         message = (
-            f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
+            f"the blocks of {config.model.name}, or settings of them such as train.matmul_exclude, "
+            "do not repeat, so it can't be extrapolated; use 1"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
     counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
@@ -271,7 +272,7 @@ def reduced_config(
         "train.compile": False,
         "train.optimizer_in_backward": False,  # the same work in another order
     }
-    stages, leading = 1, source_of(config).scaled_sizes().leading
+    stages, leading = 1, source_of(config).scaled_sizes().leading if layers else 0
     if layout.pipeline > 1:
         per_rank = min(2, layout.stages_per_rank)
         stages = 2 * per_rank
