@@ -202,7 +202,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         for rank, keys, left_out in jobs
     ]
     if layout.pipeline > 1:
-        functions.append(partial(_split, config))
+        functions.append(lambda: ReducedRun.of(config).counts)  # as configured or as balanced
     results = forked_map.map_forked(
         functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
     )
@@ -222,21 +222,20 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     smallest = traced[ranks[0], depths[0], counts[0], 0]
     leading_layers = LeadingLayers()
     if leading:
-        with_leading, without = (
-            {m: traced[ranks[0], depths[0], m, left_out].share for m in counts}
-            for left_out in (0, leading)
-        )
-        difference = {m: with_leading[m].plus(without[m], times=-1) for m in counts}
-        mean = {m: Share({}).plus(share, times=1 / leading) for m, share in difference.items()}
+        mean = {
+            m: Share({})
+            .plus(traced[ranks[0], depths[0], m, 0].share, times=1 / leading)
+            .plus(traced[ranks[0], depths[0], m, leading].share, times=-1 / leading)
+            for m in counts
+        }
         leading_layers = LeadingLayers(leading, *_separate_micro_batches(mean))
 
     def at_full_depth(counted: Callable[[_TracedStep], int]) -> int:
         if not depth:
             return counted(smallest)
         shallow, deeper = (counted(traced[ranks[0], d, counts[0], leading]) for d in depths)
-        num_stages = stages * len(ranks)
-        per_period = (deeper - shallow) // num_stages
-        missing = depth - leading - period * num_stages
+        missing = depth - leading - period * stages * len(ranks)
+        per_period = (deeper - shallow) // (stages * len(ranks))
         return counted(smallest) + per_period * missing // period
 
     return StepWork(
@@ -385,11 +384,6 @@ def _trace_one(config: RunConfig, world: World, left_out: int) -> _TracedStep:
         parameter_bytes=sum(size for size, _ in sizes),
     )
     return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
-
-
-def _split(config: RunConfig) -> list[int]:
-    """Return the number of layers of each stage, as configured or as balanced by the engine."""
-    return ReducedRun.of(config).counts
 
 
 def _fuse_rms_norm() -> None:
