@@ -109,7 +109,7 @@ def load(engine: Engine, world: World, folder: Path) -> None:
     engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 # A reader does not know who wrote, so each layout writes once and reads once.
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.pairwise([*LAYOUTS, "single"])])
 def test_any_layout_loads_checkpoints_of_any_other(

@@ -83,7 +83,7 @@ def test_chunked_loss_in_every_layout_equals_unchunked_loss(layout: list[str]) -
     assert verdict.passed, verdict.differences
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [

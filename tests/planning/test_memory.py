@@ -65,6 +65,7 @@ def test_estimate_is_for_device_of_run(overrides: list[str], on: str) -> None:
         assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_estimate_of_one_rank_includes_clipping_memory(optimizer: str) -> None:
     one = ["strategy=single", "launch.nproc=1", f"optimizer={optimizer}"]

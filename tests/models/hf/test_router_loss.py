@@ -80,6 +80,7 @@ def plain_losses(path: Path, overrides: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_router_loss_is_that_of_the_global_batch_without_padding(
     kind: str, padded: list[str], tmp_path: Path
