@@ -108,6 +108,7 @@ def test_killed_run_resumes_bitwise_from_last_checkpoint(
     assert served.losses("parts") == served.losses("whole")
 
 
+@pytest.mark.slow
 def test_invalid_overrides_start_no_rank(axonlaunch: Command) -> None:
     process = axonlaunch.start("train", *TINY, "train.stepz=3")
     _, errors = process.communicate(timeout=20)

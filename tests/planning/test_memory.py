@@ -44,6 +44,7 @@ def run(*overrides: str) -> RunConfig:
     return estimate_config([*TINY, *overrides])
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("overrides", "on"),
     [

@@ -79,7 +79,7 @@ ROUGH: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "initializer_range": 
 """A model whose first gradients change by their full size with another rounding to bf16."""
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "changes"), [(4, {}), (8, ROUGH)], ids=["4_layers", "rough"])
 def test_an_adapter_on_bf16_weights_is_proved(layers: int, changes: dict[str, Any]) -> None:
     verdict = verify("qwen3", *BF16_LORA, "strategy=zero2", num_hidden_layers=layers, **changes)
