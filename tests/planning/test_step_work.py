@@ -55,6 +55,7 @@ def same(first: Work, second: Work) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

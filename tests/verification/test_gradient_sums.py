@@ -58,6 +58,7 @@ def sum_in_bf16(patch: pytest.MonkeyPatch, unit: str) -> None:
     patch.setattr(fsdp, "fully_shard", shard)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -79,6 +80,7 @@ def test_sums_are_checked_without_the_loss_that_balances_experts() -> None:
     assert hides_rounded_sums(with_values(config, source_of(config).without_router_loss()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["block", "experts"])
 def test_gradients_summed_in_bf16_are_found(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = EXPERTS if unit == "experts" else [*TENSOR, BF16]
