@@ -231,11 +231,15 @@ class TrainConfig:
     fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
     """
     matmul_dtype: MatmulFormatName | None = None
-    """dtype to which linear layers of blocks round the factors of their matrix products, for GPUs
-    from compute capability 8.9 on, with compile. fp8_tensorwise: each tensor has a scale, gradients
-    are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are in e4m3;
-    null: the dtype of precision
+    """dtype to which linear layers of blocks round the factors of their matrix products. In fp8,
+    for GPUs from compute capability 8.9 on, with compile: fp8_tensorwise: each tensor has a scale,
+    gradients are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are
+    in e4m3. For quantization-aware training (QAT): qat_int8_int4: forward rounds inputs to int8 for
+    each token and weights to int4 for each group, as torchao will after training, and gradients
+    pass unchanged. null: the dtype of precision
     """
+    matmul_group_size: int = field(default=32, metadata={"min": 2})
+    """inputs of a linear layer whose weights share a scale in matmul_dtype=qat_int8_int4"""
     matmul_exclude: list[str] = field(default_factory=list)
     """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
     fp8 makes slower
