@@ -278,6 +278,11 @@ class TrainConfig:
     """factor of the squared log of the softmax's denominator, which is added to the cross entropy
     of each target in training, usually 1e-4; evaluations report the loss without it
     """
+    dft: bool = False
+    """multiply the cross entropy of each target in training by the probability that the model gives
+    it, without a gradient through this factor (dynamic fine-tuning, DFT); evaluations report the
+    loss without it
+    """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks

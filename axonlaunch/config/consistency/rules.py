@@ -65,6 +65,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_parameters_in_16_bits(config),
         *_masters(config),
         *_update_in_backward(config),
+        *_loss_terms(config),
         *_products(config),
         *_compile_mode(config),
         *_attention_kernel(config),
@@ -251,6 +252,15 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
             f"train.micro_batch_size={share}, or false"
         )
         yield ConfigIssue(key, message, True)
+
+
+def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield terms that would be added to a loss that weights targets by their probability."""
+    train = config.train
+    for key in ("label_smoothing", "z_loss") if train.dft else ():
+        if value := getattr(train, key):
+            message = "train.dft=true weights plain cross entropy; use 0, or train.dft=false"
+            yield ConfigIssue(f"train.{key}", message, value)
 
 
 def _products(config: RunConfig) -> Iterator[ConfigIssue]:
