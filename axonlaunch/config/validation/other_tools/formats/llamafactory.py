@@ -166,7 +166,7 @@ _KEYS: Table = {
     "tensor_model_parallel_size": with_others(),
     "use_distributed_optimizer": not_needed(reasons.LAYOUT_ONLY),
     "use_packed_sequences": not_needed("packing decides it"),
-    "use_dft_loss": missing(_OTHER_LOSS),
+    "use_dft_loss": to("train.dft", lambda on: on is True),
     "use_dora": with_others(),
     "use_eaft_loss": missing(_OTHER_LOSS),
     "use_fast_tokenizer": not_needed("the fast tokenizer is used"),
