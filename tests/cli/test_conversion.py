@@ -649,6 +649,12 @@ def test_other_types_of_quantization_are_left_out(
     assert "only int8 inputs with int4 weights are rounded in training" in text
 
 
+def test_shortest_rows_of_axolotl_are_translated(converted: Write, tmp_path: Path) -> None:
+    translation = converted(AXOLOTL, "min_sample_len: 20\n")
+    assert left_out(translation) == {}
+    assert flat(translation, tmp_path)["data.min_tokens"] == 20
+
+
 @pytest.mark.parametrize(
     ("tool", "added"), [("trl", "loss_type: dft"), ("llamafactory", "use_dft_loss: true")]
 )
