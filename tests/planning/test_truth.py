@@ -170,6 +170,7 @@ def estimated(case: str, ranks: int) -> list[Held]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [
