@@ -246,7 +246,7 @@ class TrainConfig:
     """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;
-    a weight with two names is frozen if either matches
+    a weight with two names is frozen if either matches; -1 in place of a block's number is the last
     """
     unfreeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are trained although freeze, an adapter or the model freezes
