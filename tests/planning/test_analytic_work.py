@@ -175,6 +175,38 @@ def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=tolerance)
 
 
+MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numerics", "layout"),
+    [
+        (MASTERS, "strategy=zero1 launch.nproc=2"),
+        (f"{MASTERS} optimizer.state_dtype=8bit", "strategy=single launch.nproc=1"),
+        ("optimizer.state_dtype=8bit", "strategy=fsdp launch.nproc=2"),
+        ("train.matmul_dtype=fp8_tensorwise", "strategy=tensor launch.nproc=2"),
+        ("adapter=lora adapter.base=nf4", "strategy=single launch.nproc=1"),
+        ("adapter=lora adapter.base=int8", "strategy=zero1 launch.nproc=2"),
+    ],
+)
+def test_analytic_memory_of_low_precision_is_close_to_trace(numerics: str, layout: str) -> None:
+    """Parameters need much more memory than activations, as in large models."""
+    sizes = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.num_hidden_layers=8"]
+    overrides = [*MODEL, *sizes, "train.precision=bf16", *numerics.split(), *layout.split()]
+    chosen = estimate_config(overrides)
+    formulas = analytic.Formulas.of(chosen)
+    reported = analytic.peak_bytes(
+        chosen,
+        Layout.of(chosen, world_size=num_ranks(chosen)),
+        work=formulas.single_device,
+        activations=formulas.activations,
+        layers=8,
+        shares=formulas.shares,
+    )
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.08)
+
+
 @pytest.mark.slow
 def test_analytic_work_of_model_with_minimum_batch() -> None:
     overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]

@@ -12,7 +12,7 @@ is at most 13% off. With two tensor ranks it is 13% above, with a pipeline of fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -25,6 +25,7 @@ from axonlaunch.config.consistency.layout import (
     settings_for_ranks,
 )
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.optimization.optimizer import SGDConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
@@ -95,15 +96,31 @@ class Formulas:
         Raises:
             ConfigError: The model cannot be traced.
         """
-        single_device_config = on_one_device(config)
+        return cls.of_each([config])[0]
+
+    @classmethod
+    def of_each(cls, configs: Sequence[RunConfig]) -> list[Self]:
+        """Trace the models of several runs.
+
+        Raises:
+            ConfigError: A model cannot be traced.
+        """
+        alone = [on_one_device(config) for config in configs]
+        # Activations do not depend on the optimizer.
+        models = [with_values(config, {"optimizer": SGDConfig()}) for config in alone]
+        distinct = [model for n, model in enumerate(models) if model not in models[:n]]
         runs: list[Callable[[], Any]] = [
-            partial(step_work, single_device_config, world_size=1),
-            partial(activations, single_device_config),
+            *(partial(step_work, config, world_size=1) for config in alone),
+            *(partial(activations, model) for model in distinct),
         ]
-        work, by_mode = forked_map.map_forked(
+        traced = forked_map.map_forked(
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
-        return cls(work, by_mode, TrainingShares.of(config))
+        by_mode = traced[len(alone) :]
+        return [
+            cls(work, by_mode[distinct.index(model)], TrainingShares.of(config))
+            for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
+        ]
 
     @functools.cached_property
     def head_layers(self) -> float:

@@ -127,7 +127,7 @@ def _replicated_moments(
         # Gradients that accumulate without communication are separate from the buckets.
         is_separate = accumulated or not config.strategy.ddp.gradient_as_bucket_view
         accumulated, buckets = (accumulated, gradients) if is_separate else (1.0, 0.0)
-    cast, cast_ends = _cast_bytes(config, total, ends)
+    cast, cast_ends = _cast_bytes(config, total, ends, shares)
 
     def moment(fraction: float, temporary: float = 0.0) -> dict[Category, float]:
         return _moment(total, fraction * gradients, shares.states * total, buckets, temporary)
@@ -151,7 +151,11 @@ def _divided_update_moments(
     gradients, shard = shares.gradients * total, 1 / layout.optimizer_shards
     # Gradients of the bucket being filled, which are freed afterwards, and buckets being sent.
     in_flight = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
-    cast, cast_ends = _cast_bytes(config, total, ends)
+    # Gradients in 16 bits are larger in the buckets that sum them in fp32.
+    precision = precision_of(config)
+    growth = max(1.0, precision.reduce.nbytes / precision.gradients.nbytes)
+    in_flight *= growth
+    cast, cast_ends = _cast_bytes(config, total, ends, shares)
     accumulated = 1.0 if _accumulates(layout) else 0.0
 
     def moment(
@@ -164,7 +168,7 @@ def _divided_update_moments(
         "loss": moment(accumulated, 0, cast),
         "last block": moment(
             max(accumulated, shard * _fraction(sum(ends), total)),
-            0 if accumulated else in_flight,
+            0 if accumulated and growth == 1 else in_flight,
             cast - cast_ends,
         ),
         "first block": moment(shard, in_flight),
@@ -241,7 +245,9 @@ def _moment(
     }
 
 
-def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> tuple[float, float]:
+def _cast_bytes(
+    config: RunConfig, total: float, ends: tuple[float, float], shares: TrainingShares
+) -> tuple[float, float]:
     """Return the bytes of cast parameters at the loss, in total and outside the layers.
 
     Products keep the cast parameters for backward; recomputed layers cast them again.
@@ -251,9 +257,8 @@ def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> t
     if compute_ratio == 1:
         return 0.0, 0.0
     is_kept = config.train.recomputation == "none"
-    return compute_ratio * (
-        total - looked_up if is_kept else multiplied
-    ), compute_ratio * multiplied
+    kept = total * (1 - shares.quantized) - looked_up if is_kept else multiplied
+    return compute_ratio * kept, compute_ratio * multiplied
 
 
 def _compute_ratio(config: RunConfig) -> float:
