@@ -240,6 +240,8 @@ class TrainConfig:
     """
     matmul_group_size: int = field(default=32, metadata={"min": 2})
     """inputs of a linear layer whose weights share a scale in matmul_dtype=qat_int8_int4"""
+    matmul_start_step: int = field(default=0, metadata={"min": 0})
+    """first step in which matmul_dtype=qat_int8_int4 rounds; earlier ones train without it"""
     matmul_exclude: list[str] = field(default_factory=list)
     """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
     fp8 makes slower

@@ -67,6 +67,7 @@ from axonlaunch.engines.precision.policy import (
     lower_replicas,
     sharded_policy,
 )
+from axonlaunch.engines.precision.quantized_products import RoundingStart
 from axonlaunch.engines.precision.scaled_products import scale_products
 from axonlaunch.engines.recomputation.activation_checkpointing import (
     apply_activation_checkpointing,
@@ -124,6 +125,7 @@ class _Plan:
         chunked: The chunked loss, if one is used.
         owners: Global rank of each copy of a tied weight.
         sharded: Parts of the model that are sharded by fully_shard.
+        rounding: Decides in which steps products are rounded.
     """
 
     config: RunConfig
@@ -137,6 +139,7 @@ class _Plan:
     chunked: ChunkedLoss | None = None
     owners: dict[str, int] = field(default_factory=dict)
     sharded: list[FSDP] = field(default_factory=list)
+    rounding: RoundingStart = field(default_factory=RoundingStart)
 
     @property
     def separate_weight_grad(self) -> bool:
@@ -187,6 +190,7 @@ def build_engine(
     experts = expert_mesh(world, layout, cpu_offload=offload) if layout.expert > 1 else None
     needs_scale = PRECISIONS[config.train.precision].needs_loss_scale
     plan = _Plan(config, world, layout, mesh, experts, spec_for(config), source or Source())
+    plan.rounding = RoundingStart(config.train.matmul_start_step)
     if layout.context > 1:
         plan.context = ContextAxis(merged_group(world, layout, "cp"))
     model = plan.construct()
@@ -260,6 +264,7 @@ def build_engine(
             router_loss=_router_loss(plan),
             expert_counts=_expert_counts(plan, num_experts, passes.modules),
             saves_frozen=config.saves_frozen,
+            rounding=plan.rounding,
         )
     )
 
@@ -335,7 +340,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             overlap=not plan.separate_weight_grad and products is None,
         )
     if products is not None and layers is not None:
-        scale_products(layers.values(), products)
+        scale_products(layers.values(), products, plan.rounding)
 
 
 def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:

@@ -32,6 +32,7 @@ from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
+from axonlaunch.engines.precision.quantized_products import RoundingStart
 from axonlaunch.engines.tensor.outputs.losses import Losses
 from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
@@ -94,6 +95,7 @@ class EngineParts:
         router_loss: Balancing loss of routers over the global batch; None without one.
         expert_counts: Tokens of each expert; None without experts.
         saves_frozen: Whether ``state_dict`` includes frozen parameters.
+        rounding: Decides in which steps products are rounded.
     """
 
     passes: ForwardBackward
@@ -116,6 +118,7 @@ class EngineParts:
     router_loss: RouterLoss | None = None
     expert_counts: ExpertCounts | None = None
     saves_frozen: bool = True
+    rounding: RoundingStart = field(default_factory=RoundingStart)
 
 
 class MeshEngine:
@@ -127,11 +130,11 @@ class MeshEngine:
         Args:
             parts: Parts of the engine.
         """
+        self._parts = parts
         self.step = 0
         self.num_parameters = parts.num_parameters
         self.flops = parts.flops
         self.modules = parts.passes.modules
-        self._parts = parts
         pipelined = parts.layout.pipeline > 1
         self._pipeline: ProcessGroup | None = parts.mesh.group("pp") if pipelined else None
         self._buffers = [(m, name) for m in self.modules for name in persistent_buffers(m)]
@@ -140,6 +143,16 @@ class MeshEngine:
                 module.train()
         # All ranks of a tensor axis compute the same loss; only one reports it.
         self._reports_loss = parts.passes.gives_outputs and parts.mesh.coordinate("tp") == 0
+
+    @property
+    def step(self) -> int:
+        """Number of steps since the start of training."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._parts.rounding.begin(step)
 
     @property
     def loss_scale(self) -> float:

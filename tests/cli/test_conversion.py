@@ -608,12 +608,13 @@ def test_values_of_wrong_types_are_no_traceback(tool: str, converted: Write) -> 
         (
             "torchtune",
             "quantizer:\n  _component_: torchtune.training.quantization."
-            "Int8DynActInt4WeightQATQuantizer\n  groupsize: 64\n",
+            "Int8DynActInt4WeightQATQuantizer\n  groupsize: 64\nfake_quant_after_n_steps: 9\n",
             ["k_proj", "v_proj"],  # not adapted
         ),
         (
             "axolotl",
-            "qat: {activation_dtype: int8, weight_dtype: int4, group_size: 64}\n",
+            "qat: {activation_dtype: int8, weight_dtype: int4, group_size: 64, "
+            "fake_quant_after_n_steps: 9}\n",
             [],
         ),
     ],
@@ -628,6 +629,7 @@ def test_quantization_aware_training_of_torchao_is_translated(
         {
             "train.matmul_dtype": "qat_int8_int4",
             "train.matmul_group_size": 64,
+            "train.matmul_start_step": 9,
             "train.matmul_exclude": exclude,
         },
     )

@@ -87,6 +87,36 @@ def test_quantization_aware_training_rounds_as_one_process(layout: str) -> None:
 
 
 @pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline"])
+def test_quantization_that_begins_at_a_later_step_trains_as_one_process(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    quantized = ["train.matmul_dtype=qat_int8_int4", "train.matmul_group_size=16"]
+    later = [*overrides, *quantized, "train.matmul_start_step=1"]
+    assert_trains_as_one_process([*MODELS["gpt"], *later], ranks)
+
+
+def test_quantization_begins_at_its_step_also_after_a_resume() -> None:
+    quantized = ["train.matmul_dtype=qat_int8_int4", "train.matmul_group_size=16"]
+
+    def losses(overrides: list[str], *, first_step: int = 0) -> list[float]:
+        chosen = run_config([*MODELS["gpt"], *overrides, "train.global_batch_size=4"])
+
+        def run(world: World) -> list[float]:
+            engine, loader = rank_engine(chosen, world)
+            engine.step = first_step
+            return [float(engine.train_step(loader.batch(n)).loss) for n in range(2)]
+
+        return World.mock(1).run(run)[0]
+
+    single = ["strategy=single", "launch.nproc=1"]
+    without, with_all = losses(single), losses([*single, *quantized])
+    after_one = [*single, *quantized, "train.matmul_start_step=1"]
+    assert losses(after_one)[0] == without[0] != with_all[0]
+    assert losses(after_one)[1] != without[1]
+    assert losses(after_one, first_step=1)[0] == with_all[0]
+
+
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

@@ -266,10 +266,16 @@ def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
 def _products(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield rounded products that a base or the hardware rules out, and unused settings of them."""
     train, hardware, products = config.train, config.hardware, precision_of(config).products
-    size = train.matmul_group_size
-    if size != TrainConfig.matmul_group_size and not isinstance(products, QuantizedFormat):
-        message = "only train.matmul_dtype=qat_int8_int4 has groups; set it, or remove this setting"
-        yield ConfigIssue("train.matmul_group_size", message, size)
+    for key in ("matmul_group_size", "matmul_start_step"):
+        value, default = getattr(train, key), getattr(TrainConfig, key)
+        if value != default and not isinstance(products, QuantizedFormat):
+            message = "is for train.matmul_dtype=qat_int8_int4; set it, or remove this setting"
+            yield ConfigIssue(f"train.{key}", message, value)
+    if train.steps != "auto" and 0 < train.num_steps <= train.matmul_start_step:
+        message = (
+            f"no step rounds, because the last one is {train.num_steps - 1}; use an earlier one"
+        )
+        yield ConfigIssue("train.matmul_start_step", message, train.matmul_start_step)
     if products is None:
         if train.matmul_exclude:
             message = "train.matmul_dtype is null; set it, or remove this setting"

@@ -33,16 +33,39 @@ _LEAST = 2.0**-23
 """Smallest scale of an input."""
 
 
+class RoundingStart:
+    """Decides whether the products of an engine round in a step.
+
+    Attributes:
+        is_on: Whether they round; compiled blocks are compiled again when it changes.
+    """
+
+    def __init__(self, first_step: int = 0) -> None:
+        self._first_step = first_step
+        self.is_on = not first_step
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self.is_on = step >= self._first_step
+
+
 class QuantizedProducts:
     """Products of a linear layer with rounded factors, used in place of ``F.linear``."""
 
-    def __init__(self, chosen: QuantizedFormat, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        chosen: QuantizedFormat,
+        group: ProcessGroup | None = None,
+        start: RoundingStart | None = None,
+    ) -> None:
         """Create the function.
 
         Args:
             chosen: How factors are rounded.
             group: Ranks that have other features of the same inputs; None if inputs are complete.
+            start: Decides about each step; None rounds in all.
         """
+        self._start = start or RoundingStart()
         self._input_range = _range(chosen.input_bits)
         self._weight_range = _range(chosen.weight_bits)
         self._group_size = chosen.input_multiple
@@ -55,7 +78,7 @@ class QuantizedProducts:
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(x.dtype)
-        if not x.numel():  # has no largest number
+        if not self._start.is_on or not x.numel():  # nothing has no largest number
             return F.linear(x, weight, bias)
         with torch.autocast(device, enabled=False):
             return cast("Tensor", _apply(x, weight, bias, *self._input_scale(x.detach()), self))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
-from axonlaunch.engines.precision.quantized_products import QuantizedProducts
+from axonlaunch.engines.precision.quantized_products import QuantizedProducts, RoundingStart
 from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.convert_module import convert_module
@@ -174,14 +174,22 @@ class ScaledLinear(nn.Module):
         return self.product(x, weight, self.bias)
 
 
-def scale_products(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
-    """Make linear layers, sharded or not, round the factors of their products, in place."""
+def scale_products(
+    layers: Iterable[nn.Module], chosen: MatmulFormat, start: RoundingStart | None = None
+) -> None:
+    """Make linear layers, sharded or not, round the factors of their products, in place.
+
+    Args:
+        layers: Linear layers.
+        chosen: How factors are rounded.
+        start: Decides whether a step rounds, with a ``QuantizedFormat``; None rounds in all.
+    """
     products: dict[bool, Callable[..., Tensor]] = {}
     for layer in layers:
         # One object for all layers that can share it: dynamo compiles a block again for another.
         is_divided = isinstance(layer, RowParallelLinear)
         if is_divided not in products:
-            products[is_divided] = _products(layer, chosen)
+            products[is_divided] = _products(layer, chosen, start)
         layer.__dict__["product"] = products[is_divided]
         if hasattr(type(layer), "product"):
             continue  # a sharded layer, which calls it
@@ -190,10 +198,12 @@ def scale_products(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
         convert_module(layer, _scaled_class(base), beneath=isinstance(layer, LoraLayer))
 
 
-def _products(layer: nn.Module, chosen: MatmulFormat) -> Callable[..., Tensor]:
+def _products(
+    layer: nn.Module, chosen: MatmulFormat, start: RoundingStart | None
+) -> Callable[..., Tensor]:
     if isinstance(chosen, QuantizedFormat):
         group = layer.axis.group if isinstance(layer, RowParallelLinear) else None
-        return QuantizedProducts(chosen, group)
+        return QuantizedProducts(chosen, group, start)
     assert isinstance(chosen, Float8Format)
     return ScaledProducts(chosen)
 

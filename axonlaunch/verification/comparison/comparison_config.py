@@ -99,6 +99,7 @@ def _round(layout: Layout) -> int:
 def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     """Return settings for a rate that changes in each step, weight decay and small buckets."""
     settings: dict[str, Any] = {"train.steps": plan.steps + _STEPS_LEFT}
+    settings["train.matmul_start_step"] = min(config.train.matmul_start_step, _WARMUP)
     schedule = config.scheduler
     if schedule.name == "constant":  # only its warm-up changes the rate
         settings["scheduler.warmup_steps"] = plan.steps + _STEPS_LEFT

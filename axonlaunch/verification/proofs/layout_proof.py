@@ -117,6 +117,7 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.precision": FP32.name,
             "train.matmul_dtype": None,
             "train.matmul_group_size": TrainConfig.matmul_group_size,
+            "train.matmul_start_step": 0,
             "train.matmul_exclude": [],
             "train.compile": False,
             "train.attention_kernel": "auto",

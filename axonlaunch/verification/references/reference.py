@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -242,7 +242,8 @@ class PlainRun:
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
             if self._plan.beyond and number == self._plan.halfway:
-                evaluation, prediction = self._evaluate()
+                with self._rounding(number):
+                    evaluation, prediction = self._evaluate()
             steps.append(self.step(number))
             if number + 1 == self._plan.saved:
                 saved = self._state()
@@ -290,7 +291,8 @@ class PlainRun:
         total = 0.0
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
         self._chosen.begin(self._choices[number] if self._choices else {})
-        with watch as calls, self._chosen if self._num_experts else nullcontext():
+        chosen = self._chosen if self._num_experts else nullcontext()
+        with self._rounding(number), watch as calls, chosen:
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece, training=True) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
@@ -491,8 +493,13 @@ class PlainRun:
             if self._checks_data:
                 _refuse(data_checks.part_problem(self._loader, part, part_batches))
             batches += part_batches
-        with evaluating([self.model]):
+        with evaluating([self.model]), self._rounding(self._plan.steps):
             return self._mean_loss(batches)
+
+    def _rounding(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which products are those of a step."""
+        is_on = number >= self._config.train.matmul_start_step
+        return nullcontext() if is_on else without_rounded_factors(self.model)
 
     def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
         """Return the mean loss over counted targets, and their number."""

@@ -22,6 +22,7 @@ def set_torchtune_quantizer(translation: Translation) -> None:
         return
     translation.set("train.matmul_dtype", _FORMAT, key)
     translation.set("train.matmul_group_size", int(translation.number(size, 256)), size)
+    _set_start(translation, "fake_quant_after_n_steps")
     if (targets := translation.settings.get("adapter.targets")) is None:
         translation.note(key, _HEAD)
     elif others := [name for name in _LINEAR_LAYERS if name not in targets.value]:
@@ -38,4 +39,10 @@ def set_axolotl_types(translation: Translation) -> None:
         return
     translation.set("train.matmul_dtype", _FORMAT, weights, inputs)
     translation.set("train.matmul_group_size", int(translation.number(size, 32)), size)
+    _set_start(translation, "qat.fake_quant_after_n_steps")
     translation.note(weights, _HEAD)
+
+
+def _set_start(translation: Translation, key: str) -> None:
+    if translation.has(key):
+        translation.set("train.matmul_start_step", int(translation.number(key)), key)

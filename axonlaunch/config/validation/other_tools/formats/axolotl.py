@@ -196,9 +196,7 @@ _KEYS: Table = {
     "project_name": not_needed(reasons.REPORTING),
     "push_dataset_to_hub": not_needed(reasons.READING),
     "qat.activation_dtype": with_others(),
-    "qat.fake_quant_after_n_steps": missing(
-        "all steps round; resume a run with train.matmul_dtype"
-    ),
+    "qat.fake_quant_after_n_steps": with_others(),
     "qat.group_size": with_others(),
     "qat.quantize_embedding": missing("embeddings are not rounded; leave it out"),
     "qat.weight_dtype": with_others(),

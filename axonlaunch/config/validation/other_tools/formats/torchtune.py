@@ -122,7 +122,7 @@ _KEYS: Table = {
     "enable_activation_checkpointing": with_others(),
     "enable_activation_offloading": with_others(),
     "epochs": with_others(),
-    "fake_quant_after_n_steps": missing("all steps round; resume a run with train.matmul_dtype"),
+    "fake_quant_after_n_steps": with_others(),
     "fsdp.cpu_offload": Rule("expressed", _offload),
     "fsdp_*": Rule("expressed", _offload),
     "fsdp_reshard_after_forward": not_needed(reasons.LAYOUT_ONLY),
