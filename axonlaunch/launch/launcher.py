@@ -58,8 +58,6 @@ Launch: TypeAlias = Callable[[RunConfig, LaunchOptions], tuple[int, dict[str, An
 
 
 _LOCAL, _MULTINODE = "local", "multinode"
-SCRATCH_FOLDER = "/tmp/axonlaunch"
-"""Folder of runs on other nodes whose checkpoints are in a bucket."""
 _MULTINODE_LAUNCHER = Launcher(
     check="axonlaunch.launch.multinode.launcher:check",
     launch="axonlaunch.launch.multinode.launcher:launch",

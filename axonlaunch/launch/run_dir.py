@@ -71,6 +71,8 @@ from axonlaunch.system.storage.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write to a full disk, or over the user's quota."""
+SCRATCH_FOLDER = "/tmp/axonlaunch"
+"""Folder of runs on other nodes whose checkpoints are in a bucket."""
 
 
 @contextmanager
@@ -382,6 +384,13 @@ def create_unique(name: str) -> Path:
             continue
         return folder
     raise AssertionError("count ended")
+
+
+def with_scratch_folder(config: RunConfig) -> RunConfig:
+    """Resolve ``name`` and ``run_dir`` of a run on other nodes without a shared folder."""
+    name = default_name(config) if config.name == "auto" else config.name
+    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
+    return dataclasses.replace(config, name=name, run_dir=folder)
 
 
 def free_name(name: str) -> str:

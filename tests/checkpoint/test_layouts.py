@@ -109,7 +109,7 @@ def load(engine: Engine, world: World, folder: Path) -> None:
     engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 # A reader does not know who wrote, so each layout writes once and reads once.
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.pairwise([*LAYOUTS, "single"])])
 def test_any_layout_loads_checkpoints_of_any_other(
@@ -178,7 +178,7 @@ def assert_as_in_plain_torch(got: dict[str, Tensor], *, steps: int) -> None:
         assert difference <= 1e-5 * largest[kinds[name]], f"{name} is off by {difference:.2g}"
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", TWO_AXES)
 def test_checkpoint_of_two_axes_read_by_one_process_equals_plain_torch(
     writer: str, tmp_path: Path
@@ -195,7 +195,7 @@ def test_checkpoint_of_two_axes_read_by_one_process_equals_plain_torch(
     assert_as_in_plain_torch(run("single", read, *STEADY)[0], steps=2)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", TWO_AXES)
 def test_two_axes_resume_from_one_process_like_plain_torch(reader: str, tmp_path: Path) -> None:
     """The next step must be right, too: each rank needs the states of its rows."""

@@ -147,7 +147,7 @@ def test_a_run_resumes_to_the_bit(
     assert resumed(tmp_path, layout, optimizer) == expected
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "saved", "loaded"),
     [

@@ -18,6 +18,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     return command
 
 
+@pytest.mark.slow
 def test_ls_reports_step_size_age_layout_and_losses(trained: Served) -> None:
     text = trained("checkpoint", "ls", "runs/a").stdout
     heading, first, second = text.splitlines()

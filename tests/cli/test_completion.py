@@ -127,7 +127,7 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.processes
 def test_tab_completes_commands_options_keys_values_runs_and_files(shell: Terminal) -> None:
     """Keys leave the cursor behind ``=``; complete words are followed by a space."""

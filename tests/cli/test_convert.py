@@ -39,6 +39,7 @@ def write(folder: Path, **changed: object) -> None:
     (folder / "other.yml").write_text(yaml.safe_dump({**SOURCE, **changed}))
 
 
+@pytest.mark.slow
 def test_a_converted_experiment_trains(axonlaunch: Command) -> None:
     write(axonlaunch.folder)
     rows = "".join(json.dumps({"text": f"row {n} " * 8}) + "\n" for n in range(40))

@@ -30,6 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     return command
 
 
+@pytest.mark.slow
 def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served) -> None:
     overrides = ["--prompt", "to be ", "--tokens", "40", "--json"]
     run, exported, imported = (

@@ -224,7 +224,7 @@ def test_meshes_of_later_mock_run_are_separate() -> None:
 # Checkpoints.
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 4), (4, 2), (2, 4)])
 def test_mock_checkpoint_resumes_on_same_or_other_rank_count(
     tmp_path: Path, saved_on: int, loaded_on: int, alone: tuple[Tensor, list[Tensor]]

@@ -138,6 +138,7 @@ def no_process_is_left() -> Iterator[None]:
         time.sleep(0.05)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("dataset", "collate"), DATASETS)
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_return_the_batches_of_one_process_to_the_bit(

@@ -130,7 +130,7 @@ def test_a_tokenizer_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         tokenizer.load_tokenizer(TokenizerConfig(path=str(folder)))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [LOOP, "{{ 10 ** (10 ** 9) }}"])
 def test_ctrl_c_ends_a_command_whose_chat_template_does_not_end(
     template: str, tmp_path: Path

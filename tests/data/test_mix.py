@@ -159,6 +159,7 @@ def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(folder: Path) -> None:
     """To the bit in the same layout, and to rounding in another one."""
     full = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")

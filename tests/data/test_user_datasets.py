@@ -201,7 +201,7 @@ def plain_loop(config: RunConfig) -> list[float]:
     return losses
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [INDEXED, STREAM])
 def test_nested_batches_train_as_in_a_plain_loop_under_every_data_layout(target: str) -> None:
     single = run_config([*CHOSEN, target, "strategy=single", "launch.nproc=1"])
@@ -294,6 +294,7 @@ def test_a_stream_continues_where_its_state_says_also_in_a_later_pass() -> None:
     assert str(past.batch(7).items) == str(expected[7])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -> None:
     chosen = [*CHOSEN, STREAM, "train.log_every=1", "checkpoint.every=2", "scheduler=constant"]
 
@@ -409,6 +410,7 @@ def test_custom_loss_gets_token_inputs_and_targets() -> None:
 # verify and estimate
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("target", [INDEXED, STREAM])
 def test_verify_compares_nested_batches_with_one_process(target: str) -> None:
     config = run_config([*CHOSEN, target, "strategy=fsdp", "launch.nproc=2"])

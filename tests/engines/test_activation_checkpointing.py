@@ -111,6 +111,7 @@ def test_generators_are_saved_only_where_a_block_may_draw(
     assert preserved == [draws]
 
 
+@pytest.mark.slow
 def test_selective_recomputation_of_divided_experts_keeps_losses() -> None:
     """Experts are sharded separately, so fully_shard has hooks inside a recomputed block."""
     overrides = ["model=moe_debug", "data=synthetic_tokens", "data.sequence_length=8"]

@@ -65,6 +65,7 @@ def test_load_of_experts_is_that_of_the_global_batch(layout: str) -> None:
         assert loads == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_share_of_fullest_expert_counts_stages_without_experts() -> None:
     dense = [*SETTINGS, "model.first_k_dense_replace=2", "model.num_hidden_layers=4"]
     shares = []

@@ -136,6 +136,7 @@ def test_a_run_with_frozen_parameters_resumes_on_another_layout(
     assert losses(again, begin=2, end=4, save=False) == pytest.approx(full[2:], rel=1e-5)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["ddp", "zero bubble"])
 def test_verify_compares_trained_and_counts_frozen_parameters(layout: str) -> None:
     chosen = run_config([*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS[layout].split()])

@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

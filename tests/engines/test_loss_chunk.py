@@ -83,7 +83,7 @@ def test_chunked_loss_in_every_layout_equals_unchunked_loss(layout: list[str]) -
     assert verdict.passed, verdict.differences
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [
@@ -106,6 +106,7 @@ def test_chunked_loss_of_transformers_models_equals_unchunked_loss(
     assert verdict.passed, verdict.differences
 
 
+@pytest.mark.slow
 def test_bf16_computes_each_chunk_in_bf16() -> None:
     overrides = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
     verdict = compare.on_mock(run_config([*GPT, CHUNK, *overrides]), ComparisonPlan(steps=2))

@@ -81,7 +81,7 @@ def train(
     return World.mock(chosen.launch.nproc).run(run)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masters_train_as_fp32_weights_computed_in_bf16_to_the_bit(layout: str) -> None:
     overrides = LAYOUTS[layout]

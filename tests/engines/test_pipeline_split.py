@@ -171,6 +171,7 @@ def test_pipeline_split_minimizes_largest_stage(
     assert most(tuple(counts)) == min(map(most, every))
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(hidden_size=32, num_hidden_layers=11, vocab_size=4096)
     tokens = torch.zeros(2, 64, dtype=torch.int64, device="meta")

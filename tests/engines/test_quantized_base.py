@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_with_quantized_base_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

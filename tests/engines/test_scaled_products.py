@@ -146,7 +146,7 @@ def losses(overrides: list[str]) -> list[float]:
     return World.mock(chosen.launch.nproc).run(run)[0]
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_losses_of_one_process(layout: str, name: str) -> None:

@@ -138,7 +138,7 @@ def train(
     return ranks[0][0], {name: value for _, states in ranks for name, value in states.items()}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
 def test_states_in_8_bits_are_resumed_to_the_bit_in_every_layout(
     layout: str, tmp_path: Path

@@ -75,13 +75,14 @@ def assert_equal(actual: list[Trained], expected: list[Trained]) -> None:
         assert [n for n, value in state.items() if not torch.equal(value, expected_state[n])] == []
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_update_in_backward_equals_update_after_it_to_the_bit(layout: str) -> None:
     overrides = shlex.split(LAYOUTS[layout])
     assert_equal(train([*overrides, IN_BACKWARD]), train(overrides))
 
 
+@pytest.mark.slow
 def test_checkpoint_of_update_in_backward_is_resumed_without_it_and_vice_versa(
     tmp_path: Path,
 ) -> None:

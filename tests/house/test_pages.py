@@ -129,6 +129,7 @@ def run_python(path: Path, folder: Path, server: Server) -> None:
     assert ran.returncode == 0, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("bash", at_once=AT_ONCE))
 def test_every_command_of_a_page_runs_in_the_order_of_the_page(
     page: Path, tmp_path: Path, server: Server

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from package_source import sources
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 INTERNALS = {
@@ -67,6 +68,8 @@ OF_OBJECTS: list[tuple[Any, str]] = [
     (dist.Reducer, "_push_all_rebuilt_params"),
     (dist.Reducer, "_rebuild_buckets"),
     (FSDPModule, "_get_fsdp_state"),
+    (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+    (FSDPParam, "to_accumulated_grad_if_needed"),
     (nn.parallel.DistributedDataParallel, "_check_reducer_finalized"),
 ]
 """Private attributes of torch's objects, with names that do not mention torch."""

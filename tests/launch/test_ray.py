@@ -18,13 +18,17 @@ from launchers import By, logged
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.ray import launcher
 from axonlaunch.launch.external.ray.node import PROGRAM
 from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
+from axonlaunch.launch.external.ray.run_actor import RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 from axonlaunch.launch.external.submitted_jobs import find_jobs
 
 CLIENT_PORT = 23999
+# Ray does not close the logs of the processes that it starts.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file .*/ray/session_:ResourceWarning")
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +189,34 @@ def test_stopped_run_on_ray_resumes_in_the_same_folder(on_ray: OnRay) -> None:
     assert on_ray.local.losses("stopped") == on_ray.undisturbed()
 
 
+BLOCKER = """
+import os, sys
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "axonlaunch":
+            raise ImportError("No module named 'axonlaunch' (hidden by a test)")
+if str(os.getppid()) == open({file!r}).read():
+    sys.meta_path.insert(0, Missing)
+"""
+"""Module that Python imports at its start; hides axonlaunch from the processes of one raylet."""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_node_that_cannot_import_axonlaunch_ends_the_run(on_ray: OnRay, raylets: Any) -> None:
+    folder, blocked = on_ray.local.folder, add_node(raylets)
+    try:
+        raylet = blocked.all_processes["raylet"][0].process.pid
+        (folder / "raylet").write_text(str(raylet))
+        (folder / "sitecustomize.py").write_text(BLOCKER.format(file=str(folder / "raylet")))
+        follower = on_ray.start("hidden", "launch.nnodes=4")
+        output, _ = follower.communicate(timeout=200)
+    finally:
+        raylets.remove_node(blocked)
+    assert follower.returncode == 1, output
+    assert "hidden: failed (a node can't run axonlaunch: ImportError: No module named" in output
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_cluster_that_is_too_small_is_an_error_before_waiting(on_ray: OnRay) -> None:
@@ -285,6 +317,19 @@ def test_settings_that_a_run_on_ray_needs_are_all_reported(tmp_path: Path) -> No
     for name, reason in (("none.yaml", "can't be read: No such file"), ("env.yaml", "is no YAML")):
         [line] = problems(*shared, f"launch.ray.runtime_env={tmp_path / name}")
         assert line.startswith(f"launch.ray.runtime_env={tmp_path / name}: {reason}")
+
+
+@pytest.mark.parametrize(("lost", "state"), [(0, "FAILED"), (1, None)])
+def test_configuration_error_after_the_loss_of_a_node_starts_the_run_again(
+    lost: int, state: str | None
+) -> None:
+    """Node 0 waits for a lost node in vain, and then reports that it did not join."""
+    words = ["launch=ray", "name=big", "launch.nnodes=2", "run_dir=/shared/big"]
+    words += ["launch.nproc=1", "launch.device=cpu", "launch.max_restarts=1"]
+    run = RayRun(RunSpec.of(configuration.load(words)), JobState("RUNNING"))
+    run._lost = lost
+    judged = run._judge({0: 2, 1: -lost})
+    assert (judged and judged.name) == state
 
 
 def test_bundle_of_a_node_has_its_devices_cores_and_resources() -> None:

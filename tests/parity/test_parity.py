@@ -14,6 +14,7 @@ from parity_table import (
     PAGE,
     Combination,
     combinations,
+    combinations_in_every_run,
     combinations_in_tests,
     factors,
     markdown,
@@ -23,7 +24,11 @@ from parity_table import (
 @pytest.mark.parametrize(
     "combination",
     [
-        pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
+        pytest.param(
+            case,
+            id=str(case),
+            marks=() if case in combinations_in_every_run() else (pytest.mark.slow,),
+        )
         for case in sorted(combinations_in_tests(), key=Combination.reference)
     ],
 )
@@ -37,11 +42,17 @@ def test_page_lists_all_verify_comparisons() -> None:
     assert PAGE.read_text() == markdown(), "run python tests/support/parity_table.py"
 
 
-def test_every_test_run_has_every_pair_of_values_that_exists() -> None:
+def test_paired_combinations_have_every_pair_of_values_that_exists() -> None:
     def pairs(chosen: list[Combination]) -> set[object]:
         return {pair for c in chosen for pair in itertools.combinations(factors(c).items(), 2)}
 
-    fast = [c for c in combinations() if c.fast]
-    assert pairs(fast) == pairs(combinations())
-    assert {c.layout.label for c in fast} == {c.layout.label for c in combinations()}
-    assert len(fast) <= len(combinations()) / 10
+    paired = [c for c in combinations() if c.paired]
+    assert pairs(paired) == pairs(combinations())
+    assert len(paired) <= len(combinations()) / 10
+
+
+def test_every_test_run_has_each_row_and_model() -> None:
+    chosen = combinations_in_every_run()
+    assert {c.layout.label for c in chosen} == {c.layout.label for c in combinations()}
+    assert {c.model for c in chosen} == {c.model for c in combinations()}
+    assert {c.precision for c in chosen} == {"fp32", "bf16"}

@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
     """Outputs are in fp16 on both sides, too, which shows that the computation was in fp16."""

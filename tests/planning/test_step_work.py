@@ -50,6 +50,7 @@ def same(first: Work, second: Work) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

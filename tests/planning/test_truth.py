@@ -163,6 +163,7 @@ def estimated(case: str, ranks: int) -> list[Held]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [

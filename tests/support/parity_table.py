@@ -83,7 +83,7 @@ class Combination:
     Attributes:
         accumulation: Micro-batches per step, or rounds of a pipeline's schedule.
         recomputed: Value of ``train.activation_checkpointing``.
-        fast: Whether every test run has it.
+        paired: Whether it is one of those that have every pair of values of two factors.
     """
 
     layout: Layout
@@ -91,7 +91,7 @@ class Combination:
     precision: str
     accumulation: int
     recomputed: str
-    fast: bool
+    paired: bool
 
     @property
     def overrides(self) -> list[str]:
@@ -197,8 +197,8 @@ def layouts() -> Iterator[Layout]:
 
 @functools.cache
 def combinations() -> list[Combination]:
-    """Return every combination, with kinds of recomputation in turn. ``_pairwise`` chooses the fast
-    ones.
+    """Return every combination, with kinds of recomputation in turn. ``_pairwise`` chooses the
+    paired ones.
     """
     every: list[Combination] = []
     for layout in layouts():
@@ -208,19 +208,32 @@ def combinations() -> list[Combination]:
         recomputed = [mode for mode in RECOMPUTED if mode != "selective" or not named & SPLITTING]
         for values in itertools.product(models, ("fp32", "bf16"), ACCUMULATION):
             how = recomputed[len(every) % len(recomputed)]
-            every.append(Combination(layout, *values, how, fast=False))
+            every.append(Combination(layout, *values, how, paired=False))
     chosen = _pairwise(every)
-    return [replace(c, fast=index in chosen) for index, c in enumerate(every)]
+    return [replace(c, paired=index in chosen) for index, c in enumerate(every)]
 
 
 def combinations_in_tests() -> list[Combination]:
-    """Return the fast combinations, and one for each other choice of layout, ranks and model."""
+    """Return the paired combinations, and one for each other choice of layout, ranks and model."""
     groups: dict[tuple[Layout, str], list[Combination]] = {}
     for c in combinations():
         groups.setdefault((c.layout, c.model), []).append(c)
     chosen: list[Combination] = []
     for index, ones in enumerate(groups.values()):
-        chosen += [c for c in ones if c.fast] or [ones[index % len(ones)]]
+        chosen += [c for c in ones if c.paired] or [ones[index % len(ones)]]
+    return chosen
+
+
+def combinations_in_every_run() -> list[Combination]:
+    """Return one paired combination of each row, with the precisions in turn where it has both."""
+    rows: dict[str, list[Combination]] = {}
+    for c in combinations():
+        if c.paired:
+            rows.setdefault(c.layout.label, []).append(c)
+    chosen: list[Combination] = []
+    for index, ones in enumerate(rows.values()):
+        alike = [c for c in ones if c.precision == ("bf16", "fp32")[index % 2]] or ones
+        chosen.append(alike[index % len(alike)])
     return chosen
 
 
@@ -298,18 +311,21 @@ def markdown() -> str:
     rows: dict[str, list[Combination]] = {}
     for c in combinations():
         rows.setdefault(c.layout.label, []).append(c)
-    lines = ["| layout | ranks | models | combinations | in every test run |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    lines = [
+        "| layout | ranks | models | combinations | paired |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for label, ones in rows.items():
         ranks = ", ".join(map(str, sorted({c.layout.ranks for c in ones})))
         models = ", ".join(dict.fromkeys(c.model for c in ones))
-        fast = sum(c.fast for c in ones)
-        lines.append(f"| {label} | {ranks} | {models} | {len(ones)} | {fast} |")
-    total, fast = len(combinations()), sum(c.fast for c in combinations())
-    rows_fast = sum(any(c.fast for c in ones) for ones in rows.values())
-    lines.append(f"| | | | {total} | {fast} |")
-    counts = {"total": total, "fast": fast, "slow": len(combinations_in_tests()) - fast}
-    counts |= {"rows": len(rows), "rows_fast": rows_fast}
+        lines.append(
+            f"| {label} | {ranks} | {models} | {len(ones)} | {sum(c.paired for c in ones)} |"
+        )
+    total, paired = len(combinations()), sum(c.paired for c in combinations())
+    lines.append(f"| | | | {total} | {paired} |")
+    default = len(combinations_in_every_run())
+    slow = len(combinations_in_tests()) - default
+    counts = {"total": total, "paired": paired, "default": default, "slow": slow}
     return INTRODUCTION.format(table="\n".join(lines), **counts)
 
 
@@ -334,9 +350,10 @@ gradient norms, parameters, buffers and optimizer states.
 
 | command | runs |
 | --- | --- |
-| `scripts/test` | {fast} of the {total} combinations, from {rows_fast} of the {rows} rows; \
-every pair of values of two factors (including settings of the layout) is in one of them |
-| `scripts/test --slow` | {slow}, one for each other choice of layout, ranks and model |
+| `scripts/test` | {default} of the {total} combinations, one of each row |
+| `scripts/test --slow` | {slow}: the other paired ones, and one for each other choice of layout, \
+ranks and model. Every pair of values of two factors (including settings of the layout) is in one \
+of the {paired} paired combinations |
 | `scripts/test --sweep` | all {total} with all comparisons of `verify`: \
 six steps, an evaluation, a prediction, a checkpoint |
 

@@ -132,6 +132,7 @@ MOE = without_folder("qwen3_moe", num_experts=16, num_hidden_layers=4)
 SYNTHETIC = ["data=synthetic_tokens", "data.sequence_length=32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -113,7 +113,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_module_trace_of_every_layout_equals_one_process(layout: str) -> None:
     overrides, model = LAYOUTS[layout]

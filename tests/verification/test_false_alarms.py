@@ -134,6 +134,7 @@ def test_a_gradient_that_is_nothing_but_rounding_may_have_any_of_its_size() -> N
     assert Tolerances(config, reference, [other]).allows(difference), difference
 
 
+@pytest.mark.slow
 def test_steps_that_fp16_skips_are_equal_skips() -> None:
     verdict = verify(
         [*OWN, *DDP, f"model.target={__name__}:overflowing", "train.precision=fp16"], steps=8

@@ -55,6 +55,7 @@ def sum_in_bf16(patch: pytest.MonkeyPatch, unit: str) -> None:
     patch.setattr(fsdp, "fully_shard", shard)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -68,6 +69,7 @@ def test_fp32_sums_of_16_bit_gradients_are_additive(overrides: list[str]) -> Non
     assert largest(overrides).relative < SUM_TOLERANCE / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["block", "experts"])
 def test_gradients_summed_in_bf16_are_found(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = EXPERTS if unit == "experts" else [*TENSOR, BF16]

@@ -79,6 +79,7 @@ ROUGH: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "initializer_range": 
 """A model whose first gradients change by their full size with another rounding to bf16."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "changes"), [(4, {}), (8, ROUGH)], ids=["4_layers", "rough"])
 def test_an_adapter_on_bf16_weights_is_proved(layers: int, changes: dict[str, Any]) -> None:
     verdict = verify("qwen3", *BF16_LORA, "strategy=zero2", num_hidden_layers=layers, **changes)
@@ -86,6 +87,7 @@ def test_an_adapter_on_bf16_weights_is_proved(layers: int, changes: dict[str, An
     assert max(verdict.tolerances[kind] for kind in ("gradient", "parameter", "state")) <= 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "tensor"])
 def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found even if rounding ends the comparison of values in the first step."""

@@ -17,7 +17,7 @@ from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 CUT = ["strategy.tensor.degree=2", "strategy.pipeline.degree=2"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -111,6 +111,23 @@ def reduce_gradients_to(module: FSDPModule, dtype: torch.dtype) -> None:
     group._init_mp_dtypes = decide_gradients
 
 
+def add_up_gathered_gradients(module: nn.Module) -> None:
+    """Add gradients of gathered parameters to their sum in the dtype of reduction.
+
+    ``fully_shard`` does so in hooks of a backward, which a schedule skips if it computes weight
+    gradients separately: those of all micro-batches would be added up in 16 bits.
+
+    Args:
+        module: A module with any number of sharded units.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for parameter in fsdp_parameters(unit):
+                if whole_parameter(parameter) is not None:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def ignored_names(module: nn.Module) -> set[str]:
     """Return the names that a module excludes from torch's DDP."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

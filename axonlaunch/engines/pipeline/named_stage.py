@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.profiler import record_function
 
+from axonlaunch.engines.data_parallel.torch_internals import add_up_gathered_gradients
+
 PREFIX = "axonlaunch pipeline "
 """Prefix of stage, kind and micro-batch; read by ``diagnostics.pipeline_actions``."""
 
@@ -47,7 +49,8 @@ class NamedStage(pipelining.PipelineStage):
                 bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward
             )
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Compute a micro-batch's weight gradients."""
         with record_function(f"{PREFIX}{self.stage_index}W{bwd_chunk_id}"):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            add_up_gathered_gradients(self.submod)

@@ -6,7 +6,6 @@ the nodes share from the environment, so that it is not in the YAML.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from axonlaunch import config as configuration
@@ -16,12 +15,11 @@ from axonlaunch.config.options.launch import DstackConfig, LaunchConfig, SkyPilo
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch.launcher import (
-    SCRATCH_FOLDER,
     LaunchOptions,
     check_anywhere,
     submission_issues,
 )
-from axonlaunch.launch.run_dir import default_name
+from axonlaunch.launch.run_dir import with_scratch_folder
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
 SECRET_VARIABLE = "AXONLAUNCH_TOKEN"
@@ -79,10 +77,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 
 def render_task(config: RunConfig) -> str:
     """Return the YAML of a run's task, for the tool in ``launch.name``."""
-    name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
-    config = dataclasses.replace(config, name=name, run_dir=folder)
-    tool, legal = config.launch.name, name.lower().replace("_", "-").replace("/", "-")
+    config = with_scratch_folder(config)
+    tool, legal = config.launch.name, str(config.name).lower().replace("_", "-").replace("/", "-")
     task = _sky_task(config, legal) if tool == "skypilot" else _dstack_task(config, legal)
     header = f"# {_SUBMIT[tool]}"
     if int(config.launch.nnodes) > 1:

@@ -383,6 +383,7 @@ def test_runs_are_lines_over_their_settings_and_can_be_switched_off(
     assert complaints(browser) == []
 
 
+@pytest.mark.slow
 def test_report_page_of_running_run_updates(browser: Any, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", steps=3, status=None)
     server = RunServer(LivePageData([folder]), title="demo")

@@ -39,6 +39,7 @@ def overrides_of(base: Path, *more: str) -> list[str]:
     return [*SETTINGS, f"model.path={base}", *TEXT, *files, *tokens, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind", "changes"),
     [

@@ -21,7 +21,7 @@ CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OFFERED)
 def test_hf_family_with_context_parallelism_equals_plain_loop(kind: str, tmp_path: Path) -> None:
     # Mistral and Gemma have a window of 16 in a sequence of 32.

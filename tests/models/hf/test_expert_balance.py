@@ -60,7 +60,7 @@ def by_transformers(path: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: r.e_score_correction_bias.clone() for name, r in routers.items()}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["micro-batches", "experts", "recomputed pipeline"])
 def test_biases_and_losses_equal_a_loop_of_transformers(layout: str, tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)

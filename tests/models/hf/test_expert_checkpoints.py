@@ -69,6 +69,7 @@ def step_and_save(chosen: RunConfig, folder: Path, step: int) -> tuple[float, bo
     return ranks[0][0], all(is_equal for _, is_equal in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts", [[MOVES[0], MOVES[2]], pytest.param(MOVES, marks=pytest.mark.slow)]
 )

@@ -57,6 +57,7 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("kind", "layout"), cases())
 def test_losses_with_divided_experts_equal_transformers(
     kind: str, layout: str, tmp_path: Path

@@ -104,6 +104,7 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_adapter_on_nf4_base_is_exported_merged_and_resumed(layout: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "base", tmp_path / "run"
@@ -321,6 +322,7 @@ def test_peft_loads_modules_that_were_trained_with_an_adapter(tmp_path: Path) ->
     assert torch.allclose(logits(loaded), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_path: Path) -> None:
     base, run_dir = tmp_path / "base", tmp_path / "run"
     save("qwen3", base)

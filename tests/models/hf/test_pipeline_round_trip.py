@@ -35,7 +35,7 @@ def on_ranks(overrides: list[str], work: Any) -> Any:
     )[0]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "writer", "reader"),
     [("gpt2", PIPELINE, FSDP), ("gemma2", FSDP, HYBRID)],

@@ -32,7 +32,7 @@ def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: P
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
     save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
@@ -148,6 +148,7 @@ def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.Monk
     assert "lm_head.weight" in last
 
 
+@pytest.mark.slow
 def test_evaluation_runs_through_pipeline_stages(tmp_path: Path) -> None:
 
     from rank_engine import rank_engine

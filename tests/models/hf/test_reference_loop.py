@@ -54,7 +54,7 @@ def test_fewer_key_value_heads_than_ranks_are_shared(kind: str, tmp_path: Path) 
     assert by_axonlaunch(tmp_path, tensor(4)) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("data_parallel", ["fsdp", "zero1"])
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(

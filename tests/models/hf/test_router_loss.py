@@ -80,6 +80,7 @@ def plain_losses(path: Path, overrides: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_router_loss_is_that_of_the_global_batch_without_padding(
     kind: str, padded: list[str], tmp_path: Path
@@ -93,6 +94,7 @@ def test_router_loss_is_that_of_the_global_batch_without_padding(
     assert without[0] < expected[0] - 0.1
 
 
+@pytest.mark.slow
 def test_pipeline_stage_without_routers_takes_part_in_their_loss(
     padded: list[str], tmp_path: Path
 ) -> None:

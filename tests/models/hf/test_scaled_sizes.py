@@ -56,6 +56,7 @@ def test_layouts_divide_heads_and_blocks() -> None:
     assert {candidate.layout.pipeline for candidate in layouts} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_flops_of_mixed_blocks_count_all_parameters() -> None:
     config = run(described(FAMILIES["gemma2"]))
     work = step_work(config, world_size=1)

@@ -92,7 +92,7 @@ def of_its_version() -> None:
         pytest.skip("the table is of another version of transformers")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("benches", "of_its_version")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "layout"), AGAIN)

@@ -67,7 +67,7 @@ def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor
     return on_ranks(overrides, write)[0]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader"), [(TENSOR, FSDP), (FSDP, TENSOR)])
 def test_a_run_resumes_between_tensor_and_sharded_layouts(
     writer: list[str], reader: list[str], tmp_path: Path

@@ -20,8 +20,8 @@ from axonlaunch.launch.external.kubernetes.names import (
     is_quantity,
     toleration,
 )
-from axonlaunch.launch.launcher import SCRATCH_FOLDER, submission_issues
-from axonlaunch.launch.run_dir import default_name
+from axonlaunch.launch.launcher import submission_issues
+from axonlaunch.launch.run_dir import SCRATCH_FOLDER, default_name
 from axonlaunch.system.storage.files import read_text
 
 _KEY = "launch.kubernetes"

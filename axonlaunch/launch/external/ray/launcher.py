@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,11 @@ from axonlaunch.launch.external.ray.cluster import check_size, connect_to_cluste
 from axonlaunch.launch.external.ray.ray_job import RayJob
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 from axonlaunch.launch.launcher import (
-    SCRATCH_FOLDER,
     LaunchOptions,
     check_anywhere,
     submission_issues,
 )
-from axonlaunch.launch.run_dir import default_name
+from axonlaunch.launch.run_dir import with_scratch_folder
 from axonlaunch.system.storage.files import read_text
 
 
@@ -41,9 +39,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             config = check_anywhere(config, options)
     if issues:
         raise ConfigError(issues)
-    name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
-    return dataclasses.replace(config, name=name, run_dir=folder)
+    return with_scratch_folder(config)
 
 
 def _setting_issues(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -222,6 +222,9 @@ class RayRun:
 
         Returns:
             The address and port at which they meet; None if the run is stopped before.
+
+        Raises:
+            RuntimeError: A node can't import axonlaunch.
         """
         import ray
         from ray.exceptions import RayActorError
@@ -235,7 +238,11 @@ class RayRun:
                 return None
             try:
                 first: tuple[str, int] = ray.get(calls)[0]
-            except RayActorError:
+            except RayActorError as error:
+                if error.actor_init_failed:  # Ray does not start this actor again
+                    reason = str(error).strip().splitlines()[-1]
+                    message = f"a node can't run axonlaunch: {reason}; install it there"
+                    raise RuntimeError(message) from None
                 time.sleep(_POLL_S)
             else:
                 return first
@@ -252,12 +259,12 @@ class RayRun:
         name, first = self._spec.name, statuses[0]
         if first == _DONE:
             return JobState("COMPLETED", f"{name}: completed", _DONE)
-        if first == _WRONG:
+        was_lost = self._lost > self._lost_before
+        if first == _WRONG and not was_lost:  # node 0 also ends so if a lost one does not join it
             return JobState("FAILED", f"{name}: failed (configuration error)", _WRONG)
         if self._is_stopping or first == _INTERRUPTED:
             note = f"{name} is stopped; resume it with axonlaunch resume {name}"
             return JobState("STOPPED", note, _INTERRUPTED)
-        was_lost = self._lost > self._lost_before
         if was_lost and self._goes_on:
             note = f"{name}: starts again, because a node was lost"
             self._state = JobState("PENDING", note)
