@@ -11,11 +11,16 @@ import torch
 from configured import run_config
 from rank_engine import rank_engine
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import MATMUL_FORMATS, Float8Format
-from axonlaunch.engines.precision.scaled_products import ScaledLinear, scale_products
+from axonlaunch.engines.precision.scaled_products import (
+    ScaledLinear,
+    ScaledProducts,
+    scale_products,
+)
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelSpec
@@ -253,3 +258,38 @@ def test_products_in_8_bits_that_a_run_cannot_have_are_refused(
     with pytest.raises(ConfigError) as refused:
         run_config([*overrides, "train.matmul_dtype=fp8_rowwise"])
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_halves_of_backward_compute_each_product_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As zero-bubble schedules do: first the gradients of inputs, later those of weights."""
+    computed: list[str] = []
+
+    def counted(product: str) -> Any:
+        compute = getattr(ScaledProducts, product)
+
+        def call(self: ScaledProducts, *factors: Tensor) -> Tensor:
+            computed.append(product)
+            return compute(self, *factors)
+
+        return call
+
+    for product in ("input_gradient", "weight_gradient"):
+        monkeypatch.setattr(ScaledProducts, product, counted(product))
+    model = in_8_bits(linear_layers(dtype=torch.bfloat16), name)
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    assert sorted(computed) == 2 * ["input_gradient"] + 2 * ["weight_gradient"]
+    computed.clear()
+    loss = model(x).sum()
+    [of_input], groups = stage_backward_input([loss], None, [x], model.parameters())
+    assert computed == 2 * ["input_gradient"]
+    stage_backward_weight(model.parameters(), groups)
+    assert computed == 2 * ["input_gradient"] + 2 * ["weight_gradient"]
+    assert of_input is not None
+    for gradient, whole in zip(
+        [of_input, *(p.grad for p in model.parameters())], expected, strict=True
+    ):
+        assert torch.equal(gradient, whole)

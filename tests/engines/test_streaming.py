@@ -66,13 +66,22 @@ def test_offloaded_parameter_is_updated_in_place(monkeypatch: pytest.MonkeyPatch
 # Copies in both directions overlap the update, on simulated streams.
 
 
-@pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
-    """Four parameters that were updated on a GPU: the operations on each, in order."""
-    done: dict[str, list[Done]] = {"brought": [], "updated": [], "taken back": []}
+Steps = dict[str, list[Done]]
+
+
+def update_on_simulated_streams(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> tuple[Done, Steps, list[list[bool]]]:
+    """Update parameters of these sizes with states on the host.
+
+    Returns:
+        The backward, the operations on each parameter in order, and for each parameter, whether
+        the earlier ones had left the device when its copy was started.
+    """
+    done: Steps = {"brought": [], "updated": [], "taken back": []}
     over: list[list[bool]] = []
     simulate_streams(monkeypatch)
-    gradients = Stream.current.do()
+    backward = Stream.current.do()
     monkeypatch.setattr(streaming, "_copied", lambda tensor, device: tensor.clone())
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,31 +95,27 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
 
     monkeypatch.setattr(streaming, "_brought", noted("brought", streaming._brought))
     monkeypatch.setattr(streaming, "_taken_back", noted("taken back", streaming._taken_back))
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+    weights = [nn.Parameter(torch.ones(size)) for size in sizes]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     monkeypatch.setattr(optimizer, "step", noted("updated", optimizer.step))
     streaming.stream_parameters(optimizer, device=torch.device("cuda", 0), states_on=HOST)
     for weight in weights:
-        weight.grad = torch.ones(3)
+        weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert all(is_before(gradients, brought) for brought in done["brought"])
-    # The host starts the fourth when two of three are complete, and waits for all at the end.
-    assert over == [[], [False], [True, False], [True, True, False]]
     assert all(map(is_over, done["taken back"]))
-    return done
+    return backward, done, over
 
 
-def test_streaming_copies_updates_and_copies_back_in_order(
-    streamed: dict[str, list[Done]],
-) -> None:
+def test_streaming_copies_updates_and_copies_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
     for brought, updated, taken in zip(*streamed.values(), strict=True):
         assert is_before(brought, updated)
+        assert is_before(backward, updated)
         assert is_before(updated, taken)
 
 
-def test_streaming_overlaps_copies_with_updates(
-    streamed: dict[str, list[Done]],
-) -> None:
+def test_streaming_overlaps_copies_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
     third = streamed["brought"][2]
     second = streamed["updated"][1]
     first = streamed["taken back"][0]
@@ -120,3 +125,26 @@ def test_streaming_overlaps_copies_with_updates(
     second_left = streamed["taken back"][1]
     assert not is_before(second_left, third)
     assert not is_before(third, second_left)
+
+
+def test_streaming_copies_from_host_do_not_wait_for_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
+    assert not any(is_before(backward, brought) for brought in streamed["brought"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left_before"),
+    [
+        ([3, 3, 3, 3, 3], [0, 0, 0, 1, 2]),  # room for three
+        ([3, 1, 1, 3, 3], [0, 0, 0, 0, 1]),  # small parameters between matrices take no place
+        ([1, 1, 1, 1, 4], [0, 0, 0, 0, 0]),
+        ([4, 4, 4, 1, 1], [0, 0, 0, 1, 1]),
+    ],
+)
+def test_streaming_waits_only_for_room_of_three_largest_parameters(
+    sizes: list[int], left_before: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, over = update_on_simulated_streams(monkeypatch, sizes)
+    assert [sum(each) for each in over] == left_before

@@ -26,7 +26,7 @@ INTERNALS = {
     "engines/context/ring_attention.py",
     "engines/data_parallel/torch_internals.py",
     "engines/pipeline/named_stage.py",
-    "engines/precision/policy.py",
+    "engines/precision/torch_internals.py",
     "engines/tensor/torch_internals.py",
     "launch/local/torch_internals.py",  # the compiler, before its import
     "launch/multinode/torch_internals.py",

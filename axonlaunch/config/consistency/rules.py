@@ -222,6 +222,8 @@ def _update_in_backward(config: RunConfig) -> Iterator[ConfigIssue]:
             "strategy.pipeline.degree=1, or false"
         )
         yield ConfigIssue(key, message, True)
+    if strategy.data_parallel is not None:
+        yield from _update_of_averages(strategy.data_parallel)
     offload = strategy.fsdp.cpu_offload
     if data_parallel_facts(strategy).shards_parameters and offload != "none":
         message = f"{key} updates where the gradients are computed; use none"
@@ -236,14 +238,8 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
     train, key = config.train, "train.optimizer_in_backward"
     if not train.optimizer_in_backward:
         return
-    name = data_parallel(config.strategy, world_size=world_size)
-    facts = DATA_PARALLEL.facts(name)
-    if facts.averages != "nothing" and not facts.shards_parameters:
-        message = (
-            f"strategy.data_parallel={name} averages gradients in buckets when all of them are "
-            "complete; use fsdp, or false"
-        )
-        yield ConfigIssue(key, message, True)
+    if config.strategy.data_parallel is None:
+        yield from _update_of_averages(data_parallel(config.strategy, world_size=world_size))
     micro = train.micro_batch_size
     share = train.global_batch_size // (world_size // model_ranks(config.strategy))
     if config.strategy.pipeline.degree == 1 and micro != "auto" and micro < share:
@@ -261,6 +257,17 @@ def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
         if value := getattr(train, key):
             message = "train.dft=true weights plain cross entropy; use 0, or train.dft=false"
             yield ConfigIssue(f"train.{key}", message, value)
+
+
+def _update_of_averages(data_parallel: str) -> Iterator[ConfigIssue]:
+    """Yield a problem if a variant of data parallelism averages gradients after backward."""
+    facts = DATA_PARALLEL.facts(data_parallel)
+    if facts.averages != "nothing" and not facts.shards_parameters:
+        message = (
+            f"strategy.data_parallel={data_parallel} averages gradients in buckets when all of "
+            "them are complete; use fsdp, or false"
+        )
+        yield ConfigIssue("train.optimizer_in_backward", message, True)
 
 
 def _products(config: RunConfig) -> Iterator[ConfigIssue]:

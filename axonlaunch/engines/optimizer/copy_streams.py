@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import torch
 
 IN_FLIGHT = 3
-"""Maximum number of parameters on the device: one arriving, one updated, one leaving. Without a
-limit, the host would enqueue all of them, because it does not wait for the device.
+"""Number of the largest parameters that fit into the memory of an update: one arriving, one
+updated, one leaving. Without a limit, the host would enqueue all parameters, because it does not
+wait for the device.
 """
 
 
@@ -22,8 +23,16 @@ class InOrder:
     """Sequential execution, as on a CPU."""
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Return a context for copying a parameter to the device; later work can use it."""
+    def arriving(self, size: int, *, largest: int) -> Iterator[None]:
+        """Return a context for copying a parameter from the host; later work can use the copies.
+
+        The copies must not read tensors on the device.
+
+        Args:
+            size: Elements of the parameter.
+            largest: Elements of the largest parameter of the update.
+        """
+        del size, largest
         yield
 
     @contextmanager
@@ -51,22 +60,23 @@ class CopyStreams(InOrder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._to_device, self._to_host = (torch.cuda.Stream(device) for _ in range(2))
-        self._held: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
-        self._follows = False
+        self._held: deque[tuple[torch.cuda.Event, int, tuple[object, ...]]] = deque()
+        self._arrived = 0
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Copy a parameter to the device during the previous update, when a slot is free."""
-        computing = torch.cuda.current_stream(self._device)
-        if not self._follows:  # wait for gradients and parameters on the device
-            self._to_device.wait_stream(computing)
-            self._follows = True
-        if len(self._held) == IN_FLIGHT - 1:
-            left, _ = self._held.popleft()
+    def arriving(self, size: int, *, largest: int) -> Iterator[None]:
+        """Copy a parameter to the device during backward and earlier updates, when there is room.
+
+        Host memory is complete when an update begins: ``finish`` has waited for the previous one,
+        and ``fully_shard`` for the gradients. So the first copies do not wait for the backward.
+        """
+        while self._held and size + sum(held for _, held, _ in self._held) > IN_FLIGHT * largest:
+            left, _, _ = self._held.popleft()
             left.synchronize()
+        self._arrived = size
         with torch.cuda.stream(self._to_device):
             yield
-        computing.wait_stream(self._to_device)
+        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
 
     @contextmanager
     def leaving(self, *held: object) -> Iterator[None]:
@@ -74,13 +84,12 @@ class CopyStreams(InOrder):
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_host):
             yield
-        self._held.append((self._to_host.record_event(), held))
+        self._held.append((self._to_host.record_event(), self._arrived, held))
 
     def finish(self) -> None:
         """Wait for copies to the host; work enqueued later is ordered after them."""
         self._to_host.synchronize()
         self._held.clear()
-        self._follows = False
 
 
 def copy_streams(device: torch.device | None) -> InOrder:

@@ -81,16 +81,19 @@ def stream_parameters(
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
+        sizes = [local_part(t.detach()).numel() for group in groups for t in group["params"]]
+        largest = max(sizes, default=0)
         try:
             for group in groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        with streams.arriving():
-                            target = device or tensor.device
-                            working, before = _brought(self, tensor, target, chosen)
+                        size = local_part(tensor.detach()).numel()
+                        with streams.arriving(size, largest=largest):
+                            copies = _brought(self, tensor, device or tensor.device, chosen)
+                        working, before = _working_copy(self, tensor, copies, chosen)
                         self.param_groups = [{**group, "params": [working]}]
                         update()
-                        used = (working, working.grad, dict(self.state[working]))
+                        used = (copies, working, working.grad, dict(self.state[working]))
                         with streams.leaving(*used):
                             home = states_on or working.device
                             _taken_back(self, tensor, working, home, before, chosen)
@@ -104,28 +107,48 @@ def stream_parameters(
     STREAMED.add(optimizer)
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """A parameter or its master, its gradient and its states, on the device of the update."""
+
+    source: Tensor
+    gradient: Tensor
+    states: dict[str, object]
+
+
 def _brought(
     optimizer: Optimizer, tensor: Tensor, device: torch.device, arithmetic: UpdateArithmetic
-) -> tuple[Tensor, dict[str, object]]:
-    """Return a working copy of a parameter on a device, and the states stored elsewhere.
+) -> _Copies:
+    """Copy what the update of a parameter needs from the host; nothing on the device is read."""
+    source = arithmetic.masters.get(tensor, tensor)
+    assert tensor.grad is not None
+    states = optimizer.state.get(tensor, {})
+    return _Copies(
+        moved(source.detach(), device),
+        moved(tensor.grad, device),
+        {name: _place(value, device) for name, value in states.items()},
+    )
 
-    The copy has its gradient and its states on the device.
+
+def _working_copy(
+    optimizer: Optimizer, tensor: Tensor, copies: _Copies, arithmetic: UpdateArithmetic
+) -> tuple[Tensor, dict[str, object]]:
+    """Return a parameter in the type of the update, and the states that are stored.
+
+    The working copy has its gradient and its states in that type.
     """
     dtype = arithmetic.dtype or tensor.dtype
-    source = arithmetic.masters.get(tensor, tensor)
-    working = nn.Parameter(moved(source.detach(), device).to(dtype))
-    assert tensor.grad is not None
-    working.grad = moved(tensor.grad, device).to(dtype)
+    working = nn.Parameter(copies.source.to(dtype))
+    working.grad = copies.gradient.to(dtype)
     if arithmetic.factor is not None:
-        local_part(working.grad).mul_(arithmetic.factor.to(device))
-    states = optimizer.state.pop(tensor, {})
-    brought: dict[str, object] = {}
-    for name, value in states.items():
-        if isinstance(value, Tensor):
-            value = arithmetic.read_state(tensor, name, moved(value, device))
-        brought[name] = value
-    optimizer.state[working] = brought
-    return working, states
+        local_part(working.grad).mul_(arithmetic.factor.to(working.device))
+    stored = optimizer.state.pop(tensor, {})
+    read = {
+        name: arithmetic.read_state(tensor, name, value) if isinstance(value, Tensor) else value
+        for name, value in copies.states.items()
+    }
+    optimizer.state[working] = read
+    return working, stored
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from axonlaunch.config.precision import Precision
 from axonlaunch.engines.precision.lower_parameters import Forward, lower_blocks
+from axonlaunch.engines.precision.torch_internals import amp_update_scale
 from axonlaunch.models.torch_dtypes import torch_dtype
 
 _FIRST_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
@@ -131,9 +132,7 @@ class LossScale:
             1 after an overflow, otherwise 0, in fp32, as optimizers expect it.
         """
         overflowed = has_overflowed.float()
-        torch._amp_update_scale_(
-            self.value, self.good_steps, overflowed, 2.0, 0.5, self._growth_interval
-        )
+        amp_update_scale(self.value, self.good_steps, overflowed, 2.0, 0.5, self._growth_interval)
         return overflowed
 
     def load(self, counters: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ from torch.nn.functional import ScalingType
 
 from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
 from axonlaunch.engines.precision.quantized_products import QuantizedProducts, RoundingStart
+from axonlaunch.engines.precision.torch_internals import needs_gradient
 from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.convert_module import convert_module
@@ -59,7 +60,8 @@ class ScaledProducts:
         if not x.numel():  # has no largest magnitude
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         with torch.autocast(device, enabled=False):  # of the fp32 that the CPU's kernel sums in
-            output = cast("Tensor", _apply(x, weight, self))
+            # Views, because autograd does not say whether it needs the gradient of a leaf.
+            output = cast("Tensor", _apply(x.view_as(x), weight.view_as(weight), self))
         return output if bias is None else output + bias.to(output.dtype)
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -145,9 +147,9 @@ class _ScaledProduct(torch.autograd.Function):
         products: ScaledProducts = ctx.products
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_input, of_weight = None, None
-        if ctx.needs_input_grad[0]:
+        if needs_gradient(ctx, 0):
             of_input = products.input_gradient(rows, weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
+        if needs_gradient(ctx, 1):
             of_weight = products.weight_gradient(rows, x.reshape(-1, x.shape[-1]))
         return of_input, of_weight, None
 
