@@ -31,11 +31,12 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.operations import Product
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
-from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
 from axonlaunch.preflight.parallelism import expert_degrees
@@ -199,7 +200,7 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """
     two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
-    sizes = repeated_sizes(config)
+    sizes = source_of(config).scaled_sizes()
     period, leading = sizes.period, sizes.leading
     depths = (period, 2 * period) if sizes.num_blocks else (0, 0)
     runs = []
@@ -207,8 +208,8 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     divided = with_values(config, {"strategy.expert.degree": 2})
     light = with_values(divided, {"estimate.routing": "skewed", "estimate.imbalance": _LIGHT_LOAD})
     for mode in _MODES:
-        # At two depths; with the leading layers as well, and with divided experts, and with fewer
-        # tokens for them.
+        # Traces: two depths; the leading layers; divided experts at two depths, and at one with
+        # fewer tokens.
         variants = [(config, layers, leading) for layers in depths]
         if leading:
             variants.append((config, depths[0], 0))

@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS
+from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS, Float8Format
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.records import Planned
@@ -146,7 +146,8 @@ def _changes(config: RunConfig) -> Iterator[list[NumericsChange]]:
     if getattr(config.optimizer, "state_dtype", EIGHT_BITS) != EIGHT_BITS:
         yield [NumericsChange("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
     if config.train.matmul_dtype is None:
-        yield [NumericsChange(f"{name} products", {keys.PRODUCTS: name}) for name in MATMUL_FORMATS]
+        in_fp8 = [name for name, how in MATMUL_FORMATS.items() if isinstance(how, Float8Format)]
+        yield [NumericsChange(f"{name} products", {keys.PRODUCTS: name}) for name in in_fp8]
 
 
 def _problems(config: RunConfig, change: NumericsChange) -> list[ConfigIssue]:

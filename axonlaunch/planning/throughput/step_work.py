@@ -167,6 +167,9 @@ class _TracedStep:
 def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     """Count the operations of a step, from the fewest and smallest traces that determine them.
 
+    All blocks are traced if settings such as ``train.matmul_exclude`` treat some differently. With
+    a pipeline, the first blocks stand for all also then.
+
     Args:
         config: Checked configuration.
         world_size: Number of ranks.
@@ -175,12 +178,11 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    sizes = repeated_sizes(config)
+    sizes = source_of(config).scaled_sizes() if layout.pipeline > 1 else repeated_sizes(config)
     depth, period, leading = sizes.num_blocks, sizes.period, sizes.leading
     if not depth and layout.pipeline > 1:
         message = (
-            f"the blocks of {config.model.name}, or settings of them such as train.matmul_exclude, "
-            "do not repeat, so it can't be extrapolated; use 1"
+            f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
     counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
