@@ -58,10 +58,11 @@ def with_resumed_precision(config: RunConfig) -> RunConfig:
 
     A run that began on a GPU thus continues on a CPU with the same arithmetic.
     """
-    root = checkpoint_root(config)
-    if config.train.precision != "auto" or root is None:
+    if config.train.precision != "auto":
         return config
     try:
+        if (root := checkpoint_root(config)) is None:
+            return config
         with reaching(root):
             if resume_of(config) != "auto" or find_checkpoint(root) is None:
                 return config

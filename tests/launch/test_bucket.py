@@ -75,7 +75,9 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     served(*overrides, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
     assert served.losses("third") == served.losses("second")
     ran = served(*overrides, *to_bucket, "name=fourth", "checkpoint.resume=never", status=2)
-    assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
+    assert ran.stderr.startswith(
+        f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 exists"
+    )
 
 
 @pytest.mark.slow
