@@ -23,7 +23,7 @@ from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan, Planned
 from axonlaunch.planning.search.assumed_figures import with_assumed_figures
 from axonlaunch.planning.search.found_hardware import asks_for_hardware, with_found_hardware
-from axonlaunch.planning.search.keys import SEARCHED
+from axonlaunch.planning.search.keys import ALLOWABLE, LOW_PRECISION, SEARCHED
 from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
@@ -40,6 +40,7 @@ def plan_run(
     config_name: str,
     config_dirs: Sequence[Path],
     tokens: float | None = None,
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Check a configuration and search its layouts.
 
@@ -50,6 +51,8 @@ def plan_run(
         config_name: Name of the primary config.
         config_dirs: Folders with the user's YAML files.
         tokens: Number of tokens to train on; None predicts no duration and cost.
+        allow: Words of ``keys.ALLOWABLE``. The search may also set their keys, except those that
+            are set among the overrides.
 
     Raises:
         ConfigError: The configuration is invalid, no layout fits, or the run cannot be estimated.
@@ -74,9 +77,10 @@ def plan_run(
         context,
         config,
         devices=devices,
-        fixed=fixed_keys(composed),
+        fixed=[*fixed_keys(composed), *fixed_keys(composed, allowed_keys(allow))],
         config_dirs=config_dirs,
         tokens=tokens,
+        allow=allow,
     )
 
 
@@ -89,6 +93,7 @@ def plan_config(
     config_dirs: Sequence[Path] = (),
     wanted: int = 3,
     tokens: float | None = None,
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Search the layouts of a configuration.
 
@@ -96,10 +101,11 @@ def plan_config(
         context: Context of the warm fork server.
         config: Configuration of the run.
         devices: Number of devices.
-        fixed: Keys of layout settings that the search keeps; it sets all others.
+        fixed: Keys of settings that the search keeps; it sets all others.
         config_dirs: Folders with the user's YAML files.
         wanted: Number of fitting layouts to find.
         tokens: Number of tokens to train on; None predicts no duration and cost.
+        allow: Words of ``keys.ALLOWABLE``, see ``plan_run``.
 
     Raises:
         ConfigError: No layout fits, or the run cannot be estimated.
@@ -113,8 +119,10 @@ def plan_config(
         "axonlaunch.planning.plan:search",
         replace_with_synthetic(config),
         devices,
-        {key: values[key] for key in fixed if values[key] not in ("auto", None)},
+        {k: values[k] for k in fixed if k in SEARCHED and values[k] not in ("auto", None)},
         wanted,
+        LOW_PRECISION in allow,
+        [key for key in fixed if key not in SEARCHED],
         task="searching layouts",
     )
     return dataclasses.replace(
@@ -180,14 +188,21 @@ def _with_training(
                 devices=devices,
                 tokens=tokens,
                 step_s=planned.step_s,
-                saved_bytes=plan.saved_bytes,
+                saved_bytes=planned.saved_bytes,
             ),
         )
         for planned in plan.candidates
     ]
 
 
-def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) -> Plan:
+def search(
+    config: RunConfig,
+    devices: int,
+    fixed: dict[str, Any],
+    wanted: int,
+    lowers: bool,
+    kept: list[str],
+) -> Plan:
     """Search layouts in a process forked from the server.
 
     Args:
@@ -195,6 +210,8 @@ def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) 
         devices: Number of devices.
         fixed: Layout settings of the user.
         wanted: Number of fitting layouts to find.
+        lowers: Whether the search may lower the precision.
+        kept: Keys of precision that it keeps.
 
     Raises:
         ConfigError: No layout fits, the run cannot be estimated, or its model or data cannot be
@@ -215,7 +232,13 @@ def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) 
 
     try:
         return search.search_layouts(
-            config, devices=devices, fixed=fixed, check=check, wanted=wanted
+            config,
+            devices=devices,
+            fixed=fixed,
+            check=check,
+            wanted=wanted,
+            lowers=lowers,
+            kept=kept,
         )
     except Exception as error:
         # Report a model or dataset that cannot be built, instead of the error of the trace.
@@ -273,12 +296,28 @@ def _overrides_group(default: dict[str, Any]) -> bool:
     return next(iter(default)).startswith("override ")
 
 
-def fixed_keys(composed: Composed) -> list[str]:
-    """Return the layout keys that an override or an experiment sets directly."""
+def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
+    """Return the keys that words of ``keys.ALLOWABLE`` allow a search to set.
+
+    Args:
+        allow: The words.
+        name: Name of the option or argument for errors.
+
+    Raises:
+        ConfigError: A word is unknown.
+    """
+    if unknown := [word for word in allow if word not in ALLOWABLE]:
+        message = f"is nothing that can be allowed; use {one_of([*ALLOWABLE])}"
+        raise ConfigError([ConfigIssue(name, message, word) for word in unknown])
+    return [key for word in allow for key in ALLOWABLE[word]]
+
+
+def fixed_keys(composed: Composed, searched: Sequence[str] = SEARCHED) -> list[str]:
+    """Return the searched keys that an override or an experiment sets directly."""
     overrides, files = composed.overridden, composed.in_files()
     return [
         key
-        for key in SEARCHED
+        for key in searched
         if (_sets(overrides[key], key) if key in overrides else _is_experiment(files.get(key, "")))
     ]
 

@@ -374,6 +374,8 @@ class Planned:
         breakdown: Seconds of a step by activity.
         host_memory: Host memory of the run; None if it uses none.
         training: Duration and cost of training; None if no number of tokens was given.
+        saved_bytes: Bytes of a checkpoint.
+        numerics: Descriptions of the settings that change the numerics of the run.
     """
 
     overrides: list[str]
@@ -389,6 +391,8 @@ class Planned:
     breakdown: dict[str, float]
     host_memory: HostMemory | None = None
     training: TrainingForecast | None = None
+    saved_bytes: int = 0
+    numerics: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -412,8 +416,8 @@ class Plan:
         assumed: Figures of the hardware that are not published, and the assumed values.
         untraced: Number of layouts that may fit and be faster than the first one by formulas, but
             were not traced.
-        saved_bytes: Bytes of a checkpoint, which are the same for all layouts.
         typical: Keys of memory outside torch's allocator for which typical figures stand.
+        not_tried: Allowed changes of numerics that the run can't use, with the reason.
     """
 
     workload: Workload
@@ -421,5 +425,5 @@ class Plan:
     candidates: list[Planned]
     assumed: dict[str, float] = field(default_factory=dict)
     untraced: int = 0
-    saved_bytes: int = 0
     typical: tuple[str, ...] = ()
+    not_tried: tuple[str, ...] = ()

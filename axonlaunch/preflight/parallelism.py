@@ -220,7 +220,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
             yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
     if issues:
         return
-    yield from _broken_states(config, spec, plan, model)
+    yield from state_problems(config, spec, plan, model)
     if spec.loss is not cross_entropy_sum:
         yield from _custom_loss_problems(config, plan, model)
     if source_of(config).code == "included" or tensor.sequence_parallel:
@@ -284,7 +284,7 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
         yield ConfigIssue("train.compile", message, True)
 
 
-def _broken_states(
+def state_problems(
     config: RunConfig, spec: ModelSpec, plan: Mapping[str, str], model: nn.Module
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if the tensor axis would divide blocks of optimizer states in 8 bits."""

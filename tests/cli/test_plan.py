@@ -97,6 +97,10 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
     [
         (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
+        (
+            ["--devices", "2", "--allow", "low-precision"],
+            "--allow=low-precision: is nothing that can be allowed; use low_precision",
+        ),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
         (["--devices", "2", "--write", "a.yaml"], "--write=a.yaml: must be in a folder named exp"),
         (

@@ -8,7 +8,7 @@ import pytest
 from configured import estimate_config
 from hf_families import FAMILIES
 
-from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
@@ -21,6 +21,7 @@ from axonlaunch.planning.throughput.operations import (
     HostWait,
     Product,
     Work,
+    add,
 )
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -174,6 +175,38 @@ def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=tolerance)
 
 
+MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numerics", "layout"),
+    [
+        (MASTERS, "strategy=zero1 launch.nproc=2"),
+        (f"{MASTERS} optimizer.state_dtype=8bit", "strategy=single launch.nproc=1"),
+        ("optimizer.state_dtype=8bit", "strategy=fsdp launch.nproc=2"),
+        ("train.matmul_dtype=fp8_tensorwise", "strategy=tensor launch.nproc=2"),
+        ("adapter=lora adapter.base=nf4", "strategy=single launch.nproc=1"),
+        ("adapter=lora adapter.base=int8", "strategy=zero1 launch.nproc=2"),
+    ],
+)
+def test_analytic_memory_of_low_precision_is_close_to_trace(numerics: str, layout: str) -> None:
+    """Parameters need much more memory than activations, as in large models."""
+    sizes = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.num_hidden_layers=8"]
+    overrides = [*MODEL, *sizes, "train.precision=bf16", *numerics.split(), *layout.split()]
+    chosen = estimate_config(overrides)
+    formulas = analytic.Formulas.of(chosen)
+    reported = analytic.peak_bytes(
+        chosen,
+        Layout.of(chosen, world_size=num_ranks(chosen)),
+        work=formulas.single_device,
+        activations=formulas.activations,
+        layers=8,
+        shares=formulas.shares,
+    )
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.08)
+
+
 @pytest.mark.slow
 def test_analytic_work_of_model_with_minimum_batch() -> None:
     overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
@@ -252,6 +285,53 @@ def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> 
         for work in (expected, seen)
     ]
     assert waits[0] == pytest.approx(waits[1])
+
+
+MIXTURE = [
+    *("model=moe_debug", "model.first_k_dense_replace=2", "model.num_hidden_layers=8"),
+    *("model.intermediate_size=512", "data=synthetic_tokens", "data.sequence_length=48"),
+    *("train.global_batch_size=16", "train.micro_batch_size=2", "train.precision=bf16"),
+    "hardware=cpu",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "memory"),
+    [
+        ("strategy=fsdp strategy.expert.degree=4 launch.nproc=4", 0.05),
+        (
+            "strategy=fsdp strategy.expert.degree=2 launch.nproc=4 "
+            "train.activation_checkpointing=full",
+            0.05,
+        ),
+        ("strategy=pipeline strategy.pipeline.schedule=1f1b launch.nproc=2", 0.1),
+    ],
+)
+def test_analytic_work_and_memory_of_dense_and_expert_blocks_are_close_to_trace(
+    overrides: str, memory: float
+) -> None:
+    chosen = estimate_config([*MIXTURE, *overrides.split()])
+    ranks = num_ranks(chosen)
+    layout = Layout.of(chosen, world_size=ranks)
+    formulas = analytic.Formulas.of(on_one_device(chosen))
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=ranks)])
+    reported = scaled(
+        formulas.single_device,
+        chosen,
+        layout,
+        layers=counted.layers,
+        experts=formulas.experts(chosen, layout),
+    )
+    for index in range(len(counted.layers)):
+        expected, seen = (
+            add(stage.micro_ends.work, stage.micro_layer.work, factor=counted.layers[index])
+            for stage in (reported.stage(index), counted.stage(index))
+        )
+        assert flops(expected, Product) == pytest.approx(flops(seen, Product), rel=0.03)
+        assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.01)
+    peak = estimate(chosen).peak_bytes
+    assert formulas.process_bytes(chosen, layout) == pytest.approx(peak, rel=memory)
 
 
 def experts_flops(work: Work) -> float:

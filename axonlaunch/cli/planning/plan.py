@@ -67,15 +67,28 @@ def command(
             show_default=False,
         ),
     ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="WORD",
+            help=(
+                "low_precision: also search 16-bit weights with fp32 masters, 8-bit optimizer "
+                "states and fp8 products, which change the numerics of a run."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     tokens: TokenCount = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.planning.plan import experiment, plan_run
+    from axonlaunch.planning.plan import allowed_keys, experiment, plan_run
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.storage.files import replace_text
 
     count, target = _check_options(devices, write, overrides or []), check_tokens(tokens)
+    allowed_keys(allow or [])  # raises an error before the search for an unknown word
     written = partial(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -92,6 +105,7 @@ def command(
             config_name=config_name,
             config_dirs=config_dir or [],
             tokens=target,
+            allow=allow or [],
         )
     seconds = time.monotonic() - began
     if write is not None:
@@ -120,6 +134,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "untraced": plan.untraced,
         "assumed": plan.assumed,
         "typical": plan.typical,
+        "not_tried": plan.not_tried,
         "seconds": round(seconds, 1),
         "candidates": candidates,
     }

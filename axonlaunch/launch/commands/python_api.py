@@ -30,7 +30,7 @@ from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
-from axonlaunch.planning.plan import plan_config
+from axonlaunch.planning.plan import allowed_keys, plan_config
 from axonlaunch.planning.records import Forecast, Plan
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.system.node import limits
@@ -192,7 +192,12 @@ def verify(
 
 @config_errors()
 def plan(
-    config: RunConfig, *, devices: int, fixed: Sequence[str] = (), tokens: float | None = None
+    config: RunConfig,
+    *,
+    devices: int,
+    fixed: Sequence[str] = (),
+    tokens: float | None = None,
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Search for the fastest layouts that fit, as ``axonlaunch plan`` does.
 
@@ -202,20 +207,25 @@ def plan(
     Args:
         config: Result of ``load``, with ``hardware``.
         devices: Number of devices, with one rank each.
-        fixed: Keys of layout settings to keep, such as ``strategy.tensor.degree``.
+        fixed: Keys of settings to keep, such as ``strategy.tensor.degree``.
         tokens: Number of tokens to train on; the layouts then have ``training``.
+        allow: ``low_precision`` also searches 16-bit weights with fp32 masters, optimizer states in
+            8 bits and products in fp8. Layouts with them have ``numerics``.
 
     Raises:
         ConfigError: No layout fits, or the configuration can't be run.
     """
     if devices < 1:
         raise ConfigError([ConfigIssue("devices", "must be 1 or more", devices)])
-    if unknown := [key for key in fixed if key not in SEARCHED]:
-        message = f"is not a setting that the search changes; use {one_of(SEARCHED)}"
+    searched = [*SEARCHED, *allowed_keys(allow, name="allow")]
+    if unknown := [key for key in fixed if key not in searched]:
+        message = f"is not a setting that the search changes; use {one_of(searched)}"
         raise ConfigError([ConfigIssue("fixed", message, unknown)])
     config = _check_again(config)
     with _tracing(config) as context:
-        return plan_config(context, config, devices=devices, fixed=fixed, tokens=tokens)
+        return plan_config(
+            context, config, devices=devices, fixed=fixed, tokens=tokens, allow=allow
+        )
 
 
 def _check_again(config: object) -> RunConfig:

@@ -60,6 +60,7 @@ class TrainingShares:
         looked_up: Bytes of parameters that no matrix product uses (embeddings).
         experts: Bytes of parameters of experts that can be divided among ranks.
         active_experts: Fraction of a layer's experts that one token uses.
+        quantized: Bytes of quantized parameters, which are never cast as a whole.
     """
 
     gradients: float = 1.0
@@ -68,6 +69,7 @@ class TrainingShares:
     looked_up: float = 0.0
     experts: float = 0.0
     active_experts: float = 1.0
+    quantized: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -122,6 +124,7 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         looked_up / total_bytes,
         element * experts / total_bytes,
         active_experts(model),
+        sum(p.nbytes for p in model.parameters() if not p.is_floating_point()) / total_bytes,
     )
 
 

@@ -12,6 +12,8 @@ from axonlaunch.system.text.formatting import size
 
 _MIN_SHARE = 0.01
 """Share of a step below which a difference is not reported."""
+_CHANGES = "*"
+"""Mark of layouts that change numerics."""
 
 
 def build_plan_table(plan: Plan) -> Table:
@@ -26,7 +28,7 @@ def build_plan_table(plan: Plan) -> Table:
     for number, planned in enumerate(plan.candidates, 1):
         memory = size(planned.process_bytes)
         table.add_row(
-            str(number),
+            f"{number}{_CHANGES if planned.numerics else ''}",
             planned.layout,
             Text(memory) if planned.fits else Text(f"{memory} {_unfit(planned)}", style="red"),
             f"{planned.tokens_per_s_per_device:,.0f}",
@@ -44,6 +46,10 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.typical:
         keys = " and ".join(plan.typical)
         yield f"memory includes typical figures, which can be off by 2x, for {keys}"
+    for problem in plan.not_tried:
+        yield f"not searched: {problem}"
+    if any(planned.numerics for planned in plan.candidates):
+        yield f"layouts with {_CHANGES} change the numerics of the run: losses will differ"
     if plan.untraced:
         layouts = "1 more layout" if plan.untraced == 1 else f"{plan.untraced:,} more layouts"
         yield f"by formulas, {layouts} may be faster than the first one, but were not traced"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import AXES, INNER, LIKE_DATA, OUTER
 from axonlaunch.config.consistency.layout import Layout, settings_for_ranks
@@ -23,9 +25,10 @@ from axonlaunch.config.values.plain import with_values
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
-from axonlaunch.preflight.parallelism import expert_degrees, product_problems
+from axonlaunch.preflight.parallelism import expert_degrees, product_problems, state_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -49,11 +52,13 @@ class Candidate:
         config: Configuration of the run with this layout.
         layout: Parallel layout of the run.
         settings: Settings of the layout by dotted key.
+        numerics: Descriptions of the settings that change the numerics of the run.
     """
 
     config: RunConfig
     layout: Layout
     settings: Mapping[str, Any]
+    numerics: tuple[str, ...] = ()
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -88,14 +93,14 @@ def candidates(
     batch, sizes = config.train.global_batch_size, source_of(config).scaled_sizes()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
-    can_divide = bool(config.strategy.tensor.plan or spec.plan(model))
+    plan = config.strategy.tensor.plan or spec.plan(model)
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
-    if can_divide:
+    if plan:
         usual["tp"] = [
             degree
             for degree in _power_of_two_divisors(in_node)
-            if not any(product_problems(with_values(config, {keys.TENSOR: degree}), spec, model))
+            if not _cuts_numbers(with_values(config, {keys.TENSOR: degree}), spec, plan, model)
         ]
     if not spec.undivided_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
@@ -154,6 +159,15 @@ def candidates(
                     continue  # replicas do not divide the ranks that read different samples
                 if not any(layout_problems(candidate_config, layout)):
                     yield Candidate(candidate_config, layout, settings)
+
+
+def _cuts_numbers(
+    config: RunConfig, spec: ModelSpec, plan: Mapping[str, str], model: nn.Module
+) -> bool:
+    """Return whether tensor ranks would cut tiles of products, or blocks of states, in 8 bits."""
+    return any(product_problems(config, spec, model)) or any(
+        state_problems(config, spec, plan, model)
+    )
 
 
 def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:

@@ -17,6 +17,10 @@ SCHEDULE = "strategy.pipeline.schedule"
 EXPERT_RANKS = "strategy.expert.degree"
 MICRO_BATCH = "train.micro_batch_size"
 RECOMPUTE = "train.activation_checkpointing"
+WEIGHTS = "train.param_dtype"
+MASTERS = "optimizer.master_weights"
+STATES = "optimizer.state_dtype"
+PRODUCTS = "train.matmul_dtype"
 
 SEARCHED = (
     KIND,
@@ -31,3 +35,7 @@ SEARCHED = (
     MICRO_BATCH,
     RECOMPUTE,
 )
+
+LOW_PRECISION = "low_precision"
+ALLOWABLE = {LOW_PRECISION: (WEIGHTS, MASTERS, STATES, PRODUCTS)}
+"""Keys that a search sets only if the user allows it, by the word that allows them."""

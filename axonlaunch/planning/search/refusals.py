@@ -16,6 +16,7 @@ from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.planning.records import Planned
+from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.candidates import Candidate
 
 Fixed = Mapping[str, Any]
@@ -64,6 +65,7 @@ def none_fits(
     searched: int,
     fixed: Fixed,
     fits: Callable[[RunConfig, int, Fixed], bool],
+    lowered: RunConfig | None = None,
 ) -> ConfigIssue:
     """Return the problem that no layout fits, with the closest one and changes of each kind.
 
@@ -75,6 +77,7 @@ def none_fits(
         fixed: Layout settings of the user.
         fits: Function that returns whether a layout is expected to fit, given a configuration, a
             number of devices and fixed settings. It may raise ``ConfigError``.
+        lowered: The run as ``--allow low_precision`` may change it; None if that changes nothing.
     """
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
@@ -98,6 +101,8 @@ def none_fits(
         for key, value in fixed.items()
         if fits(config, devices, _without(fixed, key))
     ]
+    if lowered is not None and _can_fit(lowered, devices, fixed, fits):
+        changes.append(f"--allow {keys.LOW_PRECISION}")
     for options in _smaller_runs(config):
         values = (option for option in options if _can_fit(option.config, devices, fixed, fits))
         changes += [option.text for option in itertools.islice(values, 1)]

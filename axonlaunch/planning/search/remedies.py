@@ -16,10 +16,11 @@ from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
-from axonlaunch.config.precision import EIGHT_BITS, FP32, MIXED_PRECISION
+from axonlaunch.config.precision import EIGHT_BITS, MIXED_PRECISION
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
+from axonlaunch.planning.search.low_precision import master_settings
 from axonlaunch.planning.search.workload import host_memory
 
 Settings = Mapping[str, Any]
@@ -385,13 +386,11 @@ def _masters(config: RunConfig, layout: Layout) -> Options:
 
     With full weights on every rank it saves memory from two ranks on, and with shards nothing.
     """
-    precision = precision_of(config)
-    is_low, is_stored = precision.compute.is_low, precision.parameters.is_low
+    settings = master_settings(config)
     divides = layout.facts.divides_update and layout.optimizer_shards > 1
-    if not is_low or is_stored or not divides or not _updates_elements(config):
+    if not settings or not divides or not _updates_elements(config):
         return []
-    name = precision.compute.name
-    settings = {"train.param_dtype": name, "optimizer.master_weights": FP32.name}
+    name = precision_of(config).compute.name
     return [Option(settings, f"gradients round to {name} between micro-batches and in sums")]
 
 

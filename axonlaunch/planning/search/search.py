@@ -37,6 +37,7 @@ from axonlaunch.planning.records import (
 )
 from axonlaunch.planning.search import refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.low_precision import faster_ones, lower_layouts, smallest_run
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
@@ -66,6 +67,8 @@ def search_layouts(
     fixed: Mapping[str, Any],
     check: Callable[[RunConfig], RunConfig],
     wanted: int = 3,
+    lowers: bool = False,
+    kept: Sequence[str] = (),
 ) -> Plan:
     """Find the fastest layouts that fit.
 
@@ -75,6 +78,8 @@ def search_layouts(
         fixed: Settings from ``keys.SEARCHED`` that the user has set.
         check: Resolves a run, or raises ``ConfigError`` if no node can run it.
         wanted: Number of fitting layouts to find.
+        lowers: Whether layouts with lower precision, see ``low_precision``, are searched as well.
+        kept: Keys of precision that the user has set.
 
     Raises:
         ConfigError: No layout divides the devices, no layout fits, the run cannot be traced, or
@@ -108,11 +113,16 @@ def search_layouts(
             listed=lambda run, settings: list_layouts(run, devices, settings),
         )
         raise ConfigError([issue])
-    formulas = Formulas.of(config)
+    lower, problems = (
+        lower_layouts(config, kept, lambda run: list_layouts(run, devices, fixed))
+        if lowers
+        else ([], [])
+    )
+    formulas = _formulas(config, lower)
     in_node = min(devices, per_node)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    found = _estimate_in_rounds(
-        layouts,
+    estimate_layouts = partial(
+        _estimate_in_rounds,
         config=config,
         ranks=(num_nodes, devices // num_nodes),
         formulas=formulas,
@@ -120,10 +130,17 @@ def search_layouts(
         check=check,
         wanted=wanted,
     )
+    found = estimate_layouts(layouts)
+    if lower:
+        try:
+            found = _merged(found, estimate_layouts(lower))
+        except ConfigError as error:
+            problems += error.problems
+    searched = len(layouts) + len(lower)
     if not any(planned.fits for planned in found.plans):
 
         def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
-            sizes = formulas if run is config else Formulas.of(run)
+            sizes = formulas[()] if run is config else Formulas.of(run)
             return any(
                 sizes.process_bytes(c.config, c.layout) <= found.limit
                 for c in list_layouts(run, count, settings)
@@ -133,19 +150,25 @@ def search_layouts(
             config,
             found.plans,
             devices=devices,
-            searched=len(layouts),
+            searched=searched,
             fixed=fixed,
             fits=expects_fit,
+            lowered=None if lowers else smallest_run(config, kept),
         )
         raise ConfigError([issue])
-    run_workload = workload(config, searched=True)
     return Plan(
-        workload=run_workload,
-        searched=len(layouts),
+        workload=workload(config, searched=True),
+        searched=searched,
         candidates=found.plans[:LISTED],
         untraced=found.untraced,
-        saved_bytes=checkpoint_bytes(config),
+        not_tried=tuple(map(str, problems)),
     )
+
+
+def _formulas(config: RunConfig, lower: Iterable[Candidate]) -> dict[tuple[str, ...], Formulas]:
+    """Return the formulas of the configured numerics and of each change of them."""
+    runs = {(): config} | {candidate.numerics: candidate.config for candidate in lower}
+    return dict(zip(runs, Formulas.of_each([*runs.values()]), strict=True))
 
 
 def _required_figures(config: RunConfig, devices: int) -> list[str]:
@@ -202,7 +225,7 @@ def _estimate_in_rounds(
     *,
     config: RunConfig,
     ranks: tuple[int, int],
-    formulas: Formulas,
+    formulas: Mapping[tuple[str, ...], Formulas],
     memory: float,
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
@@ -216,7 +239,7 @@ def _estimate_in_rounds(
         layouts: All layouts.
         config: Configuration of the run as given by the user.
         ranks: Number of nodes, and ranks per node.
-        formulas: Formulas of the model.
+        formulas: Formulas of the model by ``Candidate.numerics``.
         memory: Bytes of device memory that an estimate may use.
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
@@ -258,6 +281,15 @@ def _estimate_in_rounds(
     return _Found(sorted(plans, key=lambda planned: not planned.fits), limit, untraced)
 
 
+def _merged(exact: _Found, lower: _Found) -> _Found:
+    """Return the exact layouts with the faster ones of lower precision; all if none fits."""
+    if not any(planned.fits for planned in [*exact.plans, *lower.plans]):
+        return _Found(exact.plans + lower.plans, exact.limit, exact.untraced)
+    chosen = faster_ones(lower.plans, exact.plans)
+    plans = sorted([*chosen, *exact.plans], key=lambda planned: (not planned.fits, planned.step_s))
+    return _Found(plans, exact.limit, lower.untraced if chosen else exact.untraced)
+
+
 def _faster_untraced(
     preselected: Sequence[_Preselected],
     timed: Sequence[tuple[_Preselected, Throughput]],
@@ -280,7 +312,7 @@ def _faster_untraced(
 def _preselect(
     layouts: Iterable[Candidate],
     *,
-    formulas: Formulas,
+    formulas: Mapping[tuple[str, ...], Formulas],
     hardware: HardwareConfig,
     memory: float,
 ) -> list[_Preselected]:
@@ -292,10 +324,9 @@ def _preselect(
     families: dict[tuple[Any, ...], list[_Preselected]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: _Preselected | None = None
-    head = formulas.head_layers
     for candidate in layouts:
-        layout = candidate.layout
-        size = formulas.process_bytes(candidate.config, layout)
+        layout, model = candidate.layout, formulas[candidate.numerics]
+        size = model.process_bytes(candidate.config, layout)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = _Preselected(candidate, math.inf, size)
@@ -304,13 +335,13 @@ def _preselect(
         counts[group] += 1
         if counts[group] > _CHANCES:
             continue  # earlier ones of the group recompute less
-        layers = _layers(sum(formulas.single_device.layers), layout.num_stages, head)
+        depth = sum(model.single_device.layers)
         work = scaled(
-            formulas.single_device,
+            model.single_device,
             candidate.config,
             layout,
-            layers=layers,
-            experts=formulas.experts(candidate.config, layout),
+            layers=_layers(depth, layout.num_stages, model.head_layers),
+            experts=model.experts(candidate.config, layout),
         )
         seconds = StepTime(candidate.config, layout, hardware).approximate(work)
         families.setdefault(candidate.family, []).append(_Preselected(candidate, seconds, size))
@@ -442,6 +473,8 @@ def _estimate_first(
             mfu=speed.mfu,
             breakdown=speed.breakdown,
             host_memory=host_memory(candidate.config, result),
+            saved_bytes=checkpoint_bytes(candidate.config),
+            numerics=[*candidate.numerics],
         )
         if sum(planned.fits for planned in plans.values()) == wanted:
             break
@@ -465,6 +498,7 @@ def _describe(candidate: Candidate) -> str:
     properties.append(f"micro-batch {layout.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
         properties.append(describe_recomputation(config.train.activation_checkpointing))
+    properties += candidate.numerics
     return ", ".join(properties)
 
 

@@ -1,0 +1,163 @@
+"""Changes of numerics that a search tries only if the user allows them.
+
+These are weights in 16 bits with fp32 masters, optimizer states in 8 bits, and products in fp8 on
+hardware with an fp8 peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.planning.memory.analytic import on_one_device
+from axonlaunch.planning.records import Planned
+from axonlaunch.planning.search import keys
+from axonlaunch.planning.search.candidates import Candidate
+from axonlaunch.preflight.optimizer import layout_problems
+from axonlaunch.preflight.parallelism import product_problems
+
+_WORTH = 0.99
+"""Largest time of a step, relative to exact layouts, for which a change of numerics is shown."""
+
+
+@dataclass(frozen=True)
+class NumericsChange:
+    """Settings of lower precision.
+
+    Attributes:
+        name: Description for reports.
+        settings: Values by dotted key.
+        unsharded_only: Whether it saves nothing where ranks hold shards of the parameters.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    unsharded_only: bool = False
+
+
+def master_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of weights in the compute format with masters; empty for fp32."""
+    precision = precision_of(config)
+    if not precision.compute.is_low or precision.parameters.is_low:
+        return {}
+    return {keys.WEIGHTS: precision.compute.name, keys.MASTERS: FP32.name}
+
+
+def lower_layouts(
+    config: RunConfig,
+    kept: Collection[str],
+    listed: Callable[[RunConfig], Iterable[Candidate]],
+) -> tuple[list[Candidate], list[ConfigIssue]]:
+    """Return the layouts of each combination of changes, and why a run can't use some changes.
+
+    Args:
+        config: Configuration of the run.
+        kept: Keys that the user has set. Changes of them are left out.
+        listed: Function that lists the layouts of a run.
+    """
+    kinds, problems = _possible_changes(config, kept)
+    layouts: list[Candidate] = []
+    for changes in _combinations(kinds):
+        settings = _settings(changes)
+        for candidate in listed(with_values(config, settings)):
+            if any(change.unsharded_only for change in changes) and (
+                candidate.layout.facts.shards_parameters
+            ):
+                continue
+            layouts.append(
+                dataclasses.replace(
+                    candidate,
+                    settings={**candidate.settings, **settings},
+                    numerics=tuple(change.name for change in changes),
+                )
+            )
+    return layouts, problems
+
+
+def smallest_run(config: RunConfig, kept: Collection[str]) -> RunConfig | None:
+    """Return a run with the changes that save memory, or None if it can't use any.
+
+    Args:
+        config: Configuration of the run.
+        kept: Keys that the user has set. Changes of them are left out.
+    """
+    kinds, _ = _possible_changes(config, kept)
+    changes = [change for kind in kinds for change in kind if keys.PRODUCTS not in change.settings]
+    return with_values(config, _settings(changes)) if changes else None
+
+
+def faster_ones(lower: Iterable[Planned], exact: Iterable[Planned]) -> list[Planned]:
+    """Return the layouts of lower precision that fit, and are faster than all exact ones that fit.
+
+    A layout that changes numerics and is not faster would be useless.
+    """
+    limit = min((planned.step_s for planned in exact if planned.fits), default=math.inf)
+    return [planned for planned in lower if planned.fits and planned.step_s < _WORTH * limit]
+
+
+def _possible_changes(
+    config: RunConfig, kept: Collection[str]
+) -> tuple[list[list[NumericsChange]], list[ConfigIssue]]:
+    """Return the changes that a run can use, by kind, and the problems of the others."""
+    kinds: list[list[NumericsChange]] = []
+    problems: list[ConfigIssue] = []
+    for kind in _changes(config):
+        possible = []
+        for change in kind:
+            if not change.settings.keys().isdisjoint(kept):
+                continue
+            if issues := _problems(config, change):
+                problems += issues[:1]
+            else:
+                possible.append(change)
+        kinds.append(possible)
+    return kinds, problems
+
+
+def _combinations(
+    kinds: Iterable[Sequence[NumericsChange]],
+) -> Iterator[tuple[NumericsChange, ...]]:
+    """Yield all choices of at most one change of each kind, except that of no change."""
+    for choice in itertools.product(*([None, *kind] for kind in kinds)):
+        if changes := tuple(change for change in choice if change is not None):
+            yield changes
+
+
+def _settings(changes: Iterable[NumericsChange]) -> dict[str, Any]:
+    return {key: value for change in changes for key, value in change.settings.items()}
+
+
+def _changes(config: RunConfig) -> Iterator[list[NumericsChange]]:
+    """Yield the alternatives of each kind of change that differ from the configuration."""
+    if masters := master_settings(config):
+        name = f"{masters[keys.WEIGHTS]} weights with fp32 masters"
+        # A shard of a weight and of its gradient in 16 bits saves as much as a master takes.
+        yield [NumericsChange(name, masters, unsharded_only=True)]
+    if getattr(config.optimizer, "state_dtype", EIGHT_BITS) != EIGHT_BITS:
+        yield [NumericsChange("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
+    if config.train.matmul_dtype is None:
+        yield [NumericsChange(f"{name} products", {keys.PRODUCTS: name}) for name in MATMUL_FORMATS]
+
+
+def _problems(config: RunConfig, change: NumericsChange) -> list[ConfigIssue]:
+    """Return why a run can't use a change on any layout."""
+    changed = with_values(on_one_device(config), change.settings)
+    spec = spec_for(changed)
+    try:
+        return [
+            *find_rule_violations(changed),
+            *layout_problems(changed, Layout.of(changed, world_size=1)),
+            *product_problems(changed, spec, on_meta(changed, seed=changed.seed)),
+        ]
+    except ConfigError as error:
+        return error.problems

@@ -1,0 +1,172 @@
+"""Plans that change numerics: which settings ``plan --allow low_precision`` searches and marks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from configured import estimate_config
+from rich.console import Console
+from simulated_search import MODEL, found
+
+from axonlaunch import config
+from axonlaunch.cli.planning.plan import plan_to_json, print_plan
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.records import Plan
+from axonlaunch.planning.search import search
+from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.low_precision import lower_layouts
+from axonlaunch.preflight.checks import resolve_anywhere
+
+__all__ = ["found"]
+
+SMALL: dict[str, Any] = {
+    "devices": 2,
+    "strategy.tensor.degree": 1,
+    "strategy.pipeline.degree": 1,
+}
+BF16 = ["train.precision=bf16", *MODEL, "model.hidden_size=64"]
+STATES = "8-bit optimizer states"
+MASTERS = "bf16 weights with fp32 masters"
+
+
+def listed(*overrides: str, devices: int = 2, kept: Sequence[str] = ()) -> Any:
+    def layouts(run: RunConfig) -> Iterable[Candidate]:
+        return candidates(run, devices=devices, in_node=devices, fixed={})
+
+    return lower_layouts(config.load([*BF16, *overrides]), kept, layouts)
+
+
+def test_lower_precision_is_searched_only_if_allowed(found: Any) -> None:
+    room = "hardware.memory_gib=2.4"
+    with pytest.raises(ConfigError) as raised:
+        found(*BF16, room, **SMALL)
+    [issue] = raised.value.problems
+    assert "a layout is expected to fit with --allow low_precision, data.seq" in issue.message
+    plan = found(*BF16, room, lowers=True, **SMALL)
+    assert plan.candidates[0].fits
+    for planned in plan.candidates:
+        assert planned.fits == (STATES in planned.numerics)
+        assert planned.fits == ("optimizer.state_dtype=8bit" in planned.overrides)
+        assert planned.layout.endswith(", ".join(planned.numerics))
+
+
+def test_layouts_of_lower_precision_come_with_fastest_exact_layout(found: Any) -> None:
+    exact = found(*BF16, **SMALL).candidates
+    assert not any(planned.numerics for planned in exact)
+    plan = found(*BF16, lowers=True, **SMALL)
+    assert any(name.startswith("fp8") for name in plan.candidates[0].numerics)
+    assert exact[0] in plan.candidates
+    limit = 0.99 * exact[0].step_s
+    assert all(planned.step_s < limit for planned in plan.candidates if planned.numerics)
+
+
+def test_slower_layouts_of_lower_precision_are_left_out(found: Any) -> None:
+    kept = ["train.matmul_dtype"]
+    plan = found(*BF16, lowers=True, kept=kept, **SMALL)
+    assert plan.candidates == found(*BF16, **SMALL).candidates
+    assert plan.searched > found(*BF16, **SMALL).searched
+
+
+def test_layouts_of_lower_precision_are_valid() -> None:
+    layouts, problems = listed()
+    assert problems == []
+    numerics = {c.numerics for c in layouts}
+    assert len(numerics) == 2 * 2 * 3 - 1
+    for candidate in layouts:
+        assert find_rule_violations(candidate.config) == []
+        if MASTERS in candidate.numerics:
+            assert not candidate.layout.facts.shards_parameters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept", "problem"),
+    [
+        (["hardware=a100_80gb"], [], "train.matmul_dtype=fp8_tensorwise: hardware=a100_80gb has"),
+        (["model.hidden_size=40"], [], "train.matmul_dtype=fp8_tensorwise: "),
+        (["optimizer=adafactor"], [], "optimizer.state_dtype=8bit: optimizer=adafactor can't"),
+        (["train.precision=fp32"], [], ""),
+        (["adapter=lora"], [], "optimizer.master_weights=fp32: only the adapter is trained"),
+        ([], ["optimizer.state_dtype"], ""),
+        (["train.matmul_dtype=fp8_rowwise"], [], ""),
+    ],
+)
+def test_changes_that_a_run_cannot_use_are_named(
+    overrides: list[str], kept: list[str], problem: str
+) -> None:
+    layouts, problems = listed(*overrides, kept=kept)
+    assert any(str(each).startswith(problem) for each in problems) if problem else not problems
+    names = {name for candidate in layouts for name in candidate.numerics}
+    settings = {key for candidate in layouts for key in candidate.settings}
+    for each in problems:
+        assert each.key not in settings
+    assert settings.isdisjoint(kept)
+    if "train.precision=fp32" in overrides:
+        assert MASTERS not in names
+    if "train.matmul_dtype=fp8_rowwise" in overrides:
+        assert names == {MASTERS, STATES}
+
+
+def test_tensor_ranks_never_cut_blocks_of_states() -> None:
+    layouts, _ = listed("model.intermediate_size=192", "model=llama_debug")
+    tensor = {c.layout.tensor for c in layouts if STATES in c.numerics}
+    assert tensor == {1}
+    assert {c.layout.tensor for c in layouts} > tensor
+
+
+def test_table_and_json_mark_changes_of_numerics(found: Any) -> None:
+    plan, stream = found(*BF16, lowers=True, **SMALL), io.StringIO()
+    print_plan(plan, Console(file=stream, width=100), seconds=1.0)
+    text = stream.getvalue()
+    assert "note layouts with * change the numerics of the run: losses will differ" in text
+    for number, planned in enumerate(plan.candidates, 1):
+        row = next(line for line in text.splitlines() if line.startswith(f"{number}"))
+        assert row.startswith(f"{number}*") == bool(planned.numerics)
+    reported = plan_to_json(plan, 1.0)["candidates"]
+    assert [each["numerics"] for each in reported] == [each.numerics for each in plan.candidates]
+
+
+REAL = [
+    *("model=llama_debug", "model.hidden_size=2048", "model.intermediate_size=8192"),
+    *("model.num_hidden_layers=8", "model.num_attention_heads=16", "train.precision=bf16"),
+    *("model.num_key_value_heads=16", "data=synthetic_tokens", "data.sequence_length=1024"),
+    *("train.global_batch_size=4", "hardware=h100_80gb"),
+]
+
+
+def real_plan(*overrides: str, lowers: bool = True) -> Plan:
+    return search.search_layouts(
+        config.load([*REAL, *overrides]),
+        devices=1,
+        fixed={"train.micro_batch_size": 4, "train.activation_checkpointing": "none"},
+        check=resolve_anywhere,
+        wanted=1,
+        lowers=lowers,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_traced_run_fits_only_with_states_in_8_bits() -> None:
+    room = ["hardware.memory_gib=10"]
+    with pytest.raises(ConfigError, match=r"no layout of 1 device fits.*--allow low_precision"):
+        real_plan(*room, lowers=False)
+    best = real_plan(*room).candidates[0]
+    assert best.fits
+    assert STATES in best.numerics
+    overrides = [*REAL, *room, *best.overrides]
+    assert estimate(estimate_config(overrides)).peak_bytes == best.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_traced_run_is_faster_in_fp8() -> None:
+    plan = real_plan("train.compile=true")
+    first, exact = plan.candidates[0], next(p for p in plan.candidates if not p.numerics)
+    assert any(name.startswith("fp8") for name in first.numerics)
+    assert first.step_s < exact.step_s
+    assert first.breakdown["matrix products"] < 0.7 * exact.breakdown["matrix products"]
