@@ -57,8 +57,11 @@ _SAME_OPERATIONS = 2.0**-11
 """bf16: tolerance of first-step gradients if a layout runs the reference's operations on the same
 rows. Only an fp32 sum over ranks differs, by 1e-7. A sum in bf16 would differ by 1e-3.
 """
-SUM_TOLERANCE = 1e-5
-"""Tolerance of sums of 16-bit gradients, relative to their terms. In fp32 they are off by 1e-7."""
+SUM_TOLERANCE = 6e-5
+"""Tolerance of sums of 16-bit gradients, relative to their terms. In fp32 they are off by 1e-7, and
+in fp16 by up to 4e-5, because halves of its smallest numbers are rounded. Sums in fp16 would be off
+by 1e-4, sums in bf16 by 1e-3.
+"""
 _MAX_SAME_OPERATIONS = 0.25
 """Largest tolerance of later steps in this case.
 
