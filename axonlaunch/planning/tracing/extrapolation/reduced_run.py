@@ -90,7 +90,8 @@ class ReducedRun:
         leading = spec.leading_blocks(model)
         if leading is not None:
             equal_blocks = dict([*spec.blocks(model).items()][leading:])
-            if not _treats_equally(config, spec, equal_blocks, model):
+            is_equal = _computes_equally(config, spec, equal_blocks, model)
+            if not (is_equal and _updates_blocks_equally(config, spec, equal_blocks, model)):
                 leading = None
         return cls(
             config,
@@ -259,32 +260,28 @@ def _read_structure(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
 def repeated_sizes(config: RunConfig) -> ScaledSizes:
     """Return the sizes of a run's model; ``num_blocks`` is 0 if fewer blocks can't represent all.
 
-    Settings of a run, such as ``train.matmul_exclude``, may treat equal blocks differently.
+    Equal blocks may compute differently because of ``train.matmul_exclude`` or a tensor plan.
 
     Raises:
         ConfigError: The model can't be built.
     """
     sizes = source_of(config).scaled_sizes()
-    train, tensor = config.train, config.strategy.tensor
-    settings = (train.matmul_exclude, tensor.plan, getattr(config.optimizer, "groups", None))
-    if not sizes.num_blocks or not any(settings):
+    if not (sizes.num_blocks and (config.train.matmul_exclude or config.strategy.tensor.plan)):
         return sizes
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     repeated = [*spec.blocks(model).items()][sizes.leading :]
     for first in range(sizes.period):
-        if not _treats_equally(config, spec, dict(repeated[first :: sizes.period]), model):
+        if not _computes_equally(config, spec, dict(repeated[first :: sizes.period]), model):
             return dataclasses.replace(sizes, num_blocks=0, period=1, leading=0)
     return sizes
 
 
-def _treats_equally(
+def _computes_equally(
     config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
 ) -> bool:
-    """Return whether the settings of a run treat all of these blocks equally."""
-    return (
-        _divides_blocks_equally(config, blocks, model)
-        and _multiplies_blocks_equally(config, spec, blocks, model)
-        and _updates_blocks_equally(config, spec, blocks, model)
+    """Return whether the settings of a run let all of these blocks compute equally."""
+    return _divides_blocks_equally(config, blocks, model) and _multiplies_blocks_equally(
+        config, spec, blocks, model
     )
 
 
