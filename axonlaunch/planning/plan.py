@@ -77,7 +77,7 @@ def plan_run(
         context,
         config,
         devices=devices,
-        fixed=[*fixed_keys(composed), *fixed_keys(composed, keys_of(allow))],
+        fixed=[*fixed_keys(composed), *fixed_keys(composed, allowed_keys(allow))],
         config_dirs=config_dirs,
         tokens=tokens,
         allow=allow,
@@ -296,7 +296,7 @@ def _overrides_group(default: dict[str, Any]) -> bool:
     return next(iter(default)).startswith("override ")
 
 
-def keys_of(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
+def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
     """Return the keys that words of ``keys.ALLOWABLE`` allow a search to set.
 
     Args:

@@ -165,6 +165,7 @@ def test_traced_run_fits_only_with_states_in_8_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports deprecated parts of torch
 def test_traced_run_is_faster_in_fp8() -> None:
     others = ["optimizer.state_dtype", "optimizer.master_weights"]
     plan = real_plan("train.compile=true", kept=others)

@@ -83,12 +83,12 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.planning.plan import experiment, keys_of, plan_run
+    from axonlaunch.planning.plan import allowed_keys, experiment, plan_run
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.storage.files import replace_text
 
     count, target = _check_options(devices, write, overrides or []), check_tokens(tokens)
-    keys_of(allow or [])  # raises an error before the search for an unknown word
+    allowed_keys(allow or [])  # raises an error before the search for an unknown word
     written = partial(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )

@@ -30,7 +30,7 @@ from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
-from axonlaunch.planning.plan import keys_of, plan_config
+from axonlaunch.planning.plan import allowed_keys, plan_config
 from axonlaunch.planning.records import Forecast, Plan
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.system.node import limits
@@ -217,7 +217,7 @@ def plan(
     """
     if devices < 1:
         raise ConfigError([ConfigIssue("devices", "must be 1 or more", devices)])
-    searched = [*SEARCHED, *keys_of(allow, name="allow")]
+    searched = [*SEARCHED, *allowed_keys(allow, name="allow")]
     if unknown := [key for key in fixed if key not in searched]:
         message = f"is not a setting that the search changes; use {one_of(searched)}"
         raise ConfigError([ConfigIssue("fixed", message, unknown)])

@@ -31,7 +31,7 @@ _WORTH = 0.99
 
 
 @dataclass(frozen=True)
-class Change:
+class PrecisionChange:
     """Settings of lower precision.
 
     Attributes:
@@ -107,9 +107,9 @@ def faster_ones(lower: Iterable[Planned], exact: Iterable[Planned]) -> list[Plan
 
 def _possible_changes(
     config: RunConfig, kept: Collection[str]
-) -> tuple[list[list[Change]], list[ConfigIssue]]:
+) -> tuple[list[list[PrecisionChange]], list[ConfigIssue]]:
     """Return the changes that a run can use, by kind, and the problems of the others."""
-    kinds: list[list[Change]] = []
+    kinds: list[list[PrecisionChange]] = []
     problems: list[ConfigIssue] = []
     for kind in _changes(config):
         possible = []
@@ -124,30 +124,34 @@ def _possible_changes(
     return kinds, problems
 
 
-def _combinations(kinds: Iterable[Sequence[Change]]) -> Iterator[tuple[Change, ...]]:
+def _combinations(
+    kinds: Iterable[Sequence[PrecisionChange]],
+) -> Iterator[tuple[PrecisionChange, ...]]:
     """Yield all choices of at most one change of each kind, except that of no change."""
     for choice in itertools.product(*([None, *kind] for kind in kinds)):
         if changes := tuple(change for change in choice if change is not None):
             yield changes
 
 
-def _settings(changes: Iterable[Change]) -> dict[str, Any]:
+def _settings(changes: Iterable[PrecisionChange]) -> dict[str, Any]:
     return {key: value for change in changes for key, value in change.settings.items()}
 
 
-def _changes(config: RunConfig) -> Iterator[list[Change]]:
+def _changes(config: RunConfig) -> Iterator[list[PrecisionChange]]:
     """Yield the alternatives of each kind of change that differ from the configuration."""
     if masters := master_settings(config):
         name = f"{masters[keys.WEIGHTS]} weights with fp32 masters"
         # A shard of a weight and of its gradient in 16 bits saves as much as a master takes.
-        yield [Change(name, masters, unsharded_only=True)]
+        yield [PrecisionChange(name, masters, unsharded_only=True)]
     if getattr(config.optimizer, "state_dtype", EIGHT_BITS) != EIGHT_BITS:
-        yield [Change("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
+        yield [PrecisionChange("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
     if config.train.matmul_dtype is None:
-        yield [Change(f"{name} products", {keys.PRODUCTS: name}) for name in MATMUL_FORMATS]
+        yield [
+            PrecisionChange(f"{name} products", {keys.PRODUCTS: name}) for name in MATMUL_FORMATS
+        ]
 
 
-def _problems(config: RunConfig, change: Change) -> list[ConfigIssue]:
+def _problems(config: RunConfig, change: PrecisionChange) -> list[ConfigIssue]:
     """Return why a run can't use a change on any layout."""
     changed = with_values(on_one_device(config), change.settings)
     spec = spec_for(changed)
