@@ -31,7 +31,7 @@ SCALE_BYTES = 4
 """Bytes of the scale of a block."""
 MasterFormatName = Literal["fp32"]
 """Values of ``optimizer.master_weights``."""
-MatmulFormatName = Literal["fp8_tensorwise", "fp8_rowwise"]
+MatmulFormatName = Literal["fp8_tensorwise", "fp8_rowwise", "qat_int8_int4"]
 """Values of ``train.matmul_dtype``."""
 ReplicaArithmetic = Literal["as stored", "copies", "autocast"]
 
@@ -96,29 +96,61 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {each.name: each for each in (FP32, _B
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulFormat:
-    """An 8-bit format of the factors of matrix products, whose results have a ``NumberFormat``.
+    """How the factors of matrix products are rounded; results have a ``NumberFormat``.
 
     Attributes:
         name: Name in configurations.
-        is_rowwise: Whether each row along the summed dim has a scale; otherwise each tensor has.
-        dtype: Name of the torch dtype of weights and activations.
-        gradient_dtype: Name of the torch dtype of gradients of outputs.
-        multiple: Number that sizes of layers must be multiples of.
-        peak: Field of ``HardwareConfig`` with the peak rate of the products.
+        input_multiple: Number that the inputs of layers must be multiples of.
+        output_multiple: Number that the outputs of layers must be multiples of.
+        peak: Field of ``HardwareConfig`` with the peak rate of the products; None if they are
+            computed in the format of the results.
     """
 
     name: MatmulFormatName
+    input_multiple: int = 1
+    output_multiple: int = 1
+    peak: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Format(MatmulFormat):
+    """Products of numbers in 8 bits.
+
+    Attributes:
+        is_rowwise: Whether each row along the summed dim has a scale; otherwise each tensor has.
+        dtype: Name of the torch dtype of weights and activations.
+        gradient_dtype: Name of the torch dtype of gradients of outputs.
+    """
+
     is_rowwise: bool
     dtype: str = "float8_e4m3fn"
     gradient_dtype: str
-    multiple: int = 16
+    input_multiple: int = 16
+    output_multiple: int = 16
     peak: str = "fp8_tflops"
 
 
-# torchao's recipes of these names.
-_MATMUL_FORMATS = (
-    MatmulFormat(name="fp8_tensorwise", is_rowwise=False, gradient_dtype="float8_e5m2"),
-    MatmulFormat(name="fp8_rowwise", is_rowwise=True, gradient_dtype="float8_e4m3fn"),
+@dataclass(frozen=True, kw_only=True)
+class QuantizedFormat(MatmulFormat):
+    """Products of numbers that are rounded as quantization will round them after training.
+
+    Inputs have a scale and a zero point for each row along the summed dim. Weights have a scale for
+    each group of ``input_multiple`` numbers along it (``train.matmul_group_size``).
+
+    Attributes:
+        input_bits: Bits of an input.
+        weight_bits: Bits of a weight.
+    """
+
+    input_bits: int
+    weight_bits: int
+
+
+# torchao's recipes of these names, and its Int8DynActInt4WeightQATQuantizer.
+_MATMUL_FORMATS: tuple[MatmulFormat, ...] = (
+    Float8Format(name="fp8_tensorwise", is_rowwise=False, gradient_dtype="float8_e5m2"),
+    Float8Format(name="fp8_rowwise", is_rowwise=True, gradient_dtype="float8_e4m3fn"),
+    QuantizedFormat(name="qat_int8_int4", input_bits=8, weight_bits=4),
 )
 MATMUL_FORMATS: dict[str, MatmulFormat] = {each.name: each for each in _MATMUL_FORMATS}
 
@@ -149,8 +181,8 @@ class Precision:
             (``strategy.reduce_dtype``).
         masters: Format of the copies of parameters that the optimizer updates, and that checkpoints
             hold in place of the parameters (``optimizer.master_weights``); None without copies.
-        products: Format of the factors of linear layers' products (``train.matmul_dtype``); None
-            for ``compute``.
+        products: How the factors of linear layers' products are rounded (``train.matmul_dtype``);
+            None if they aren't.
     """
 
     name: PrecisionName

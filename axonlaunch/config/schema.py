@@ -231,18 +231,22 @@ class TrainConfig:
     fp32: fp32, even if the weights are in 16 bits; needs optimizer.master_weights=fp32
     """
     matmul_dtype: MatmulFormatName | None = None
-    """dtype to which linear layers of blocks round the factors of their matrix products, for GPUs
-    from compute capability 8.9 on, with compile. fp8_tensorwise: each tensor has a scale, gradients
-    are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are in e4m3;
-    null: the dtype of precision
+    """dtype to which linear layers of blocks round the factors of their matrix products. In fp8,
+    for GPUs from compute capability 8.9 on, with compile: fp8_tensorwise: each tensor has a scale,
+    gradients are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are
+    in e4m3. For quantization-aware training (QAT): qat_int8_int4: forward rounds inputs to int8 for
+    each token and weights to int4 for each group, as torchao will after training, and gradients
+    pass unchanged. null: the dtype of precision
     """
+    matmul_group_size: int = field(default=32, metadata={"min": 2})
+    """inputs of a linear layer whose weights share a scale in matmul_dtype=qat_int8_int4"""
     matmul_exclude: list[str] = field(default_factory=list)
     """name patterns of linear layers that matmul_dtype leaves out, for example small ones, which
     fp8 makes slower
     """
     freeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;
-    a weight with two names is frozen if either matches
+    a weight with two names is frozen if either matches; -1 in place of a block's number is the last
     """
     unfreeze: list[str] = field(default_factory=list)
     """name patterns of parameters that are trained although freeze, an adapter or the model freezes
@@ -273,6 +277,11 @@ class TrainConfig:
     z_loss: float = field(default=0.0, metadata={"min": 0})
     """factor of the squared log of the softmax's denominator, which is added to the cross entropy
     of each target in training, usually 1e-4; evaluations report the loss without it
+    """
+    dft: bool = False
+    """multiply the cross entropy of each target in training by the probability that the model gives
+    it, without a gradient through this factor (dynamic fine-tuning, DFT); evaluations report the
+    loss without it
     """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axonlaunch.config.precision import MATMUL_FORMATS, NUMBER_FORMATS, NumberFormat
+from axonlaunch.config.precision import MATMUL_FORMATS, NUMBER_FORMATS, Float8Format, NumberFormat
 
 
 def torch_dtype(number_format: NumberFormat) -> torch.dtype:
@@ -17,6 +17,7 @@ FORMAT_OF_DTYPE = {torch_dtype(each): each for each in NUMBER_FORMATS.values()}
 _PEAKS: dict[torch.dtype, str] = {dtype: each.peak for dtype, each in FORMAT_OF_DTYPE.items()} | {
     getattr(torch, dtype): each.peak
     for each in MATMUL_FORMATS.values()
+    if isinstance(each, Float8Format)
     for dtype in (each.dtype, each.gradient_dtype)
 }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.consistency.run_precision import with_precision
+from axonlaunch.config.consistency.run_precision import precision_of, with_precision
+from axonlaunch.config.precision import Float8Format
 from axonlaunch.system import gpus
 from axonlaunch.system.node import host, limits
 
@@ -76,14 +77,15 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
     if kernel != "auto" and launch.device != "cuda":
         message = "the ranks compute on the CPU, which has one kernel; use auto"
         yield ConfigIssue("train.attention_kernel", message, kernel)
-    if config.train.matmul_dtype is not None and launch.device == "cuda" and devices:
+    products = precision_of(config).products
+    if isinstance(products, Float8Format) and launch.device == "cuda" and devices:
         lacking = [gpu.name for gpu in gpus.devices() if not gpu.has_fp8]
         if lacking:
             message = (
                 f"{lacking[0]} has no products of 8-bit numbers, which NVIDIA's GPUs have from "
                 "compute capability 8.9 on (Ada, Hopper), and AMD's from MI350 on; use null"
             )
-            yield ConfigIssue("train.matmul_dtype", message, config.train.matmul_dtype)
+            yield ConfigIssue("train.matmul_dtype", message, products.name)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, which torch.compile does not support; use gloo"
         yield ConfigIssue("launch.backend", message, backend)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.training_hooks import AccuracyConfig, metric_name
-from axonlaunch.config.problems.errors import one_of
+from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Batch, Dataset, sample_inputs
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
@@ -100,9 +100,9 @@ def loss_term_problems(train: TrainConfig, spec: ModelSpec) -> Iterator[ConfigIs
         reason = f"it changes cross entropy, and the loss is train.loss={train.loss}"
     elif spec.loss is not cross_entropy_sum:
         reason = "it changes cross entropy, and the model has a custom loss"
-    for key in ("label_smoothing", "z_loss") if reason else ():
+    for key, off in {"label_smoothing": 0, "z_loss": 0, "dft": False}.items() if reason else ():
         if value := getattr(train, key):
-            yield ConfigIssue(f"train.{key}", f"{reason}; use 0", value)
+            yield ConfigIssue(f"train.{key}", f"{reason}; use {plain(off)}", value)
 
 
 def with_accuracy(config: RunConfig, dataset: Dataset) -> RunConfig:

@@ -17,7 +17,7 @@ from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
 from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.config.precision import quantizes_states
+from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
 from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
@@ -46,6 +46,9 @@ from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
+
+_LARGEST_GROUP = 256
+"""Largest size of a group of weights that messages propose."""
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -142,19 +145,41 @@ def product_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
     if tensor.degree > 1:
         plan = tensor.plan or spec.plan(model)
         divisors_of = rank_divisors(model, plan, degree=tensor.degree)
-    for name, layer in scaled_layers(config, spec, model).items():
-        sizes = dict(zip(("inputs", "outputs"), linear_layer_sizes(layer), strict=True))
-        for side, divisor in zip(sizes, divisors_of.get(name, (1, 1)), strict=True):
-            size, rest = divmod(sizes[side], divisor)
-            if rest or not size % products.multiple:
+    layers = scaled_layers(config, spec, model)
+    sizes = {
+        name: dict(zip(("inputs", "outputs"), linear_layer_sizes(layer), strict=True))
+        for name, layer in layers.items()
+    }
+    multiples = {"inputs": products.input_multiple, "outputs": products.output_multiple}
+    inputs = [
+        numbers["inputs"] // divisors_of.get(name, (1, 1))[0] for name, numbers in sizes.items()
+    ]
+    for name, numbers in sizes.items():
+        for side, divisor in zip(numbers, divisors_of.get(name, (1, 1)), strict=True):
+            size, rest = divmod(numbers[side], divisor)
+            if rest or not size % multiples[side]:
                 continue  # other checks report sizes that can't be divided
             share = f" on each of {tensor.degree} tensor ranks" if divisor > 1 else ""
-            message = (
-                f"{name} has {size} {side}{share}, not a multiple of {products.multiple}; add it "
-                "to train.matmul_exclude, or use null"
-            )
-            yield ConfigIssue("train.matmul_dtype", message, products.name)
+            message = f"{name} has {size} {side}{share}, not a multiple of "
+            yield _unsuitable_size(products, message, fitting=math.gcd(*inputs))
             return
+
+
+def _unsuitable_size(products: MatmulFormat, message: str, *, fitting: int) -> ConfigIssue:
+    """Return the problem of a layer's size.
+
+    Args:
+        products: How factors are rounded.
+        message: Name and size of the layer, up to the multiple that it should be.
+        fitting: Greatest common divisor of the inputs of all layers on a rank.
+    """
+    if isinstance(products, QuantizedFormat):
+        key, value = "train.matmul_group_size", products.input_multiple
+        sizes = [size for size in divisors(fitting)[1:] if size <= _LARGEST_GROUP]
+        use = f"use {one_of(sizes[-4:])}, or " if sizes else ""
+        return ConfigIssue(key, f"{message}it; {use}add the layer to train.matmul_exclude", value)
+    message = f"{message}{products.input_multiple}; add it to train.matmul_exclude, or use null"
+    return ConfigIssue("train.matmul_dtype", message, products.name)
 
 
 def first_four(names: Sequence[str]) -> str:

@@ -25,9 +25,10 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.training_defaults import note_on_defaults
 from axonlaunch.config.options.training_hooks import is_best_highest
-from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.precision import PRECISIONS, Float8Format
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
@@ -384,15 +385,16 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
             "it, so it may be slower than fp32"
         )
-    if (products := config.train.matmul_dtype) is not None and world.device.type == "cpu":
+    products = precision_of(config).products
+    if isinstance(products, Float8Format) and world.device.type == "cpu":
         notes.append(
-            f"train.matmul_dtype={products}: the CPU multiplies numbers in 8 bits as numbers of "
-            "32, to the same results, but slower than without this setting"
+            f"train.matmul_dtype={products.name}: the CPU multiplies numbers in 8 bits as numbers "
+            "of 32, to the same results, but slower than without this setting"
         )
-    elif products is not None and not config.train.compile:
+    elif products is not None and world.device.type != "cpu" and not config.train.compile:
         notes.append(
-            f"train.matmul_dtype={products}: products in 8 bits are slower than others unless "
-            "their factors are rounded in compiled kernels; use train.compile=true"
+            f"train.matmul_dtype={products.name}: products of rounded numbers are slower than "
+            "others unless they are rounded in compiled kernels; use train.compile=true"
         )
     return (*notes, *arithmetic_notes(config.train, world.device))
 

@@ -2,9 +2,10 @@
 
 The loop uses transformers' Qwen3-MoE with its own expert plan and ``fully_shard``. ``model=hf``
 trains the same model with divided experts (``hf``) and without (``hf whole``); ``moe`` is the
-mixture included in axonlaunch. All five take turns in the same two processes. Measured is the CPU
-time of a rank, because wall time on a busy machine depends on the turn. At the end, a profile of
-``hf`` shows what dispatch costs beside the products.
+mixture included in axonlaunch. All five take turns in the same two processes. Programs that are
+compared have the same weights, tokens, optimizer and limit of the norm, and sum their loss over the
+ranks. Their losses must be equal in every step. Measured is the wall time of a step between
+barriers. At the end, a profile of ``hf`` shows what dispatch costs beside the products.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as multiprocessing
 from configured import run_config
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -28,8 +30,9 @@ from transformers.distributed import DistributedConfig
 from axonlaunch import data
 from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World, barrier
+from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.problems.errors import plain
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
@@ -46,47 +49,58 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
     "max_position_embeddings": LENGTH,
+    "router_aux_loss_coef": 0.0,
 }
-HF = [
-    *("model=hf", "model.init=random", "train.prove=never"),
-    f"model.config={plain({'model_type': 'qwen3_moe', **QWEN3_MOE})}",
-]
+HF = ["model=hf", "train.prove=never"]
 MOE = [
     *("model=moe_debug", f"model.hidden_size={HIDDEN}", f"model.moe_intermediate_size={HIDDEN}"),
     *(f"model.num_hidden_layers={LAYERS}", "model.num_attention_heads=4"),
 ]
 DIVIDED = f"strategy.expert.degree={RANKS}"
 OURS = {"hf": [*HF, DIVIDED], "hf whole": HF, "moe": [*MOE, DIVIDED], "moe whole": MOE}
+RATE, NORM = 1e-3, 1.0
+UPDATE = [f"optimizer.lr={RATE}", "optimizer.weight_decay=0"]
+UPDATE += ["scheduler=constant", "scheduler.warmup_steps=0"]
 RATIOS = [("hf", "by hand"), ("hf", "hf whole"), ("moe", "moe whole")]
 WARM_UP = 2
 """Steps of each program that are not counted."""
+TOLERANCE = 1e-4
+"""Largest relative difference between the losses of compared programs in a step."""
 SHOWN = 12
 """Number of operations in the profile."""
 
-Step = Callable[[], object]
+Step = Callable[[], float]
 
 
-def ours(world: World, overrides: list[str]) -> Step:
-    """Return a training step of axonlaunch."""
-    config = run_config(
+def config_of(overrides: list[str], folder: Path) -> RunConfig:
+    """Return a run's configuration; ``folder`` has the weights of transformers' model."""
+    overrides = [*overrides, *([f"model.path={folder}"] if "model=hf" in overrides else [])]
+    return run_config(
         [
             *(*overrides, "strategy=fsdp", f"launch.nproc={RANKS}", "launch.backend=gloo"),
-            *("data=synthetic_tokens", f"data.sequence_length={LENGTH}"),
-            f"train.global_batch_size={BATCH}",
+            *("data=synthetic_tokens", f"data.sequence_length={LENGTH}", *UPDATE),
+            *(f"train.global_batch_size={BATCH}", f"train.grad_clip={NORM}"),
         ]
     )
-    engine = build_engine(config, world)
-    load_initial_weights(engine, config, world=world)
+
+
+def batch_of(world: World, config: RunConfig) -> Batch:
+    """Return this rank's part of the first global batch."""
     dataset, layout = data.build_dataset(config.data), Layout.of(config, world_size=RANKS)
     batch = rank_loader(config, dataset, layout=layout, rank=world.rank).batch(0)
-    return lambda: engine.train_step(batch).loss.item()
+    assert isinstance(batch, Batch)
+    return batch
 
 
-def by_hand(world: World, folder: Path) -> Step:
+def ours(world: World, config: RunConfig) -> Step:
+    """Return a training step of axonlaunch."""
+    engine, batch = build_engine(config, world), batch_of(world, config)
+    load_initial_weights(engine, config, world=world)
+    return lambda: float(engine.train_step(batch).loss)
+
+
+def by_hand(folder: Path, batch: Batch) -> Step:
     """Return a training step that is written by hand."""
-    if not world.rank:
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE, use_cache=False)).save_pretrained(folder)
-    barrier(group=world.default_group)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -98,20 +112,28 @@ def by_hand(world: World, folder: Path) -> Step:
     for name, parameter in model.named_parameters():
         (experts if ".experts." in name else others).append(parameter)
     groups = [{"params": experts}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
-    tokens = torch.randint(0, 256, (BATCH // RANKS, LENGTH + 1))
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), weight_decay=0, fused=True)
 
     def step() -> float:
-        logits = model(input_ids=tokens[:, :-1]).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        logits = model(input_ids=batch.inputs).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
         loss.backward()
+        norms = [norm_of(group) for group in (experts, others)]
         for group in (experts, others):
-            torch.nn.utils.clip_grad_norm_(group, 1.0)
+            torch.nn.utils.clip_grads_with_norm_(group, NORM, torch.stack(norms).norm())
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        total = loss.detach() / RANKS
+        distributed.all_reduce(total)
+        return float(total)
 
     return step
+
+
+def norm_of(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return the norm of the gradients of all ranks."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def rank(number: int, port: int, folder: Path, repeats: int) -> None:
@@ -120,15 +142,26 @@ def rank(number: int, port: int, folder: Path, repeats: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with World.init(backend="gloo") as world:
-        steps = {"by hand": by_hand(world, folder)}
-        steps |= {name: ours(world, overrides) for name, overrides in OURS.items()}
+        if not number:
+            torch.manual_seed(0)
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE, use_cache=False))
+            model.save_pretrained(folder)
+        barrier(group=world.default_group)
+        configs = {name: config_of(overrides, folder) for name, overrides in OURS.items()}
+        steps = {"by hand": by_hand(folder, batch_of(world, configs["hf"]))}
+        steps |= {name: ours(world, config) for name, config in configs.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(WARM_UP + repeats):
+            losses = {}
             for name in reversed(steps) if turn % 2 else steps:
                 barrier(group=world.default_group)
-                begun = time.process_time()
-                steps[name]()
-                seconds[name].append(time.process_time() - begun)
+                begun = time.perf_counter()
+                losses[name] = steps[name]()
+                barrier(group=world.default_group)
+                seconds[name].append(time.perf_counter() - begun)
+            for one, other in RATIOS:
+                off = abs(losses[one] - losses[other]) / losses[other]
+                assert off < TOLERANCE, f"turn {turn}: {one} and {other} differ: {losses}"
         if not number:
             report({name: times[WARM_UP:] for name, times in seconds.items()})
         with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -1,10 +1,12 @@
 """Kills a mixture of experts again and again, and continues it in another layout each time.
 
-Its losses must be those of one process that is never stopped, to rounding.
+Its losses must be those of one process that is never stopped, to rounding, and each layout must
+have continued from a checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from typing import Any
@@ -60,7 +62,8 @@ def _move(lab: Lab, seed: int, log: Log, *, steps: int) -> None:
     expected = _undisturbed(lab, overrides, name=f"single-{steps}-{seed}")
     chance = random.Random(seed)
     command = lab.quick(lab.new(f"move-{seed}"))
-    least, layouts, moves = steps // (2 * len(LAYOUTS)), list(LAYOUTS), 0
+    # Each layout continues, also the first one, which begins the run.
+    least, layouts = steps // (3 * (len(LAYOUTS) + 1)), list(LAYOUTS)
     for number in range(steps):
         layout = layouts[number % len(layouts)]
         process = command.start("train", *overrides, *LAYOUTS[layout])
@@ -72,13 +75,12 @@ def _move(lab: Lab, seed: int, log: Log, *, steps: int) -> None:
             break
         act(chance, command, process, "all", "SIGKILL", log)
         judge(command, end(process), "all", "SIGKILL")
-        moves += 1
-    assert moves > 1, f"the run moved only {moves} times"
     done = end(process)
     assert done.status == 0, f"exit status {done.status}: {done.text[-1500:]}"
     if not _has_all(command, steps):
         raise AssertionError(f"{steps_logged(command)} of {steps} steps")
     _check_losses(command, expected, log)
+    _check_layouts(command, log)
     check_no_partial(command)
 
 
@@ -103,6 +105,15 @@ def _undisturbed(lab: Lab, overrides: list[str], *, name: str) -> list[float]:
 
 def _has_all(command: Command, steps: int) -> bool:
     return steps_logged(command) >= steps
+
+
+def _check_layouts(command: Command, log: Log) -> None:
+    """Check that ranks in each of the layouts have continued the run from a checkpoint."""
+    lines = (command.folder / "runs/run/events.jsonl").read_text().splitlines()
+    starts = [event for event in map(json.loads, lines) if event["event"] == "started"]
+    resumed = sorted({event["layout"] for event in starts if event["resumed_from"]})
+    log(f"{len(starts)} starts; resumed as {', '.join(resumed)}")
+    assert len(resumed) == len(LAYOUTS), f"resumed only as {', '.join(resumed)}"
 
 
 def _check_losses(command: Command, expected: list[float], log: Log) -> None:

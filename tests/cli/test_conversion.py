@@ -600,3 +600,88 @@ def test_values_of_wrong_types_are_no_traceback(tool: str, converted: Write) -> 
             if isinstance(node, dict) and last not in node:
                 node[last] = value
         experiment_yaml(converted(yaml.safe_dump(document), tool=tool), "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("tool", "added", "exclude"),
+    [
+        (
+            "torchtune",
+            "quantizer:\n  _component_: torchtune.training.quantization."
+            "Int8DynActInt4WeightQATQuantizer\n  groupsize: 64\n",
+            ["k_proj", "v_proj"],  # not adapted
+        ),
+        (
+            "axolotl",
+            "qat: {activation_dtype: int8, weight_dtype: int4, group_size: 64}\n",
+            [],
+        ),
+    ],
+)
+def test_quantization_aware_training_of_torchao_is_translated(
+    tool: str, added: str, exclude: list[str], converted: Write, tmp_path: Path
+) -> None:
+    translation = converted(FILES[tool], added)
+    assert left_out(translation) == {}
+    expect(
+        flat(translation, tmp_path),
+        {
+            "train.matmul_dtype": "qat_int8_int4",
+            "train.matmul_group_size": 64,
+            "train.matmul_exclude": exclude,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "added", "key"),
+    [
+        ("torchtune", "quantizer: {_component_: a.Int4WeightOnlyQATQuantizer}", "_component_"),
+        ("axolotl", "qat: {weight_dtype: nvfp4, group_size: 16}", "weight_dtype"),
+        ("axolotl", "qat: {activation_dtype: int8, group_size: 16}", "activation_dtype"),
+    ],
+)
+def test_other_types_of_quantization_are_left_out(
+    tool: str, added: str, key: str, converted: Write
+) -> None:
+    [(left, text)] = left_out(converted(FILES[tool], added)).items()
+    assert left.endswith(f".{key}")
+    assert "only int8 inputs with int4 weights are rounded in training" in text
+
+
+def test_shortest_rows_of_axolotl_are_translated(converted: Write, tmp_path: Path) -> None:
+    translation = converted(AXOLOTL, "min_sample_len: 20\n")
+    assert left_out(translation) == {}
+    assert flat(translation, tmp_path)["data.min_tokens"] == 20
+
+
+@pytest.mark.parametrize(
+    ("tool", "added"), [("trl", "loss_type: dft"), ("llamafactory", "use_dft_loss: true")]
+)
+def test_dft_is_translated(tool: str, added: str, converted: Write, tmp_path: Path) -> None:
+    translation = converted(FILES[tool], added)
+    assert left_out(translation) == {}
+    assert flat(translation, tmp_path)["train.dft"] is True
+
+
+@pytest.mark.parametrize(
+    ("added", "trained"),
+    [
+        ("", ["*.-2.*", "*.-1.*"]),
+        ("freeze_trainable_layers: -1", ["*.0.*"]),
+        (
+            "freeze_trainable_layers: 1\nfreeze_trainable_modules: mlp, self_attn\n"
+            "freeze_extra_modules: lm_head",
+            ["*.-1.mlp*", "*.-1.self_attn*", "*lm_head*"],
+        ),
+    ],
+)
+def test_freezing_of_llamafactory_is_translated(
+    added: str, trained: list[str], converted: Write, tmp_path: Path
+) -> None:
+    file = LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: freeze")
+    lines = [line for line in file.splitlines() if not line.startswith("lora")]
+    translation = converted("\n".join(lines) + "\n", added)
+    assert left_out(translation) == {}
+    values = {"adapter": None, "train.freeze": ["*"], "train.unfreeze": trained}
+    expect(flat(translation, tmp_path), values)

@@ -137,6 +137,16 @@ def test_long_documents_are_dropped_or_refused_with_file_and_row(
     )
 
 
+@pytest.mark.parametrize("packing", ["none", "best_fit", "concat"])
+def test_short_documents_are_left_out_and_counted(packing: str, documents: Documents) -> None:
+    rows = [{"text": letter * 10 * n} for n, letter in enumerate("abcd", 1)]
+    keys = {"packing": packing, "sequence_length": 40, "bytes_": True, "held_out": 0}
+    dataset = documents(rows, min_tokens=30, **keys)
+    found = {letter for piece in pieces(dataset) for letter in dataset.decode(piece)}
+    assert {"a", "b", "c", "d"} & found == {"c", "d"}
+    assert "data.min_tokens=30: shorter documents left out: 2" in dataset.info.notes
+
+
 def test_bytes_are_the_tokens_where_there_is_no_tokenizer(documents: Documents) -> None:
     dataset = documents([{"text": "größe"}, {"text": "ab"}], bytes_=True, held_out=0)
     assert dataset.num_classes == 256
@@ -347,6 +357,8 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
         ConfigError, match=r"training documents; data.too_long=drop: documents left out: 1"
     ):
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
+    with pytest.raises(ConfigError, match=r"data.min_tokens=9: shorter documents left out: 1"):
+        documents([{"text": "a"}], held_out=0, min_tokens=9)
 
 
 def test_batch_has_positions_only_if_rows_hold_several_documents(

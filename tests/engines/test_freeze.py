@@ -67,6 +67,16 @@ def test_frozen_parameters_require_no_gradient_in_one_process() -> None:
         assert parameter.requires_grad == is_trained, name
 
 
+def test_negative_numbers_of_blocks_count_from_the_last_frozen_one() -> None:
+    chosen = ["train.freeze=['*']", "train.unfreeze=['*.-1.*','layers.-3.mlp.*']"]
+    model = build_model(run_config([*SMALL, *chosen, "strategy=single"]), seed=0)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name for name, _ in model.named_parameters()}
+    assert trained == {n for n in names if n.startswith(("layers.3.", "layers.1.mlp."))}
+    with pytest.raises(ConfigError, match=r"layers.-5.\* matches no parameter"):
+        run_config([*SMALL, "train.freeze=['layers.-5.*']"])
+
+
 def test_frozen_parameters_have_no_states_and_gradients() -> None:
     everything = TrainingShares.of(run_config([*SMALL, "strategy=single"]))
     some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))

@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss equal torch, transformers and their formulas, in every layout."""
+"""Label smoothing, z-loss and DFT equal torch, transformers and their formulas, in every layout."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ GPT = [
     *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"),
 ]
 BOTH = {"label_smoothing": SMOOTHING, "z_loss": Z_LOSS}
+CHOSEN: list[dict[str, Any]] = [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH, {"dft": True}]
 
 
 def drawn(classes: int, *, scale: float = 5.0) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,14 @@ def drawn(classes: int, *, scale: float = 5.0) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def by_formula(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
+def by_formula(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dft: bool = False,
+) -> Tensor:
     """Return the sum in fp64, with the distribution of the targets written out."""
     logits, classes = logits.double(), logits.shape[-1]
     counted = targets != IGNORE_INDEX
@@ -51,15 +59,17 @@ def by_formula(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_los
     wanted = (1 - label_smoothing) * wanted + label_smoothing / classes
     losses = -(wanted * logits.log_softmax(-1)).sum(-1)
     losses = losses + z_loss * logits.exp().sum(-1).log() ** 2
+    if dft:
+        losses = losses * (wanted * logits.softmax(-1)).sum(-1).detach()
     return losses[counted].sum()
 
 
-@pytest.mark.parametrize("terms", [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH], ids=str)
-def test_cross_entropy_with_terms_equals_formula(terms: dict[str, float]) -> None:
+@pytest.mark.parametrize("terms", CHOSEN, ids=str)
+def test_cross_entropy_with_terms_equals_formula(terms: dict[str, Any]) -> None:
     logits, targets = drawn(11)
     exact = logits.double().requires_grad_()
     logits.requires_grad_()
-    expected = by_formula(exact, targets, **{"label_smoothing": 0.0, "z_loss": 0.0, **terms})
+    expected = by_formula(exact, targets, **terms)
     expected.backward()
     train = TrainConfig(**terms)
     [losses] = World.mock(1).run(
@@ -84,14 +94,14 @@ def test_label_smoothing_equals_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("classes", [12, 11])
-@pytest.mark.parametrize("terms", [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH], ids=str)
+@pytest.mark.parametrize("terms", CHOSEN, ids=str)
 def test_vocabulary_parallel_terms_equal_formula(
-    size: int, classes: int, terms: dict[str, float]
+    size: int, classes: int, terms: dict[str, Any]
 ) -> None:
     def rank(world: World) -> None:
         logits, targets = drawn(classes)
         exact = logits.double().requires_grad_()
-        expected = by_formula(exact, targets, **{"label_smoothing": 0.0, "z_loss": 0.0, **terms})
+        expected = by_formula(exact, targets, **terms)
         (2 * expected).backward()
         mine = logits.chunk(size, -1)[world.rank].clone().requires_grad_()
         loss = ax.vocab_parallel_cross_entropy_sum(
@@ -130,6 +140,27 @@ PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
 )
 def test_loss_terms_in_every_layout_equal_plain_torch(layout: list[str]) -> None:
     verdict = compare.on_mock(run_config([*GPT, *TERMS, *layout]), ComparisonPlan(steps=2))
+    assert verdict.failure is None
+    assert verdict.passed, verdict.differences
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TENSOR,
+        pytest.param([*TENSOR, CHUNK], marks=pytest.mark.slow),
+        pytest.param([*PIPELINE, CHUNK], marks=pytest.mark.slow),
+        pytest.param(
+            ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_dft_in_every_layout_equals_plain_torch(layout: list[str]) -> None:
+    verdict = compare.on_mock(
+        run_config([*GPT, "train.dft=true", *layout]), ComparisonPlan(steps=2)
+    )
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
 
@@ -176,9 +207,9 @@ def test_step_loss_and_gradients_with_terms_equal_torch(overrides: list[str]) ->
     World.mock(1).run(run)
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", [*TERMS, "train.dft=true"])
 def test_terms_of_cross_entropy_are_refused_with_another_loss(term: str) -> None:
     key = term.partition("=")[0]
     ax.register_loss("squares_for_terms")(lambda outputs, batch: outputs.square().sum())
-    with pytest.raises(ConfigError, match=rf"{key}=.*: it changes cross entropy, .* use 0"):
+    with pytest.raises(ConfigError, match=rf"{key}=.*: it changes cross entropy, .* use (0|false)"):
         run_config([*GPT, term, "strategy=single", "train.loss=squares_for_terms"])

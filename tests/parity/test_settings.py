@@ -73,6 +73,19 @@ def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) 
     assert 1e-4 < verdict.max_gradient_difference < 0.01
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("fsdp", "tensor", "pipeline"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "sequence", "hybrid")),
+    ],
+)
+def test_quantization_aware_training_rounds_as_one_process(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    quantized = ["train.matmul_dtype=qat_int8_int4", "train.matmul_group_size=16"]
+    assert_trains_as_one_process([*MODELS["gpt"], *overrides, *quantized], ranks)
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_momentum_sgd_trains_as_one_process(layout: str) -> None:

@@ -145,6 +145,12 @@ CASES = {
         ["train.label_smoothing=0.1"],
         {"assistant_only_loss": True, "label_smoothing_factor": 0.1},
     ),
+    "dft": Case(
+        MESSAGES,
+        MESSAGES,
+        ["train.dft=true"],
+        {"assistant_only_loss": True, "loss_type": "dft"},
+    ),
     "routers": Case(MESSAGES, MESSAGES, kind="mixtral", changes={"router_aux_loss_coef": 0.2}),
     "adapter": Case(MESSAGES, MESSAGES, LORA, adapts=True),
     "adapter, added tokens": Case(MESSAGES, MESSAGES, [*LORA, *ADDED], adds=True, adapts=True),

@@ -21,6 +21,7 @@ from axonlaunch.planning.throughput.operations import (
     HostWait,
     Product,
     Work,
+    add,
 )
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -284,6 +285,53 @@ def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> 
         for work in (expected, seen)
     ]
     assert waits[0] == pytest.approx(waits[1])
+
+
+MIXTURE = [
+    *("model=moe_debug", "model.first_k_dense_replace=2", "model.num_hidden_layers=8"),
+    *("model.intermediate_size=512", "data=synthetic_tokens", "data.sequence_length=48"),
+    *("train.global_batch_size=16", "train.micro_batch_size=2", "train.precision=bf16"),
+    "hardware=cpu",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "memory"),
+    [
+        ("strategy=fsdp strategy.expert.degree=4 launch.nproc=4", 0.05),
+        (
+            "strategy=fsdp strategy.expert.degree=2 launch.nproc=4 "
+            "train.activation_checkpointing=full",
+            0.05,
+        ),
+        ("strategy=pipeline strategy.pipeline.schedule=1f1b launch.nproc=2", 0.1),
+    ],
+)
+def test_analytic_work_and_memory_of_dense_and_expert_blocks_are_close_to_trace(
+    overrides: str, memory: float
+) -> None:
+    chosen = estimate_config([*MIXTURE, *overrides.split()])
+    ranks = num_ranks(chosen)
+    layout = Layout.of(chosen, world_size=ranks)
+    formulas = analytic.Formulas.of(on_one_device(chosen))
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=ranks)])
+    reported = scaled(
+        formulas.single_device,
+        chosen,
+        layout,
+        layers=counted.layers,
+        experts=formulas.experts(chosen, layout),
+    )
+    for index in range(len(counted.layers)):
+        expected, seen = (
+            add(stage.micro_ends.work, stage.micro_layer.work, factor=counted.layers[index])
+            for stage in (reported.stage(index), counted.stage(index))
+        )
+        assert flops(expected, Product) == pytest.approx(flops(seen, Product), rel=0.03)
+        assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.01)
+    peak = estimate(chosen).peak_bytes
+    assert formulas.process_bytes(chosen, layout) == pytest.approx(peak, rel=memory)
 
 
 def experts_flops(work: Work) -> float:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from configured import estimate_config
+from hf_families import SPECIAL, without_folder
+from torch.utils.flop_counter import FlopCounterMode
 
 from axonlaunch.config import ConfigError
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.model import FreeModelConfig
+from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.planning.throughput import step_work
 from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
@@ -95,6 +100,78 @@ def test_step_work_of_pipeline_ends_is_linear() -> None:
     assert reported.layers == (3, 3)
     for stage, mine in enumerate((reported.first, reported.last)):
         assert same(summed(mine, layers=3, micro_batches=4), full(overrides, stage=stage))
+
+
+MIXTURE = [
+    *("model=moe_debug", "model.first_k_dense_replace=2", "model.num_hidden_layers=6"),
+    *("data=synthetic_tokens", "data.sequence_length=32", "train.micro_batch_size=1"),
+]
+DEEPSEEK = without_folder(
+    "deepseek_v3",
+    **{**SPECIAL["deepseek_v3"], "first_k_dense_replace": 2, "num_hidden_layers": 6},
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stages"),
+    [
+        (["launch.nproc=1", "train.global_batch_size=1"], 1),
+        pytest.param(
+            ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"],
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["strategy=pipeline", "strategy.pipeline.split=[3,3]", "launch.nproc=2"],
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*DEEPSEEK, "strategy=pipeline", "strategy.pipeline.split=[3,3]", "launch.nproc=2"],
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one device", "expert", "pipeline", "pipeline of transformers"],
+)
+def test_dense_and_expert_blocks_are_counted_apart(strategy: list[str], stages: int) -> None:
+    overrides = [*(() if "model=hf" in strategy else MIXTURE), *strategy]
+    config = estimate_config(overrides)
+    layout = Layout.of(config, world_size=num_ranks(config))
+    reported = step_work.step_work(config, world_size=num_ranks(config))
+    assert reported.leading.count == 2
+    model = on_meta(config.model, seed=0)
+    assert reported.parameters == sum(p.numel() for p in model.parameters())
+    for index, layers in enumerate(reported.layers):
+        stage = reported.stage(index)
+        work = summed(stage, layers=layers, micro_batches=layout.micro_batches)
+        assert same(work, full(overrides, stage=index))
+    assert len(reported.layers) == stages
+
+
+def test_flops_of_dense_and_expert_blocks_equal_those_of_torch_flop_counter() -> None:
+    config = estimate_config([*MIXTURE, "launch.nproc=1", "train.global_batch_size=1"])
+    stage = step_work.step_work(config, world_size=1).stage(0)
+    products = [
+        amount.flops
+        for key, amount in summed(stage, layers=6, micro_batches=1).items()
+        if isinstance(key, Product)
+    ]
+    spec, model = spec_for(config), build_model(config, seed=0)
+    spec.use_plain_experts(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(256, (1, 32))).sum().backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert sum(products) == pytest.approx(counted, rel=1e-12)
+
+
+def test_blocks_with_other_products_in_8_bits_are_traced_whole() -> None:
+    scaled = ["train.matmul_dtype=fp8_tensorwise", "train.matmul_exclude=[layers.3.mlp.up_proj]"]
+    overrides = [*SMALL, *scaled, "launch.nproc=1", "train.global_batch_size=1"]
+    config = estimate_config(overrides)
+    reported = step_work.step_work(config, world_size=1)
+    work = summed(reported.first, layers=4, micro_batches=1)
+    assert same(work, full(overrides))
 
 
 def test_step_work_counts_parameters_of_full_depth(alone: StepWork) -> None:

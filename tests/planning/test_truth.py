@@ -33,6 +33,7 @@ WIDER = (
 """Sizes of which two ranks have multiples of 16."""
 TENSORWISE = f"train.matmul_dtype=fp8_tensorwise {WIDER}"
 ROWWISE = f"train.matmul_dtype=fp8_rowwise {WIDER}"
+QAT = f"train.matmul_dtype=qat_int8_int4 {WIDER}"
 NF4 = f"adapter=lora adapter.base=nf4 {WIDE}"
 CASES: dict[int, list[str]] = {
     2: [
@@ -97,6 +98,12 @@ SLOW_CASES: dict[int, list[str]] = {
         f"strategy=tensor {ROWWISE} train.precision=bf16",
         f"{PIPELINE}=1f1b {ROWWISE} train.precision=bf16",
         f"strategy=fsdp {TENSORWISE} adapter=lora {BF16}",
+        f"strategy=ddp {QAT} train.precision=bf16",
+        f"strategy=fsdp {QAT} train.precision=bf16 train.activation_checkpointing=selective",
+        f"strategy=tensor {QAT}",
+        f"strategy=tensor {QAT} train.precision=bf16 train.activation_checkpointing=selective",
+        f"{PIPELINE}=1f1b {QAT}",
+        f"strategy=fsdp {QAT} adapter=lora {BF16}",
         "strategy=ddp train.freeze=[layers.*.mlp.*]",
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",

@@ -18,6 +18,7 @@ TENSOR, PIPELINE, CONTEXT = (
 )
 AXES = {
     "fsdp": ["strategy=fsdp"],
+    "zero2": ["strategy=zero2"],
     "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2"],
     "tensor": ["strategy=fsdp", TENSOR],
     "1f1b": ["strategy=fsdp", PIPELINE],

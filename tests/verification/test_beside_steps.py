@@ -135,7 +135,7 @@ def a_forward_does_not_get_the_documents(patch: Patch) -> None:
 
 def updates_in_fp32_are_made_in_bf16(patch: Patch) -> None:
     def build(self: Any) -> Any:
-        self._dtype = None
+        self._state_dtype = None
         return self._optimizers()
 
     patch.setattr(step.Update, "_build", build)
@@ -166,7 +166,7 @@ def normed() -> nn.Module:
         (
             an_evaluation_is_never_over,
             FSDP,
-            "step 1: rank 0 draws no random numbers, as it does",
+            "step 1: rank 0 draws no random numbers, unlike in other steps",
         ),
         (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
         (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),

@@ -102,6 +102,8 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
         [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=fp8_tensorwise"],
         [*MODELS["gpt"], *FSDP, *WIDE, *LOWER, "train.matmul_dtype=fp8_rowwise"],
+        [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=qat_int8_int4"],
+        [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "train.matmul_dtype=qat_int8_int4"],
         # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
         # fraction.
         [

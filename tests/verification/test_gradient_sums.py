@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from hf_families import without_folder
 from parity_table import MODELS
 
 from axonlaunch.comm import World
+from axonlaunch.config import with_values
 from axonlaunch.engines.data_parallel import fsdp
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.verification.comparison.gradient_sums import hides_rounded_sums, sum_differences
 from axonlaunch.verification.comparison.layout_run import prepared_engine
 from axonlaunch.verification.references.differences import Difference
@@ -67,6 +70,14 @@ def sum_in_bf16(patch: pytest.MonkeyPatch, unit: str) -> None:
 )
 def test_fp32_sums_of_16_bit_gradients_are_additive(overrides: list[str]) -> None:
     assert largest(overrides).relative < SUM_TOLERANCE / 10
+
+
+def test_sums_are_checked_without_the_loss_that_balances_experts() -> None:
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
+    overrides = without_folder("qwen3_moe", BF16, *layout, output_router_logits=True)
+    config = run_config(overrides)
+    assert not hides_rounded_sums(config)
+    assert hides_rounded_sums(with_values(config, source_of(config).without_router_loss()))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from axonlaunch.system.storage.files import read_text
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = (
     *("global_batch_size", "grad_clip", "precision", "param_dtype", "grad_dtype"),
-    *("matmul_dtype", "matmul_exclude"),
+    *("matmul_dtype", "matmul_group_size", "matmul_exclude"),
 )
 """Settings that the result depends on; the layout and the number of steps are not included."""
 _DECIDED = ("data.packing", "train.precision")

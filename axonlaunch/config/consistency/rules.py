@@ -36,9 +36,9 @@ from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.options.recording import ProfileConfig
-from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.precision import PRECISIONS, QuantizedFormat
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
-from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.schema import GROUPS, RunConfig, TrainConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.intervals import epochs_of
 from axonlaunch.config.values.plain import with_values
@@ -65,6 +65,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_parameters_in_16_bits(config),
         *_masters(config),
         *_update_in_backward(config),
+        *_loss_terms(config),
         *_products(config),
         *_compile_mode(config),
         *_attention_kernel(config),
@@ -260,9 +261,22 @@ def _update_of_averages(data_parallel: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue("train.optimizer_in_backward", message, True)
 
 
+def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield terms that would be added to a loss that weights targets by their probability."""
+    train = config.train
+    for key in ("label_smoothing", "z_loss") if train.dft else ():
+        if value := getattr(train, key):
+            message = "train.dft=true weights plain cross entropy; use 0, or train.dft=false"
+            yield ConfigIssue(f"train.{key}", message, value)
+
+
 def _products(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield products in 8 bits that a base or the hardware rules out, and unused exceptions."""
+    """Yield rounded products that a base or the hardware rules out, and unused settings of them."""
     train, hardware, products = config.train, config.hardware, precision_of(config).products
+    size = train.matmul_group_size
+    if size != TrainConfig.matmul_group_size and not isinstance(products, QuantizedFormat):
+        message = "only train.matmul_dtype=qat_int8_int4 has groups; set it, or remove this setting"
+        yield ConfigIssue("train.matmul_group_size", message, size)
     if products is None:
         if train.matmul_exclude:
             message = "train.matmul_dtype is null; set it, or remove this setting"
@@ -275,9 +289,13 @@ def _products(config: RunConfig) -> Iterator[ConfigIssue]:
         )
         yield ConfigIssue("train.matmul_dtype", message, products.name)
     if config.strategy.tensor.async_collectives:
-        message = "torch overlaps no products in 8 bits; use false, or train.matmul_dtype=null"
+        message = (
+            "torch overlaps no products of rounded numbers; use false, or train.matmul_dtype=null"
+        )
         yield ConfigIssue("strategy.tensor.async_collectives", message, True)
-    if hardware is not None and not hardware.is_cpu and getattr(hardware, products.peak) is None:
+    if hardware is None or hardware.is_cpu or products.peak is None:
+        return
+    if getattr(hardware, products.peak) is None:
         message = (
             f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "
             f"use null, other hardware, or hardware.{products.peak}=NUMBER if it has them"

@@ -9,7 +9,9 @@ from axonlaunch.config.precision import (
     MATMUL_FORMATS,
     NUMBER_FORMATS,
     PRECISIONS,
+    MatmulFormat,
     Precision,
+    QuantizedFormat,
     automatic_precision,
     master_format,
 )
@@ -51,8 +53,15 @@ def precision_of(config: RunConfig) -> Precision:
         gradients=NUMBER_FORMATS.get(config.train.grad_dtype, stored),
         reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
         masters=master_format(config.optimizer),
-        products=MATMUL_FORMATS.get(config.train.matmul_dtype or ""),
+        products=_products(config),
     )
+
+
+def _products(config: RunConfig) -> MatmulFormat | None:
+    chosen = MATMUL_FORMATS.get(config.train.matmul_dtype or "")
+    if isinstance(chosen, QuantizedFormat):
+        return dataclasses.replace(chosen, input_multiple=config.train.matmul_group_size)
+    return chosen
 
 
 def sums_as_stored(config: RunConfig) -> bool:

@@ -142,6 +142,8 @@ class TextRowsConfig:
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """treatment of documents longer than a row, with best_fit and none"""
+    min_tokens: int = field(default=1, metadata={"min": 1})
+    """tokens of the shortest documents that are used; shorter ones are left out"""
     on_bad_row: Literal["error", "skip"] = "error"
     """treatment of invalid rows; skip leaves them out and reports their number"""
     held_out: int | float | list[str] | HeldOutConfig = field(

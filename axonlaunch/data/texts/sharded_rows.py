@@ -231,6 +231,7 @@ class ShardedRows:
         """
         config = self._config
         filling = [_FILLING, config.sequence_length, config.packing, config.too_long]
+        filling += [config.min_tokens] if config.min_tokens > 1 else []
         digest = hashlib.sha256(json.dumps(filling).encode()).hexdigest()[:16]
         note = shard.folder / f"rows-{digest}.json"
         try:

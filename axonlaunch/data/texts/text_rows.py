@@ -106,7 +106,7 @@ class TextRows:
             is_held_out = np.zeros(len(lengths), dtype=bool)
             is_held_out[_choose_held_out(config, len(lengths))] = True
         self._num_held_out = int(is_held_out.sum())
-        self._too_long = self._uncounted = 0
+        self._too_long = self._too_short = self._uncounted = 0
         self._tables = {
             "train": self._table(documents[~is_held_out]),
             "eval": self._table(documents[is_held_out]),
@@ -226,6 +226,9 @@ class TextRows:
             ConfigError: A document is too long, and ``data.too_long`` is ``error``.
         """
         (length,) = self.sample_shape
+        is_short = self._places[documents] + 1 < self._config.min_tokens
+        self._too_short += int(is_short.sum())
+        documents = documents[~is_short]
         starts, places = self._starts[documents], self._places[documents]
         if self._config.packing != "concat":
             longest = length - 1
@@ -285,6 +288,9 @@ class TextRows:
     def _left_out(self) -> list[str]:
         """Return notes on documents and rows that are left out."""
         notes, config = [], self._config
+        if self._too_short:
+            key = f"data.min_tokens={config.min_tokens}"
+            notes.append(f"{key}: shorter documents left out: {self._too_short:,}")
         if self._too_long:
             done = {"truncate": "truncated", "drop": "left out"}[config.too_long]
             notes.append(f"data.too_long={config.too_long}: documents {done}: {self._too_long:,}")

@@ -2,7 +2,8 @@
 
 Both factors of a product are multiplied by scales, rounded to 8 bits and multiplied; the result is
 divided by the scales. A scale maps the largest magnitude of a tensor, or of a row along the summed
-dim, close to the largest number of the format.
+dim, close to the largest number of the format. For products of integers' values, see
+``quantized_products``.
 
 Scales are powers of two, so they change exponents and no digits. A number is rounded alike whatever
 other numbers share its scale, unless it is smaller than 2^-14 of the largest of them (2^-29 in
@@ -21,7 +22,7 @@ Source: pytorch/ao, ``torchao/float8``: ``Float8LinearConfig.from_recipe_name``,
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from axonlaunch.config.precision import MatmulFormat
+from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
+from axonlaunch.engines.precision.quantized_products import QuantizedProducts
 from axonlaunch.engines.precision.torch_internals import needs_gradient
+from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.convert_module import convert_module
 
@@ -43,7 +46,7 @@ _EXPONENT = 0x7F800000
 class ScaledProducts:
     """Products of a linear layer in an 8-bit format, used in place of ``F.linear``."""
 
-    def __init__(self, chosen: MatmulFormat) -> None:
+    def __init__(self, chosen: Float8Format) -> None:
         self._is_rowwise = chosen.is_rowwise
         self._dtype = getattr(torch, chosen.dtype)
         self._gradient_dtype = getattr(torch, chosen.gradient_dtype)
@@ -155,14 +158,14 @@ _apply: Any = _ScaledProduct.apply
 
 
 class ScaledLinear(nn.Module):
-    """Mixin before the class of a linear layer that computes its products in 8 bits.
+    """Mixin before the class of a linear layer that rounds the factors of its products.
 
     Attributes:
         product: Maps an input, the weight [out, in] and the bias to the output.
         weight_is_transposed: Whether the weight is [in, out], as in GPT-2's Conv1D.
     """
 
-    product: ScaledProducts
+    product: Callable[..., Tensor]
     weight_is_transposed: bool
     weight: Tensor
     bias: Tensor | None
@@ -174,15 +177,27 @@ class ScaledLinear(nn.Module):
 
 
 def scale_products(layers: Iterable[nn.Module], chosen: MatmulFormat) -> None:
-    """Make linear layers, sharded or not, compute their products in an 8-bit format, in place."""
-    products = ScaledProducts(chosen)
+    """Make linear layers, sharded or not, round the factors of their products, in place."""
+    products: dict[bool, Callable[..., Tensor]] = {}
     for layer in layers:
-        layer.__dict__["product"] = products
+        # One object for all layers that can share it: dynamo compiles a block again for another.
+        is_divided = isinstance(layer, RowParallelLinear)
+        if is_divided not in products:
+            products[is_divided] = _products(layer, chosen)
+        layer.__dict__["product"] = products[is_divided]
         if hasattr(type(layer), "product"):
             continue  # a sharded layer, which calls it
         base: Any = layer.base_class if isinstance(layer, LoraLayer) else type(layer)
         layer.__dict__["weight_is_transposed"] = not issubclass(base, nn.Linear)
         convert_module(layer, _scaled_class(base), beneath=isinstance(layer, LoraLayer))
+
+
+def _products(layer: nn.Module, chosen: MatmulFormat) -> Callable[..., Tensor]:
+    if isinstance(chosen, QuantizedFormat):
+        group = layer.axis.group if isinstance(layer, RowParallelLinear) else None
+        return QuantizedProducts(chosen, group)
+    assert isinstance(chosen, Float8Format)
+    return ScaledProducts(chosen)
 
 
 @functools.cache

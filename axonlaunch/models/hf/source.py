@@ -71,6 +71,12 @@ class HuggingFaceSource(ModelSource):
         """Return the override that changes a size."""
         return f"{self.sizes_key}={{{name}: {value}}}"
 
+    def without_router_loss(self) -> dict[str, Any]:
+        """Return the setting of a run without a loss that balances experts."""
+        config = {**self.model.config}
+        config.pop("output_router_logits", None)  # it would contradict the other setting
+        return {"model.config": config, "model.router_aux_loss": False}
+
     def with_vocabulary(self, size: int) -> dict[str, Any]:
         """Return the settings of a run that grow a smaller vocabulary."""
         from axonlaunch.models.hf.analysis.structure import structure

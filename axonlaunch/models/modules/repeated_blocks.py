@@ -48,10 +48,20 @@ def num_leading(module: nn.Module, layers: str, *, index_names: tuple[str, ...] 
 
 def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
     """Return a copy of a module with only the first ``count`` blocks."""
+    return _with_blocks(module, layers, slice(count))
+
+
+def without_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
+    """Return a copy of a module without the first ``count`` blocks."""
+    return _with_blocks(module, layers, slice(count, None))
+
+
+def _with_blocks(module: nn.Module, layers: str, chosen: slice) -> nn.Module:
     blocks = module.get_submodule(layers)
     assert isinstance(blocks, nn.ModuleList)
-    first_blocks = copy.deepcopy(blocks[:count]) if count < len(blocks) else None
-    return copy.deepcopy(module, {} if first_blocks is None else {id(blocks): first_blocks})
+    copies: dict[int, Any] = {}
+    copies[id(blocks)] = copy.deepcopy(blocks[chosen], copies)
+    return copy.deepcopy(module, copies)
 
 
 def representative(

@@ -20,6 +20,7 @@ def cross_entropy_sum(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dft: bool = False,
 ) -> Tensor:
     """Return the summed cross entropy, in nats, of logits [..., C] and classes [...], in fp32.
 
@@ -32,10 +33,13 @@ def cross_entropy_sum(
             (Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7).
         z_loss: Factor of the squared log of the softmax's denominator, which is added for each
             counted target (Chowdhery et al., "PaLM", 2022, section 5).
+        dft: Whether the cross entropy of each target is multiplied by the target's probability,
+            without a gradient through this factor (Wu et al., "On the Generalization of SFT: A
+            Reinforcement Learning Perspective with Reward Rectification", 2025, equation 9).
     """
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return _cross_entropy_sum(logits, targets, label_smoothing, z_loss)
+        return _cross_entropy_sum(logits, targets, label_smoothing, z_loss, dft=dft)
 
     return with_auxiliary_loss(loss, outputs, targets)
 
@@ -59,16 +63,18 @@ def with_auxiliary_loss(
 
 
 def _cross_entropy_sum(
-    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float
+    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, *, dft: bool
 ) -> Tensor:
     rows, targets = logits.flatten(0, -2).float(), targets.flatten()
     total = F.cross_entropy(
         rows,
         targets,
         ignore_index=IGNORE_INDEX,
-        reduction="sum",
+        reduction="none" if dft else "sum",
         label_smoothing=label_smoothing,
     )
+    if dft:  # targets that don't count are 0
+        total = (total * total.detach().neg().exp()).sum()
     if z_loss:
         denominators = torch.logsumexp(rows, -1).masked_fill(targets == IGNORE_INDEX, 0.0)
         total = total + z_loss * denominators.square().sum()

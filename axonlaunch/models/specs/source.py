@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST_SMALL_MODEL = 20_000_000
 """Maximum number of parameters of a model that stands for a larger one."""
-_DEPTH = "num_hidden_layers"
+_DEPTH, _DENSE_FIRST = "num_hidden_layers", "first_k_dense_replace"
 
 
 class NotReducibleError(Exception):
@@ -149,6 +149,10 @@ class ModelSource:
         """
         return f"{self.sizes_key}.{name}={value}"
 
+    def without_router_loss(self) -> dict[str, Any]:
+        """Return the settings of a run without a loss that balances experts."""
+        return {}
+
     def with_vocabulary(self, size: int) -> dict[str, Any]:
         """Return the settings of a run that grow a smaller vocabulary; {} if it can't be grown.
 
@@ -175,13 +179,16 @@ class ModelSource:
         Raises:
             ConfigError: The model can't be built.
         """
-        return ScaledSizes.of(self.model, num_blocks=self.size(_DEPTH) or 0)
+        depth, dense = self.size(_DEPTH) or 0, self.size(_DENSE_FIRST) or 0
+        leading = dense if dense < depth else 0  # otherwise all blocks are dense
+        return ScaledSizes.of(self.model, num_blocks=depth, leading=leading)
 
     def with_blocks(self, count: int) -> dict[str, Any]:
         """Return the settings of a run that change the number of blocks.
 
         Args:
-            count: New number of blocks, a multiple of the period. ``num_blocks`` is not 0.
+            count: New number of blocks: the leading ones and a multiple of the period.
+                ``num_blocks`` is not 0.
         """
         return {f"model.{_DEPTH}": count}
 

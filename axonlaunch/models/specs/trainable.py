@@ -1,6 +1,7 @@
 """Selects the parameters of a model to train, by patterns of their names.
 
-The model must be unsharded, on any device.
+The number of a block may also be counted from the end, as in Python: of 32 blocks, ``layers.31.*``
+and ``layers.-1.*`` are the last. The model must be unsharded, on any device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def choose_trainable(module: nn.Module, train: TrainConfig) -> None:
     """
     for patterns, is_trained in ((train.freeze, False), (train.unfreeze, True)):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if _matches(name, patterns) and parameter.is_floating_point():
+            if _matches(_names(module, name), patterns) and parameter.is_floating_point():
                 parameter.requires_grad_(is_trained)
 
 
@@ -43,7 +44,7 @@ def frozen_problems(module: nn.Module, train: TrainConfig) -> Iterator[ConfigIss
     matched = True
     for key, patterns in (("train.freeze", train.freeze), ("train.unfreeze", train.unfreeze)):
         for pattern in patterns:
-            if not _matches_any(names, pattern):
+            if not any(_matches(_names(module, name), [pattern]) for name in names):
                 matched = False
                 yield ConfigIssue(
                     key, f"{pattern} matches no parameter{explain_unmatched(pattern, names)}"
@@ -53,9 +54,16 @@ def frozen_problems(module: nn.Module, train: TrainConfig) -> Iterator[ConfigIss
         yield ConfigIssue("train.freeze", message, train.freeze)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _names(module: nn.Module, name: str) -> list[str]:
+    """Return a parameter's name, and the one with its first number counted from the end."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            blocks = module.get_submodule(".".join(parts[:position]))
+            from_end = int(part) - len(blocks._modules)
+            return [name, ".".join((*parts[:position], str(from_end), *parts[position + 1 :]))]
+    return [name]
 
 
-def _matches_any(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
+def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

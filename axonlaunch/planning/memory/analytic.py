@@ -31,12 +31,11 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.operations import Product
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
-from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
 from axonlaunch.preflight.parallelism import expert_degrees
@@ -61,8 +60,9 @@ class ActivationBytes:
     """Activations of one sample on one device, in bytes, at the peak of a step.
 
     Attributes:
-        layer: Activations of one layer.
+        layer: Activations of one repeated layer.
         ends: Activations outside the layers.
+        leading: Activations of one layer before the repeated ones.
         dispatched: The part of a layer with divided experts that grows with the tokens of the
             experts, for a balanced router.
         undispatched: The rest of a layer with divided experts.
@@ -70,6 +70,7 @@ class ActivationBytes:
 
     layer: float
     ends: float
+    leading: float = 0.0
     dispatched: float = 0.0
     undispatched: float = 0.0
 
@@ -146,15 +147,20 @@ class Formulas:
         """
         layout = layout or Layout.of(config, world_size=num_ranks(config))
         layers = -(-sum(self.single_device.layers) // layout.pipeline)
+        of_first_stage = min(layers, self.single_device.leading.count)
         on_gpu = estimate_device(config) == "gpu"
-        tensors = peak_bytes(
-            config,
-            layout,
-            work=self.single_device,
-            activations=self.activations,
-            layers=layers,
-            shares=self.shares,
-            by_stream=on_gpu and layout.facts.shards_parameters,
+        tensors = max(
+            peak_bytes(
+                config,
+                layout,
+                work=self.single_device,
+                activations=self.activations,
+                layers=layers,
+                leading=leading,
+                shares=self.shares,
+                by_stream=on_gpu and layout.facts.shards_parameters,
+            )
+            for leading in {of_first_stage, 0 if layout.pipeline > 1 else of_first_stage}
         )
         if not on_gpu:
             return tensors
@@ -193,21 +199,26 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """
     two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
-    sizes = source_of(config).scaled_sizes()
-    depths = (sizes.period, 2 * sizes.period) if sizes.num_blocks else (0, 0)
+    sizes = repeated_sizes(config)
+    period, leading = sizes.period, sizes.leading
+    depths = (period, 2 * period) if sizes.num_blocks else (0, 0)
     runs = []
     dispatches = sizes.num_blocks > 0 and _can_divide_experts(config)
     divided = with_values(config, {"strategy.expert.degree": 2})
     light = with_values(divided, {"estimate.routing": "skewed", "estimate.imbalance": _LIGHT_LOAD})
     for mode in _MODES:
-        # At two depths; with divided experts as well, and with fewer tokens for them.
-        variants = [(config, layers) for layers in depths]
+        # At two depths; with the leading layers as well, and with divided experts, and with fewer
+        # tokens for them.
+        variants = [(config, layers, leading) for layers in depths]
+        if leading:
+            variants.append((config, depths[0], 0))
         if dispatches:
-            variants += [*((divided, layers) for layers in depths), (light, depths[0])]
-        for variant, layers in variants:
+            variants += [(divided, layers, leading) for layers in depths]
+            variants.append((light, depths[0], leading))
+        for variant, layers, left_out in variants:
             with_mode = with_values(variant, {"train.activation_checkpointing": mode})
             short = reduced_config(with_mode, world_size=2, layers=layers, micro_batches=1)
-            runs.append(partial(_activations, short))
+            runs.append(partial(_activations, short, left_out=left_out))
     traced = iter(
         forked_map.map_forked(
             runs, task="tracing a step for its activations", memory=fake_tensor_cache.recipes
@@ -216,14 +227,17 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     activations_by_mode = {}
     for mode in _MODES:
         shallow, deeper = (next(traced) / SAMPLES for _ in depths)
-        layer = (deeper - shallow) / sizes.period
+        layer = (deeper - shallow) / period
+        of_leading = (next(traced) / SAMPLES - shallow) / leading if leading else 0.0
         dispatched = undispatched = 0.0
         if dispatches:
             balanced, deeper_balanced, lighter = (next(traced) / SAMPLES for _ in range(3))
-            dispatched = (balanced - lighter) / (1 - _LIGHT_LOAD) / sizes.period
-            undispatched = (deeper_balanced - balanced) / sizes.period - dispatched
+            dispatched = (balanced - lighter) / (1 - _LIGHT_LOAD) / period
+            undispatched = (deeper_balanced - balanced) / period - dispatched
         ends = 2 * shallow - deeper
-        activations_by_mode[mode] = ActivationBytes(layer, ends, dispatched, undispatched)
+        activations_by_mode[mode] = ActivationBytes(
+            layer, ends, of_leading, dispatched, undispatched
+        )
     return activations_by_mode
 
 
@@ -239,6 +253,7 @@ def peak_bytes(
     activations: dict[str, ActivationBytes],
     layers: int,
     shares: TrainingShares,
+    leading: int = 0,
     by_stream: bool = False,
 ) -> float:
     """Return an upper bound of the peak of every rank, in bytes.
@@ -253,6 +268,7 @@ def peak_bytes(
         layers: Largest number of layers on a rank, in all of its stages. 0 if the layers of the
             model are unknown; the model is then divided evenly.
         shares: Sizes of gradients and optimizer states relative to the parameters.
+        leading: Number of layers among ``layers`` that precede the repeated ones.
         by_stream: Whether to return the memory that an allocator reserves. Memory of the streams
             that gather and reduce cannot be reused by other streams, so the peaks add up.
     """
@@ -260,7 +276,9 @@ def peak_bytes(
     layer_bytes = work.first.step_layer.parameter_bytes
     stage_fraction = 1.0 if layers else 1 / layout.pipeline
     ends = stage_fraction * work.first.step_ends.parameter_bytes
-    total = layers * layer_bytes + ends
+    leading_bytes = work.leading.step.parameter_bytes
+    of_leading = leading * leading_bytes
+    total = (layers - leading) * layer_bytes + of_leading + ends
     mode = config.train.recomputation
     saved = activations[mode]
     divided_ratio = 1 / layout.tensor
@@ -271,6 +289,7 @@ def peak_bytes(
         )
     samples = layout.micro_batch_size / layout.divisor("sequences")
     kept_per_layer = divided_ratio * saved.layer
+    kept_per_leading = divided_ratio * saved.leading
     recomputed = 0.0 if mode == "none" else divided_ratio * activations["none"].layer
     expert_share = 0.0
     if layout.expert > 1 and layers:
@@ -281,16 +300,20 @@ def peak_bytes(
             for part in (saved, activations["none"])
         )
         recomputed = 0.0 if mode == "none" else recomputed
+    if leading and mode != "none":
+        recomputed = max(recomputed, divided_ratio * activations["none"].leading)
     if mode == "selective" and layout.tensor > 1:
         # Gathered and reduced tensors are kept; a layer's forward has two of each.
         hidden = work.hidden_size * work.sample_length * _FP32_BYTES * compute_ratio
         kept_per_layer += 2 * hidden * (1 + divided_ratio)
+        kept_per_leading += 2 * hidden * (1 + divided_ratio)
     if config.train.offloads_inputs:
         # Full recomputation stores the inputs of layers. Two of them are on the device in backward.
         inputs = activations["full"].layer
         if config.strategy.tensor.sequence_parallel:
             inputs /= layout.tensor
         kept_per_layer = max(0.0, kept_per_layer - inputs)
+        kept_per_leading = max(0.0, kept_per_leading - inputs)
         recomputed += 2 * inputs
     in_flight = _in_flight(layout)
     end_activations = (
@@ -298,13 +321,15 @@ def peak_bytes(
     ) / layout.tensor
     if (chunk := config.train.loss_chunk) is not None:
         end_activations *= min(1.0, chunk / max(1.0, samples * work.sample_length))
-    layer_activations = layers * in_flight * kept_per_layer
+    kept = (layers - leading) * kept_per_layer + leading * kept_per_leading
+    layer_activations = in_flight * kept
     moments = analytic_states.moments(
         config,
         layout,
         total=total,
         layer=layer_bytes,
         ends=ends,
+        leading=(of_leading, leading_bytes if leading else 0.0),
         shares=shares,
         expert_share=expert_share,
     )
@@ -326,9 +351,10 @@ def peak_bytes(
 
 
 def _expert_parameters(work: StepWork, shares: TrainingShares) -> float:
-    """Return the share of experts in the parameters of a layer."""
-    layers = sum(work.layers) * work.first.step_layer.parameter_bytes
-    total = layers + work.first.step_ends.parameter_bytes
+    """Return the share of experts in the parameters of a repeated layer."""
+    layers = work.num_repeated * work.first.step_layer.parameter_bytes
+    of_leading = work.leading.count * work.leading.step.parameter_bytes
+    total = layers + of_leading + work.first.step_ends.parameter_bytes
     return min(1.0, shares.experts * total / layers) if layers else 0.0
 
 
@@ -355,13 +381,14 @@ def _in_flight(layout: Layout) -> float:
     return min(waiting, layout.microbatches_per_round)
 
 
-def _activations(config: RunConfig) -> float:
+def _activations(config: RunConfig, *, left_out: int) -> float:
     """Return the peak of activations and temporaries in bytes.
 
-    The model is traced without compilation; compiled models need less.
+    The model is traced without compilation; compiled models need less. ``left_out`` layers are left
+    out, from the first one.
     """
     config = with_values(config, {"train.compile": False})
-    events = trace_rank(ReducedRun.of(config), 0).events
+    events = trace_rank(ReducedRun.of(config).without_first(left_out), 0).events
     update = next(n for n, event in enumerate(events) if event.name[0] == "update")
     indices = [CATEGORIES.index(category) for category in _TRANSIENT]
     points = (point for event in events[:update] for point in event.points)

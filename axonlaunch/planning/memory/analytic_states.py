@@ -31,6 +31,7 @@ def moments(
     layer: float,
     ends: float,
     shares: TrainingShares,
+    leading: tuple[float, float] = (0.0, 0.0),
     expert_share: float = 0.0,
 ) -> Moments:
     """Return the memory of a rank without activations at the possible peaks of a step.
@@ -42,18 +43,21 @@ def moments(
         config: Configuration of the run.
         layout: Parallel layout of the run.
         total: Parameters of the rank's stages before division by other axes, in bytes.
-        layer: Parameters of one layer, in bytes.
+        layer: Parameters of one repeated layer, in bytes.
         ends: Parameters outside the layers, in bytes.
         shares: Sizes of gradients and optimizer states relative to the parameters.
-        expert_share: Share of experts in the parameters of a layer.
+        leading: Parameters of the rank's layers before the repeated ones, and of one such layer, in
+            bytes.
+        expert_share: Share of experts in the parameters of a repeated layer.
     """
     total, layer, ends = (size / layout.tensor for size in (total, layer, ends))
+    leading = (leading[0] / layout.tensor, leading[1] / layout.tensor)
     looked_up = min(ends, shares.looked_up * total)
     around = looked_up, ends - looked_up
-    of_step = _moments(config, layout, total, layer, around, shares, expert_share)
+    of_step = _moments(config, layout, total, layer, around, leading, shares, expert_share)
     if config.train.optimizer_in_backward:
         shards = layout.parameter_shards if layout.facts.shards_parameters else 1
-        largest_unit = shares.gradients * max(layer, *around) / shards
+        largest_unit = shares.gradients * max(layer, leading[1], *around) / shards
         for name, moment in of_step.items():
             kept = largest_unit if name in ("last block", "first block") else 0.0
             moment["gradients"] = min(kept, moment["gradients"])
@@ -66,6 +70,7 @@ def _moments(
     total: float,
     layer: float,
     around: tuple[float, float],
+    leading: tuple[float, float],
     shares: TrainingShares,
     expert_share: float,
 ) -> Moments:
@@ -73,12 +78,12 @@ def _moments(
 
     ``around`` has the parameters outside the layers: embeddings, and parameters of products.
     """
-    ends = sum(around)
+    ends = sum(around) + leading[0]
     if layout.facts.shards_parameters:
         kept = 1.0
         if layout.expert > 1:  # a rank gathers its experts, which tensor ranks do not divide
             kept += expert_share * (layout.tensor / layout.expert - 1)
-        gathered = (kept * layer, ends + kept * (total - ends))
+        gathered = (max(kept * layer, leading[1]), ends + kept * (total - ends))
         return _sharded_moments(config, layout, total, gathered, around, shares)
     if layout.facts.divides_update and layout.gradient_ranks > 1:
         return _divided_update_moments(config, layout, total, around, shares)

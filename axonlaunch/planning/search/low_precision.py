@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS
+from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS, Float8Format
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.records import Planned
@@ -31,7 +31,7 @@ _WORTH = 0.99
 
 
 @dataclass(frozen=True)
-class PrecisionChange:
+class NumericsChange:
     """Settings of lower precision.
 
     Attributes:
@@ -107,9 +107,9 @@ def faster_ones(lower: Iterable[Planned], exact: Iterable[Planned]) -> list[Plan
 
 def _possible_changes(
     config: RunConfig, kept: Collection[str]
-) -> tuple[list[list[PrecisionChange]], list[ConfigIssue]]:
+) -> tuple[list[list[NumericsChange]], list[ConfigIssue]]:
     """Return the changes that a run can use, by kind, and the problems of the others."""
-    kinds: list[list[PrecisionChange]] = []
+    kinds: list[list[NumericsChange]] = []
     problems: list[ConfigIssue] = []
     for kind in _changes(config):
         possible = []
@@ -125,33 +125,32 @@ def _possible_changes(
 
 
 def _combinations(
-    kinds: Iterable[Sequence[PrecisionChange]],
-) -> Iterator[tuple[PrecisionChange, ...]]:
+    kinds: Iterable[Sequence[NumericsChange]],
+) -> Iterator[tuple[NumericsChange, ...]]:
     """Yield all choices of at most one change of each kind, except that of no change."""
     for choice in itertools.product(*([None, *kind] for kind in kinds)):
         if changes := tuple(change for change in choice if change is not None):
             yield changes
 
 
-def _settings(changes: Iterable[PrecisionChange]) -> dict[str, Any]:
+def _settings(changes: Iterable[NumericsChange]) -> dict[str, Any]:
     return {key: value for change in changes for key, value in change.settings.items()}
 
 
-def _changes(config: RunConfig) -> Iterator[list[PrecisionChange]]:
+def _changes(config: RunConfig) -> Iterator[list[NumericsChange]]:
     """Yield the alternatives of each kind of change that differ from the configuration."""
     if masters := master_settings(config):
         name = f"{masters[keys.WEIGHTS]} weights with fp32 masters"
         # A shard of a weight and of its gradient in 16 bits saves as much as a master takes.
-        yield [PrecisionChange(name, masters, unsharded_only=True)]
+        yield [NumericsChange(name, masters, unsharded_only=True)]
     if getattr(config.optimizer, "state_dtype", EIGHT_BITS) != EIGHT_BITS:
-        yield [PrecisionChange("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
+        yield [NumericsChange("8-bit optimizer states", {keys.STATES: EIGHT_BITS})]
     if config.train.matmul_dtype is None:
-        yield [
-            PrecisionChange(f"{name} products", {keys.PRODUCTS: name}) for name in MATMUL_FORMATS
-        ]
+        names = [name for name, each in MATMUL_FORMATS.items() if isinstance(each, Float8Format)]
+        yield [NumericsChange(f"{name} products", {keys.PRODUCTS: name}) for name in names]
 
 
-def _problems(config: RunConfig, change: PrecisionChange) -> list[ConfigIssue]:
+def _problems(config: RunConfig, change: NumericsChange) -> list[ConfigIssue]:
     """Return why a run can't use a change on any layout."""
     changed = with_values(on_one_device(config), change.settings)
     spec = spec_for(changed)

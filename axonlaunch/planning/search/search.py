@@ -180,7 +180,7 @@ def _required_figures(config: RunConfig, devices: int) -> list[str]:
     )
     names = ["memory_gib", "devices_per_node", PRECISIONS[train.precision].peak]
     names += [peak] if peak not in names else []
-    if (products := precision_of(config).products) is not None:
+    if (products := precision_of(config).products) is not None and products.peak is not None:
         names.append(products.peak)
     names += ["matrix_efficiency", "multiprocessors"]
     if source_of(config).scaled_sizes().num_attention_heads:

@@ -104,6 +104,13 @@ class _Scaled:
             | self._per_micro_batch(stage.step_layer, regathers=frees),
         )
         step_layer = self._step(stage.step_layer)
+        leading = self._reference.leading
+        if leading.count:
+            communication = self._layer_communication() | self._per_micro_batch(
+                leading.step, regathers=frees
+            )
+            micro = self._micro_batch(leading.micro, communication)
+            leading = dataclasses.replace(leading, step=self._step(leading.step), micro=micro)
         first, last = (
             StageWork(
                 step_ends=self._step(stage.step_ends, fraction=fraction),
@@ -118,7 +125,9 @@ class _Scaled:
                 (1.0, of_ends),
             )
         )
-        return dataclasses.replace(self._reference, first=first, last=last, layers=layers)
+        return dataclasses.replace(
+            self._reference, first=first, last=last, layers=layers, leading=leading
+        )
 
     def _micro_batch(self, share: Share, communication: Work, *, fraction: float = 1.0) -> Share:
         work: Work = {}

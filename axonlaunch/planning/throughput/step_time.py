@@ -94,7 +94,7 @@ class StepTime:
             return self._parts_without_pipeline(work).total + self._copy_time(work)
         times, copied = [], self._input_copy_time(work)
         for index, layers in enumerate(work.layers):
-            stage = self._stage(work, index)
+            stage = work.stage(index)
             forward, backward = (
                 self._micro_batch(stage, layers, phases, copied=copied).total
                 for phases in (_FORWARD, _BACKWARD)
@@ -153,7 +153,7 @@ class StepTime:
         return float(figure("host_gb_s") * figure("host_efficiency") * 1e9)
 
     def _parts_without_pipeline(self, work: StepWork) -> Parts:
-        stage, layers = work.first, work.layers[0]
+        stage, layers = work.stage(0), work.layers[0]
         forward, backward = (
             self._micro_batch(stage, layers, phases, copied=self._input_copy_time(work))
             for phases in (_FORWARD, _BACKWARD)
@@ -178,7 +178,7 @@ class StepTime:
             microbatches=layout.microbatches_per_round,
             stages_per_rank=layout.stages_per_rank,
         )
-        stages = [self._stage(work, index) for index in range(layout.num_stages)]
+        stages = [work.stage(index) for index in range(layout.num_stages)]
         forward, backward = (
             [
                 self._micro_batch(stage, n, phases, copied=self._input_copy_time(work))
@@ -202,7 +202,7 @@ class StepTime:
     def _pipeline_parts(self, work: StepWork) -> Parts:
         layout = self._layout
         round_timeline, forward, backward = self._round(work)
-        stages = [self._stage(work, index) for index in range(layout.num_stages)]
+        stages = [work.stage(index) for index in range(layout.num_stages)]
         schedule, span = round_timeline.schedule, round_timeline.span * layout.rounds
         ranks: list[Parts] = []
         for rank in range(layout.pipeline):
@@ -215,15 +215,6 @@ class StepTime:
             total.add("pipeline bubble", span - busy.total)
             ranks.append(total)
         return max(ranks, key=lambda times: times.total)
-
-    def _stage(self, work: StepWork, index: int) -> StageWork:
-        """Return the work of a stage; only the first and the last stage have ends."""
-        if index == 0:
-            return work.first
-        if index == self._layout.num_stages - 1:
-            return work.last
-        empty = Share({})
-        return StageWork(empty, work.last.step_layer, empty, work.last.micro_layer)
 
     def _micro_batch(
         self, stage: StageWork, layers: int, phases: tuple[Phase, ...], *, copied: float

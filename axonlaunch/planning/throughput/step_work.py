@@ -1,8 +1,9 @@
 """Counts the operations of one step for each pipeline stage, from traces of a few layers.
 
 The number of operations is linear in the number of layers and in the number of micro-batches.
-Traces with two depths and two numbers of micro-batches determine it. A pipeline over a model that
-cannot be built with fewer blocks is an error.
+Traces with two depths and two numbers of micro-batches determine it. Leading layers of another
+kind, such as dense ones before mixtures of experts, are left out of these traces and counted by a
+further one. A pipeline over a model that cannot be built with fewer blocks is an error.
 
 An example, in FLOPs, from traces of 1 and 2 layers with 1 and 2 micro-batches:
 
@@ -17,7 +18,7 @@ micro-batches need 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.processes import forked_map
 
@@ -69,6 +70,21 @@ class Share:
 
 
 @dataclass(frozen=True)
+class LeadingLayers:
+    """Work of the layers before the repeated ones.
+
+    Attributes:
+        count: Number of the layers.
+        step: Work per step and layer, as the mean of all leading layers.
+        micro: Work per micro-batch and layer, likewise.
+    """
+
+    count: int = 0
+    step: Share = field(default_factory=lambda: Share({}))
+    micro: Share = field(default_factory=lambda: Share({}))
+
+
+@dataclass(frozen=True)
 class StageWork:
     """Work of a pipeline stage; ``ends`` are the parts of the model outside its layers.
 
@@ -90,9 +106,10 @@ class StepWork:
     """Work of one step of a full run.
 
     Attributes:
-        first: Work of the first stage, which is also the only one without a pipeline.
+        first: Work of the first stage, which is also the only one without a pipeline. Its layer is
+            a repeated one.
         last: Work of the last stage, which computes the loss.
-        layers: Number of layers of each stage, in order.
+        layers: Number of layers of each stage, in order, with the leading ones.
         parameters: Number of parameters of the full model.
         sample_length: Positions of a sample; 1 if samples are not sequences.
         hidden_size: Features per position between layers; 0 if unknown.
@@ -106,6 +123,35 @@ class StepWork:
     sample_length: int
     hidden_size: int
     flops_per_token: int
+    leading: LeadingLayers = LeadingLayers()
+
+    @property
+    def num_repeated(self) -> int:
+        """Number of layers of the model without the leading ones."""
+        return sum(self.layers) - self.leading.count
+
+    def stage(self, index: int) -> StageWork:
+        """Return the work of a stage, whose layer is the mean of the leading and repeated layers.
+
+        Only the first and the last stage have ends.
+        """
+        work, empty = self.last, Share({})
+        if index == 0:
+            work = self.first
+        elif index < len(self.layers) - 1:
+            work = StageWork(empty, work.step_layer, empty, work.micro_layer)
+        layers, leading = self.layers[index], self.leading
+        count = min(layers, max(0, leading.count - sum(self.layers[:index])))
+        if not count:
+            return work
+        step_layer, micro_layer = (
+            empty.plus(repeated, times=1 - count / layers).plus(other, times=count / layers)
+            for repeated, other in (
+                (work.step_layer, leading.step),
+                (work.micro_layer, leading.micro),
+            )
+        )
+        return replace(work, step_layer=step_layer, micro_layer=micro_layer)
 
 
 @dataclass(frozen=True)
@@ -129,11 +175,12 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    sizes = source_of(config).scaled_sizes()
-    depth, period = sizes.num_blocks, sizes.period
+    sizes = repeated_sizes(config)
+    depth, period, leading = sizes.num_blocks, sizes.period, sizes.leading
     if not depth and layout.pipeline > 1:
         message = (
-            f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
+            f"the blocks of {config.model.name}, or settings of them such as train.matmul_exclude, "
+            "do not repeat, so it can't be extrapolated; use 1"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
     counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
@@ -147,34 +194,50 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     }
     # One process per rank or per depth, because later traces in a process reuse its caches.
     batches = [list(configs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
-    jobs = [(rank, keys) for rank in ranks for keys in batches]
+    jobs = [(rank, keys, leading) for rank in ranks for keys in batches]
+    if leading:
+        jobs.append((ranks[0], [(depths[0], m) for m in counts], 0))
     functions: list[Any] = [
-        partial(_trace, [configs[key] for key in keys], stage=rank) for rank, keys in jobs
+        partial(_trace, [configs[key] for key in keys], stage=rank, left_out=left_out)
+        for rank, keys, left_out in jobs
     ]
     if layout.pipeline > 1:
-        functions.append(partial(_split, config))
+        functions.append(lambda: ReducedRun.of(config).counts)  # as configured or as balanced
     results = forked_map.map_forked(
         functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
     )
     layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
     traced = {
-        (rank, *key): trace
-        for (rank, keys), traces in zip(jobs, results, strict=False)
+        (rank, *key, left_out): trace
+        for (rank, keys, left_out), traces in zip(jobs, results, strict=False)
         for key, trace in zip(keys, traces, strict=True)
     }
     first, last = (
-        _fit({(d, m): traced[rank, d, m].share for d in depths for m in counts}, stages=stages)
+        _fit(
+            {(d, m): traced[rank, d, m, leading].share for d in depths for m in counts},
+            stages=stages,
+        )
         for rank in (ranks[0], ranks[-1])
     )
+    smallest = traced[ranks[0], depths[0], counts[0], 0]
+    leading_layers = LeadingLayers()
+    if leading:
+        mean = {
+            m: Share({})
+            .plus(traced[ranks[0], depths[0], m, 0].share, times=1 / leading)
+            .plus(traced[ranks[0], depths[0], m, leading].share, times=-1 / leading)
+            for m in counts
+        }
+        leading_layers = LeadingLayers(leading, *_separate_micro_batches(mean))
 
     def at_full_depth(counted: Callable[[_TracedStep], int]) -> int:
-        counts_by_depth = [counted(traced[ranks[0], d, counts[0]]) for d in depths]
         if not depth:
-            return counts_by_depth[0]
-        per_period = (counts_by_depth[1] - counts_by_depth[0]) // (stages * len(ranks))
-        return counts_by_depth[0] + per_period * (depth - period * stages * len(ranks)) // period
+            return counted(smallest)
+        shallow, deeper = (counted(traced[ranks[0], d, counts[0], leading]) for d in depths)
+        missing = depth - leading - period * stages * len(ranks)
+        per_period = (deeper - shallow) // (stages * len(ranks))
+        return counted(smallest) + per_period * missing // period
 
-    smallest = traced[ranks[0], depths[0], counts[0]]
     return StepWork(
         first,
         last,
@@ -183,6 +246,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         smallest.sample_length,
         sizes.hidden_size,
         at_full_depth(lambda trace: trace.flops_per_token),
+        leading_layers,
     )
 
 
@@ -196,7 +260,8 @@ def reduced_config(
     Args:
         config: Configuration of the full run.
         world_size: Number of ranks of the full run.
-        layers: Number of layers of each stage; 0 keeps all layers.
+        layers: Number of repeated layers of each stage; 0 keeps all layers. The first stage has the
+            leading layers too.
         micro_batches: Number of micro-batches of a rank's step.
     """
     layout = Layout.of(config, world_size=world_size)
@@ -206,7 +271,7 @@ def reduced_config(
         "train.compile": False,
         "train.optimizer_in_backward": False,  # the same work in another order
     }
-    stages = 1
+    stages, leading = 1, source_of(config).scaled_sizes().leading if layers else 0
     if layout.pipeline > 1:
         per_rank = min(2, layout.stages_per_rank)
         stages = 2 * per_rank
@@ -216,12 +281,12 @@ def reduced_config(
                 layout.schedule, stages_per_rank=per_rank
             ),
             "strategy.pipeline.stages_per_rank": per_rank,
-            "strategy.pipeline.split": [layers] * stages,
+            "strategy.pipeline.split": [leading + layers, *[layers] * (stages - 1)],
             "strategy.pipeline.microbatches": "auto",
         }
         world_size = 2 * world_size // layout.pipeline
     if layers:
-        settings |= source_of(config).with_blocks(layers * stages)
+        settings |= source_of(config).with_blocks(leading + layers * stages)
     return with_values(config, {**settings, **settings_for_ranks(world_size)})
 
 
@@ -277,8 +342,14 @@ def _separate_micro_batches(shares: dict[int, Share]) -> tuple[Share, Share]:
     return shares[fewer].plus(per_micro_batch, times=-fewer), per_micro_batch
 
 
-def _trace(configs: list[RunConfig], *, stage: int) -> list[_TracedStep]:
-    """Trace one step of several runs on one rank. Call this in a process forked for it."""
+def _trace(configs: list[RunConfig], *, stage: int, left_out: int = 0) -> list[_TracedStep]:
+    """Trace one step of several runs on one rank. Call this in a process forked for it.
+
+    Args:
+        configs: Configurations of the runs.
+        stage: 0 for a rank of the first stage; 1 for a rank of the second half of the world.
+        left_out: Number of layers that are left out of the model, from its first one.
+    """
     _fuse_rms_norm()
     ranks = num_ranks(configs[0])
     world = fake_world.join_fake_world(
@@ -287,12 +358,12 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_TracedStep]:
         expert_load=configs[0].estimate.imbalance,
     )
     with refusing_untraceable(configs[0]):
-        return [_trace_one(config, world) for config in configs]
+        return [_trace_one(config, world, left_out) for config in configs]
 
 
-def _trace_one(config: RunConfig, world: World) -> _TracedStep:
+def _trace_one(config: RunConfig, world: World, left_out: int) -> _TracedStep:
     # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
-    reduced = ReducedRun.of(with_values(config, {"train.compile": False}))
+    reduced = ReducedRun.of(with_values(config, {"train.compile": False})).without_first(left_out)
     dry = FakeRank(reduced, world)
     trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
     batch = dry.batch()
@@ -313,11 +384,6 @@ def _trace_one(config: RunConfig, world: World) -> _TracedStep:
         parameter_bytes=sum(size for size, _ in sizes),
     )
     return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
-
-
-def _split(config: RunConfig) -> list[int]:
-    """Return the number of layers of each stage, as configured or as balanced by the engine."""
-    return ReducedRun.of(config).counts
 
 
 def _fuse_rms_norm() -> None:

@@ -21,7 +21,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.output_regions import MicroBatchPlace, region
 from axonlaunch.models.specs.custom_loss import build_custom_loss
-from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
+from axonlaunch.verification.decisions.chosen_experts import ChoicesInBackward, ChosenExperts
 from axonlaunch.verification.decisions.random_draws import Draw, DrawProbe
 from axonlaunch.verification.references import comparison_inputs
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
@@ -83,6 +83,9 @@ class ComparedEngine:
             self._chosen = ChosenExperts(
                 spec_for(config), engine.modules, num_experts=reference.num_experts
             )
+        self._choices_again: ChoicesInBackward | None = None
+        if self._chosen is not None and config.train.recomputation != "none":
+            self._choices_again = ChoicesInBackward(num_experts=reference.num_experts)
         self._differences: list[Difference] = []
         self._gradient_differences: list[Difference] = []
         self.done = done
@@ -113,7 +116,8 @@ class ComparedEngine:
         batch = self.make_uneven(batch, step=self.done)
         if self._chosen is not None:
             self._chosen.begin(expected.choices, self._place_choice)
-        with self._chosen or nullcontext():
+        again = self._choices_again if not self.done else None
+        with self._chosen or nullcontext(), again or nullcontext():
             loss, counted = self._engine.backward(batch)
         if self._probe is not None:
             self.draws += self._probe.draws
@@ -121,6 +125,8 @@ class ComparedEngine:
         for other in () if self._chosen is None else self._chosen.others:
             choice = (self.done + 1, "choice", other.block, other.gap)
             self._differences.append(Difference(*choice, count=other.tokens))
+        if again is not None and again.tokens:
+            self._differences.append(Difference(1, "again", "", math.inf, count=again.tokens))
         self._differences += [
             rate,
             compare_numbers(self.done, "loss", float(loss), expected.loss),

@@ -3,6 +3,9 @@
 A rounding error can change the order of two close scores. All later values of the token then
 differ. So choices are compared where they are made, and everything else is compared with equal
 choices.
+
+Blocks that are computed again in backward must keep the choices of the forward. Choosing again is
+an error even if the result is the same, as it is on a device that rounds both times alike.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.models.modules.topk_choices import TopkChoices
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.torch_internals import in_backward
 
 Place = Callable[[Tensor, torch.Size, int], Tensor | None]
 
@@ -134,6 +139,36 @@ class ChosenExperts(TopkChoices):
 
     def _leaving(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._block = None
+
+
+class ChoicesInBackward(TorchDispatchMode):
+    """Counts choices that this thread makes in a backward while the mode is active.
+
+    A function mode such as ``ChosenExperts`` does not see a backward.
+
+    Attributes:
+        tokens: Number of tokens whose experts were chosen.
+    """
+
+    def __init__(self, *, num_experts: int) -> None:
+        """Create the mode.
+
+        Args:
+            num_experts: Largest number of experts of a layer.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens = 0
+        self._num_experts = num_experts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count a call."""
+        del types
+        if func is torch.ops.aten.topk.default and in_backward():
+            *tokens, scores = args[0].shape
+            self.tokens += math.prod(tokens) if scores <= self._num_experts else 0
+        return func(*args, **(kwargs or {}))
 
 
 def _following_rows(full: Tensor, part: torch.Size, number: int) -> Tensor | None:

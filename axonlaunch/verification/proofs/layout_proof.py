@@ -32,6 +32,7 @@ from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
+from axonlaunch.config.schema import TrainConfig
 from axonlaunch.models.specs.source import ModelDivision, NotReducibleError
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK
@@ -115,6 +116,7 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": 1 if has_micro_batches_of_one else "auto",
             "train.precision": FP32.name,
             "train.matmul_dtype": None,
+            "train.matmul_group_size": TrainConfig.matmul_group_size,
             "train.matmul_exclude": [],
             "train.compile": False,
             "train.attention_kernel": "auto",

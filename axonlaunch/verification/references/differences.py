@@ -27,6 +27,7 @@ ORDER = (
         "loss",
         "counted",
         "seen",
+        "again",
         "gradient",
         "sum",
         "skip",
@@ -100,6 +101,11 @@ class Difference:
             return (
                 f"{prefix}{self.count} tokens in {self.name} go to other experts; scores differ by "
                 f"{self.relative:.2g} of the largest"
+            )
+        if self.kind == "again":
+            return (
+                f"{prefix}blocks that are computed again in backward choose the experts of "
+                f"{self.count} tokens again, which rounding can change"
             )
         if self.actual is not None and self.expected is not None:
             return f"{prefix}{kind} is {self.actual:.7g}, not {self.expected:.7g}"

@@ -73,7 +73,13 @@ def threads_for(config: RunConfig) -> Iterator[None]:
 
 
 def loss_sum(
-    spec: ModelSpec, outputs: Any, targets: Tensor, *, label_smoothing: float, z_loss: float
+    spec: ModelSpec,
+    outputs: Any,
+    targets: Tensor,
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    dft: bool,
 ) -> Tensor:
     """Return the sum of the loss over counted targets.
 
@@ -88,6 +94,7 @@ def loss_sum(
         targets: Classes.
         label_smoothing: ``train.label_smoothing`` in training, 0 in evaluations.
         z_loss: ``train.z_loss`` in training, 0 in evaluations.
+        dft: ``train.dft`` in training, False in evaluations.
     """
     if spec.loss is not cross_entropy_sum:
         return spec.loss(outputs, targets)
@@ -98,6 +105,9 @@ def loss_sum(
     total = nn.functional.cross_entropy(
         logits, targets[counted], reduction="sum", label_smoothing=label_smoothing
     )
+    if dft:
+        likely = logits.log_softmax(-1).gather(-1, targets[counted].unsqueeze(-1))
+        total = -(likely.detach().exp() * likely).sum()
     if z_loss:
         total = total + z_loss * (logits.logsumexp(-1) ** 2).sum()
     if not isinstance(outputs, Tensor):

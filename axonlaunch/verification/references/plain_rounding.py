@@ -1,7 +1,8 @@
 """The reference's rounding of optimizer states and of factors of products, on full tensors.
 
 Written from the definitions: the hash of bf16 is computed in 64 bits, modulo 2^32; bitsandbytes
-quantizes blocks of the flat tensor; products in 8 bits are products of rounded numbers.
+quantizes blocks of the flat tensor; products in 8 bits are products of rounded numbers, and so are
+those of quantization-aware training, whose gradients pass the rounding inside of the range.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from axonlaunch.config.precision import MatmulFormat
+from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.tensors.packed_blocks import state_values
 
@@ -133,14 +135,19 @@ def _rounded_linear(layer: Any, chosen: MatmulFormat, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    output: Tensor = _RoundedProduct.apply(x, weight, chosen)  # type: ignore[no-untyped-call]
-    output = output if layer.bias is None else output + layer.bias.to(output.dtype)
+    if isinstance(chosen, QuantizedFormat):
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        inputs, weights = _quantized_input(x, chosen), _quantized_weight(weight, chosen)
+        output = F.linear(inputs, weights.to(x.dtype), bias)
+    else:
+        output = _RoundedProduct.apply(x, weight, chosen)  # type: ignore[no-untyped-call]
+        output = output if layer.bias is None else output + layer.bias.to(output.dtype)
     return layer.adapt(output, x, layer._read) if isinstance(layer, LoraLayer) else output
 
 
 class _RoundedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, chosen: MatmulFormat) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chosen: Float8Format) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.chosen = chosen
         inputs = _rounded_factor(x.flatten(0, -2), chosen, dim=1)
@@ -158,7 +165,7 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 def _rounded_factor(
-    factor: Tensor, chosen: MatmulFormat, *, dim: int, is_gradient: bool = False
+    factor: Tensor, chosen: Float8Format, *, dim: int, is_gradient: bool = False
 ) -> Tensor:
     """Return a factor's values after rounding, in fp32 or fp64.
 
@@ -175,3 +182,50 @@ def _rounded_factor(
     rounded = torch.ldexp(factor.double(), exponent).to(dtype).double()
     kept = torch.float64 if factor.dtype is torch.float64 else torch.float32
     return torch.ldexp(rounded, -exponent).to(kept)
+
+
+class _Passing(torch.autograd.Function):
+    """Replaces numbers; passes their gradients where the replacement is inside of the range."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, replaced: Tensor, is_inside: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(is_inside)
+        return replaced
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (is_inside,) = ctx.saved_tensors
+        return torch.where(is_inside, gradient, 0), None, None
+
+
+def _quantized_input(x: Tensor, chosen: QuantizedFormat) -> Tensor:
+    """Return the values of inputs [..., in] as integers with a zero point, with their gradient."""
+    steps = 2**chosen.input_bits - 1
+    values = x.detach() if x.dtype is not torch.float64 else x.detach().float()
+    least = values.min(-1, keepdim=True).values.minimum(values.new_zeros(()))
+    most = values.max(-1, keepdim=True).values.maximum(values.new_zeros(()))
+    size = ((most - least) / steps).maximum(values.new_tensor(2.0**-23))
+    below_zero = (least / size).round().neg().clamp(0, steps).float()
+    number = (values * (1 / size.float())).round() + below_zero  # from 0 to steps
+    is_inside = (number >= 0) & (number <= steps)
+    kept = (number.clamp(0, steps) - below_zero) * size.float()
+    return _passing(x, kept.to(x.dtype), is_inside)
+
+
+def _quantized_weight(weight: Tensor, chosen: QuantizedFormat) -> Tensor:
+    """Return the values of a weight [out, in] as integers of groups, with their gradient."""
+    most = 2 ** (chosen.weight_bits - 1)
+    values = weight.detach() if weight.dtype is not torch.float64 else weight.detach().float()
+    rows = values.reshape(-1, chosen.input_multiple)
+    size = rows.abs().amax(1, keepdim=True) / (most - 0.5)
+    size = size.maximum(rows.new_tensor(torch.finfo(rows.dtype).smallest_normal)).float()
+    number = (rows * (1 / size)).round()
+    is_inside = (number >= -most) & (number < most)
+    kept = number.clamp(-most, most - 1) * size
+    shape = weight.shape
+    return _passing(weight, kept.to(weight.dtype).view(shape), is_inside.view(shape))
+
+
+def _passing(numbers: Tensor, replaced: Tensor, is_inside: Tensor) -> Tensor:
+    result: Tensor = _Passing.apply(numbers, replaced, is_inside)  # type: ignore[no-untyped-call]
+    return result

@@ -21,7 +21,12 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import quantizes_states, state_format, update_format
+from axonlaunch.config.precision import (
+    QuantizedFormat,
+    quantizes_states,
+    state_format,
+    update_format,
+)
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
@@ -120,6 +125,7 @@ class PlainRun:
         self.model = self._build_model().to(self._device)
         comparison_inputs.move_vectors(self.model.named_parameters())
         self._spec.use_plain_experts(self.model)
+        layers: dict[str, nn.Module] = {}
         if self._precision.products is not None:
             layers = scaled_layers(config, self._spec, self.model)
             round_factors(layers.values(), self._precision.products)
@@ -135,7 +141,12 @@ class PlainRun:
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
         self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
-            comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
+            # The largest weight of a group is in the middle between two integers, so that a
+            # perturbation rounds it otherwise. In the first step of a layout, no weight differs.
+            is_exact = isinstance(self._precision.products, QuantizedFormat)
+            exact = {f"{name}.weight" for name in layers} if is_exact else set()
+            rough = {n: p for n, p in self._parameters.items() if n not in exact}
+            comparison_inputs.roughen(rough, relative=roughness, draw=draw)
         self._updated = self._tensors_to_update()
         stored = state_format(config.optimizer)
         self._rounds_states = stored is not None and stored.is_low and not plan.fp64
@@ -403,6 +414,7 @@ class PlainRun:
                 batch.targets,
                 label_smoothing=train.label_smoothing if training else 0.0,
                 z_loss=train.z_loss if training else 0.0,
+                dft=train.dft and training,
             )
         total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0

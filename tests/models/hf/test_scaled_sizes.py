@@ -23,7 +23,7 @@ FOUR_BLOCKS: dict[str, tuple[dict[str, Any], ScaledSizes]] = {
     "gpt2": (FAMILIES["gpt2"], ScaledSizes(64, 4, 4, num_blocks=4)),
     "llama": (FAMILIES["llama"], ScaledSizes(64, 4, 2, num_blocks=4)),
     "gemma2": (FAMILIES["gemma2"], ScaledSizes(64, 4, 2, num_blocks=4, period=2)),
-    "deepseek_v3": (DEEPSEEK, ScaledSizes(64, 4, 4)),
+    "deepseek_v3": (DEEPSEEK, ScaledSizes(64, 4, 4, num_blocks=4, leading=1)),
 }
 
 

@@ -28,6 +28,7 @@ def vocab_parallel_cross_entropy_sum(
     classes: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dft: bool = False,
 ) -> Tensor:
     """Return the summed cross entropy in nats, 0-dim, in fp32, the same on every rank.
 
@@ -39,6 +40,7 @@ def vocab_parallel_cross_entropy_sum(
         classes: Total number of classes; None if every rank has equally many.
         label_smoothing: As in ``models.specs.loss.cross_entropy_sum``.
         z_loss: As in ``models.specs.loss.cross_entropy_sum``.
+        dft: As in ``models.specs.loss.cross_entropy_sum``.
 
     Raises:
         ValueError: The shapes of logits and targets differ, or the number of columns is not this
@@ -56,7 +58,8 @@ def vocab_parallel_cross_entropy_sum(
         raise ValueError(
             f"rank {group.rank} has logits of {columns} of {size} classes, expected {expected}"
         )
-    loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size, (label_smoothing, z_loss))
+    terms = label_smoothing, z_loss, dft
+    loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size, terms)
     return loss
 
 
@@ -76,9 +79,9 @@ class _CrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         group: ProcessGroup,
         classes: int,
-        terms: tuple[float, float],
+        terms: tuple[float, float, bool],
     ) -> Tensor:
-        smoothing, z_loss = terms
+        smoothing, z_loss, dft = terms
         counted = targets != IGNORE_INDEX
         is_class = (targets >= 0) & (targets < classes)
         assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
@@ -98,6 +101,9 @@ class _CrossEntropySum(torch.autograd.Function):
         total, target_logits = sum_over(stacked, group)
         uncounted = ~counted.unsqueeze(-1)
         losses = total.log() - target_logits
+        probabilities = losses.neg().exp() if dft else None
+        if probabilities is not None:
+            losses *= probabilities
         log_denominators = total.log() + highest if z_loss else None
         if log_denominators is not None:
             losses += z_loss * log_denominators.square()
@@ -112,6 +118,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 gradient -= smoothing / classes
             targets_here = (1 - smoothing) * (elsewhere.to(precision) - 1.0)
             gradient.scatter_add_(-1, local_targets, targets_here)
+            if probabilities is not None:
+                gradient *= probabilities
             ctx.save_for_backward(gradient.masked_fill_(uncounted, 0.0).to(logits.dtype))
         return loss
 

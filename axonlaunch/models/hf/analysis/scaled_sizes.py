@@ -1,7 +1,7 @@
 """Finds the period of a transformers model's blocks, so that fewer blocks can represent all.
 
-If the kinds of blocks don't repeat regularly, or the model can't be built with fewer blocks, there
-is no period.
+Other blocks may precede the repeated ones. If the kinds of blocks don't repeat regularly, or the
+model can't be built with fewer blocks, there is no period.
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ def scaled_sizes(config: TransformersModel) -> ScaledSizes:
     """
     full_model = structure(config)
     kinds = _kinds(full_model)
-    repeated = next((p for p in range(1, len(kinds) // 2 + 1) if kinds[p:] == kinds[:-p]), None)
-    if repeated is None:
+    for leading in range(len(kinds) - 1):
+        if period := _period(kinds[leading:]):
+            break
+    else:
         return ScaledSizes.of(full_model.typed, num_blocks=0)
-    fewer = replace(config, config={**config.config, "num_hidden_layers": repeated})
+    fewest = leading + period
+    fewer = replace(config, config={**config.config, "num_hidden_layers": fewest})
     try:
-        is_prefix = _kinds(structure(fewer)) == kinds[:repeated]
+        is_prefix = _kinds(structure(fewer)) == kinds[:fewest]
     except ConfigError:
         is_prefix = False
     if not is_prefix:
         return ScaledSizes.of(full_model.typed, num_blocks=0)
-    return ScaledSizes.of(full_model.typed, num_blocks=len(kinds), period=repeated)
+    return ScaledSizes.of(full_model.typed, num_blocks=len(kinds), period=period, leading=leading)
+
+
+def _period(kinds: list[Any]) -> int:
+    """Return the number of kinds after which they repeat; 0 if they don't."""
+    periods = range(1, len(kinds) // 2 + 1)
+    return next((p for p in periods if kinds[p:] == kinds[:-p]), 0)
 
 
 def _kinds(model: Structure) -> list[Any]:

@@ -28,7 +28,9 @@ from axonlaunch.engines.tensor.plan_checks import style_modules
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
-from axonlaunch.models.modules.repeated_blocks import with_first_blocks
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
+from axonlaunch.models.modules.repeated_blocks import with_first_blocks, without_first_blocks
+from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.preflight.custom_data import first_batch
@@ -88,9 +90,7 @@ class ReducedRun:
         leading = spec.leading_blocks(model)
         if leading is not None:
             equal_blocks = dict([*spec.blocks(model).items()][leading:])
-            is_equal = _divides_blocks_equally(config, equal_blocks, model)
-            is_equal &= _multiplies_blocks_equally(config, spec, equal_blocks, model)
-            if not (is_equal and _updates_blocks_equally(config, spec, equal_blocks, model)):
+            if not _treats_equally(config, spec, equal_blocks, model):
                 leading = None
         return cls(
             config,
@@ -126,6 +126,17 @@ class ReducedRun:
             return copy.deepcopy(self.model)
         assert spec.layers is not None
         return with_first_blocks(self.model, spec.layers, count)
+
+    def without_first(self, count: int) -> Self:
+        """Return this run without the first blocks of its model and of its first stage."""
+        if not count:
+            return self
+        spec = spec_for(self.config)
+        assert spec.layers is not None
+        first, *others = self.counts
+        model = without_first_blocks(self.model, spec.layers, count)
+        run = dataclasses.replace(self, model=model, leading=spec.leading_blocks(model))
+        return run._with_blocks([first - count, *others])
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -243,6 +254,38 @@ def _read_structure(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
         return None
     batch = first_batch(dataset, size=layout.micro_batch_size)
     return batch.map(lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def repeated_sizes(config: RunConfig) -> ScaledSizes:
+    """Return the sizes of a run's model; ``num_blocks`` is 0 if fewer blocks can't represent all.
+
+    Settings of a run, such as ``train.matmul_exclude``, may treat equal blocks differently.
+
+    Raises:
+        ConfigError: The model can't be built.
+    """
+    sizes = source_of(config).scaled_sizes()
+    train, tensor = config.train, config.strategy.tensor
+    settings = (train.matmul_exclude, tensor.plan, getattr(config.optimizer, "groups", None))
+    if not sizes.num_blocks or not any(settings):
+        return sizes
+    spec, model = spec_for(config), on_meta(config, seed=config.seed)
+    repeated = [*spec.blocks(model).items()][sizes.leading :]
+    for first in range(sizes.period):
+        if not _treats_equally(config, spec, dict(repeated[first :: sizes.period]), model):
+            return dataclasses.replace(sizes, num_blocks=0, period=1, leading=0)
+    return sizes
+
+
+def _treats_equally(
+    config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
+) -> bool:
+    """Return whether the settings of a run treat all of these blocks equally."""
+    return (
+        _divides_blocks_equally(config, blocks, model)
+        and _multiplies_blocks_equally(config, spec, blocks, model)
+        and _updates_blocks_equally(config, spec, blocks, model)
+    )
 
 
 def _divides_blocks_equally(

@@ -6,7 +6,13 @@ import re
 from typing import Any
 
 from axonlaunch.config.precision import MIXED_PRECISION
-from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools import (
+    data_rules,
+    quantization,
+    reasons,
+    rules,
+    trainer_keys,
+)
 from axonlaunch.config.validation.other_tools.formats.axolotl_data import DATA_KEYS, set_data
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -19,7 +25,7 @@ from axonlaunch.config.validation.other_tools.translation import Format, Rule, T
 
 _IMAGES = "models of images and sound are not supported; train on text"
 _OTHER_METHOD = "this method is not supported; train without it"
-_SIMULATED = "training for quantised weights is not supported; quantise after checkpoint export"
+_SIMULATED = "sparse and quantized weights are made after checkpoint export"
 _ANY = "\0"
 """Stands for ``*`` of a pattern in a regular expression that is being translated."""
 _PLAIN_PATTERN = re.compile(rf"\^?(?:[\w\-.{_ANY}]|\\\.|\[[\d-]+\])+\$?")
@@ -189,7 +195,13 @@ _KEYS: Table = {
     "processor_type": missing(_IMAGES, off=()),
     "project_name": not_needed(reasons.REPORTING),
     "push_dataset_to_hub": not_needed(reasons.READING),
-    "qat.*": missing(_SIMULATED, off=()),
+    "qat.activation_dtype": with_others(),
+    "qat.fake_quant_after_n_steps": missing(
+        "all steps round; resume a run with train.matmul_dtype"
+    ),
+    "qat.group_size": with_others(),
+    "qat.quantize_embedding": missing("embeddings are not rounded; leave it out"),
+    "qat.weight_dtype": with_others(),
     "quantize_moe_experts": not_needed("adapter.base quantizes packed experts too"),
     "ray_num_workers": not_needed("axonlaunch starts its own ranks"),
     "reinit_weights": to("model.init", lambda on: "random" if on is True else "pretrained"),
@@ -261,6 +273,7 @@ def _finish(translation: Translation) -> None:
     trainer_keys.set_push(translation)
     _set_adapter(translation)
     rules.set_base(translation)
+    quantization.set_axolotl_types(translation)
     _set_loggers(translation)
     data_rules.translate_special_tokens(translation, "special_tokens.")
 

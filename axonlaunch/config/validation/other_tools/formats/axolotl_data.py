@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axonlaunch.config.validation.other_tools import data_rules, reasons
-from axonlaunch.config.validation.other_tools.rules import missing, not_needed, with_others
+from axonlaunch.config.validation.other_tools.rules import missing, not_needed, to, with_others
 from axonlaunch.config.validation.other_tools.translation import Table, Translation
 
 DATA_KEYS: Table = {
@@ -23,7 +23,7 @@ DATA_KEYS: Table = {
     "eval_sample_packing": not_needed("held-out rows are packed like training rows"),
     "excess_length_strategy": with_others(),
     "max_packed_sequence_len": not_needed("sample_packing says it"),
-    "min_sample_len": missing("short rows are kept; remove them before"),
+    "min_sample_len": to("data.min_tokens", int),
     "multipack_real_batches": not_needed(reasons.READING),
     "pad_to_sequence_len": not_needed("padding is masked"),
     "preprocess_iterable": not_needed(reasons.READING),

@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools import (
+    data_rules,
+    freezing,
+    reasons,
+    rules,
+    trainer_keys,
+)
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
@@ -88,13 +94,11 @@ _KEYS: Table = {
     "fp8": rules.products_in_8_bits("fp8_rowwise"),
     "fp8_backend": Rule("expressed", _fp8_backend),
     "fp8_*": not_needed("weights are gathered in bf16, by every backend"),
-    "freeze_extra_modules": missing("name the parameters, train.freeze and train.unfreeze"),
+    "freeze_extra_modules": with_others(),
     "freeze_multi_modal_projector": not_needed("only for models of images"),
     "freeze_language_model": not_needed("only for models of images"),
-    "freeze_trainable_layers": missing(
-        "name the parameters: train.freeze=['*'] train.unfreeze=['*.layers.31.*']", off=()
-    ),
-    "freeze_trainable_modules": missing("name the parameters in train.unfreeze", off=("all",)),
+    "freeze_trainable_layers": with_others(),
+    "freeze_trainable_modules": with_others(),
     "freeze_vision_tower": not_needed("only for models of images"),
     "galore_*": missing(_OTHER_OPTIMIZER),
     "hub_model_id": with_others(),
@@ -166,13 +170,16 @@ _KEYS: Table = {
     "tensor_model_parallel_size": with_others(),
     "use_distributed_optimizer": not_needed(reasons.LAYOUT_ONLY),
     "use_packed_sequences": not_needed("packing decides it"),
-    "use_dft_loss": missing(_OTHER_LOSS),
+    "use_dft_loss": to("train.dft", lambda on: on is True),
     "use_dora": with_others(),
     "use_eaft_loss": missing(_OTHER_LOSS),
     "use_fast_tokenizer": not_needed("the fast tokenizer is used"),
     "use_galore": missing(_OTHER_OPTIMIZER),
     "use_kt": with_note("experts stay on the device; strategy.fsdp.cpu_offload=params moves them"),
-    "use_llama_pro": missing("changes the model; it is trained as it is"),
+    "use_llama_pro": missing(
+        "trains the layers that were added; name them: train.freeze=['*'] "
+        "train.unfreeze=['*.layers.4.*']"
+    ),
     "use_muon": with_others(),
     "use_reentrant_gc": not_needed("recomputation has no variants"),
     "use_rslora": with_others(),
@@ -253,7 +260,9 @@ def _set_finetuning(translation: Translation) -> None:
                 "*.lora_B.weight": {"lr_scale": float(translation.number("loraplus_lr_ratio"))}
             }
             translation.set("optimizer.groups", scale, "loraplus_lr_ratio")
-    elif kind not in ("full", "freeze"):
+    elif kind == "freeze":
+        freezing.set_trained_layers(translation)
+    elif kind != "full":
         translation.leave_out("finetuning_type", "only LoRA adapters are supported; adapter=lora")
         translation.option("adapter", "lora", "finetuning_type")
 

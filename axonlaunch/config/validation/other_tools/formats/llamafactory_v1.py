@@ -8,7 +8,13 @@ from typing import Any
 import yaml
 
 from axonlaunch.config.precision import MIXED_PRECISION
-from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
+from axonlaunch.config.validation.other_tools import (
+    data_rules,
+    freezing,
+    reasons,
+    rules,
+    trainer_keys,
+)
 from axonlaunch.config.validation.other_tools.formats import llamafactory
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -27,10 +33,7 @@ _OWN_OPTIMIZER = "there is no such optimizer; adamw is used: optimizer=custom ta
 
 
 def _peft(translation: Translation, key: str, value: Any) -> None:
-    if value == "freeze":
-        text = "name the parameters: train.freeze=['*'] train.unfreeze=['*.layers.31.*']"
-        translation.leave_out(key, text)
-    elif value != "lora":
+    if value not in ("lora", "freeze"):
         translation.leave_out(key, "only LoRA adapters are supported; adapter=lora")
 
 
@@ -94,7 +97,9 @@ _KEYS: Table = {
     "output_dir": to("run_dir", str),
     "peft_config.adapter_name_or_path": to("adapter.path", str),
     "peft_config.export_*": with_note("axonlaunch checkpoint export RUN writes the model"),
-    "peft_config.freeze_*": not_needed("peft_config.name says it"),
+    "peft_config.freeze_extra_modules": with_others(),
+    "peft_config.freeze_trainable_layers": with_others(),
+    "peft_config.freeze_trainable_modules": with_others(),
     "peft_config.cast_trainable_params_to_fp32": not_needed("peft_config.name says it"),
     "peft_config.infer_dtype": not_needed("no generation in training"),
     "peft_config.lora_alpha": with_others(),
@@ -167,7 +172,9 @@ def _set_saves(translation: Translation) -> None:
 
 
 def _set_adapter(translation: Translation) -> None:
-    if translation.get("peft_config.name") not in (None, "freeze"):
+    if translation.get("peft_config.name") == "freeze":
+        freezing.set_trained_layers(translation, prefix="peft_config.")
+    elif translation.get("peft_config.name") is not None:
         translation.option("adapter", "lora", "peft_config.name")
         rules.set_adapter(
             translation,

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from axonlaunch.config.precision import MIXED_PRECISION, automatic_precision
-from axonlaunch.config.validation.other_tools import data_rules, reasons, rules
+from axonlaunch.config.validation.other_tools import data_rules, quantization, reasons, rules
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
     not_needed,
@@ -122,6 +122,7 @@ _KEYS: Table = {
     "enable_activation_checkpointing": with_others(),
     "enable_activation_offloading": with_others(),
     "epochs": with_others(),
+    "fake_quant_after_n_steps": missing("all steps round; resume a run with train.matmul_dtype"),
     "fsdp.cpu_offload": Rule("expressed", _offload),
     "fsdp_*": Rule("expressed", _offload),
     "fsdp_reshard_after_forward": not_needed(reasons.LAYOUT_ONLY),
@@ -170,7 +171,9 @@ _KEYS: Table = {
     "optimizer_in_bwd": Rule("expressed", _update_in_backward),
     "output_dir": to("run_dir", str),
     "profiler.*": not_needed("train.profile.steps records steps"),
-    "quantizer.*": missing("training for quantised weights is not supported", off=()),
+    "quantizer._component_": with_others(),
+    "quantizer.groupsize": with_others(),
+    "quantizer.*": missing("weights are quantized in torchao's default types", off=()),
     "resume_from_checkpoint": not_needed("a run resumes from its folder"),
     "run_val_every_n_steps": with_others(),
     "save_adapter_weights_only": not_needed("checkpoint export --adapter writes the adapter"),
@@ -223,6 +226,7 @@ def _finish(translation: Translation) -> None:
     epochs = int(translation.number("save_every_n_epochs", 1))
     translation.set("checkpoint.every", f"{epochs} epoch", "save_every_n_epochs")
     _set_adapter(translation)
+    quantization.set_torchtune_quantizer(translation)
 
 
 def _set_recomputation(translation: Translation) -> None:

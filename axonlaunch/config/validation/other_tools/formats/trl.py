@@ -13,7 +13,17 @@ from axonlaunch.config.validation.other_tools.rules import (
     to,
     with_others,
 )
-from axonlaunch.config.validation.other_tools.translation import Format, Table, Translation
+from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
+
+
+def _loss(translation: Translation, key: str, value: Any) -> None:
+    if value in ("nll", "chunked_nll"):
+        translation.not_needed.append(key)
+    elif value == "dft":
+        translation.set("train.dft", True, key)
+    else:
+        translation.leave_out(key, reasons.NO_PREFERENCES)
+
 
 _KEYS: Table = {
     **trainer_keys.TRAINER_KEYS,
@@ -50,7 +60,7 @@ _KEYS: Table = {
     "lora_r": with_others(),
     "lora_target_modules": with_others(),
     "lora_task_type": not_needed("the model is a causal language model"),
-    "loss_type": missing(reasons.NO_PREFERENCES, off=("nll", "chunked_nll")),
+    "loss_type": Rule("expressed", _loss),
     "max_completion_length": missing(reasons.NO_PREFERENCES, off=()),
     "max_length": with_others(),
     "max_prompt_length": missing(reasons.NO_PREFERENCES, off=()),

@@ -1,0 +1,168 @@
+"""Factors rounded for quantization-aware training equal torchao's, and agree in every layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.config.precision import QuantizedFormat
+from axonlaunch.engines.precision.scaled_products import scale_products
+from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
+
+GROUP = 32
+FORMAT = QuantizedFormat(name="qat_int8_int4", input_bits=8, weight_bits=4, input_multiple=GROUP)
+MODEL = [
+    *("model=gpt", "model.num_hidden_layers=2", "model.hidden_size=64", "data=synthetic_tokens"),
+    *("model.num_attention_heads=4", "data.sequence_length=32", "train.global_batch_size=8"),
+]
+
+
+def linear_layers(*, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 32, bias=False)).to(dtype)
+
+
+def quantized(model: nn.Sequential) -> nn.Sequential:
+    scale_products([each for each in model if isinstance(each, nn.Linear)], FORMAT)
+    return model
+
+
+def torchao_model(model: nn.Sequential) -> nn.Module:
+    """Return torchao's model of torchtune's quantizer."""
+    qat: Any = pytest.importorskip("torchao.quantization.qat")
+    quantizer = qat.Int8DynActInt4WeightQATQuantizer(
+        GROUP, precision=next(model.parameters()).dtype
+    )
+    prepared: nn.Module = quantizer.prepare(copy.deepcopy(model))
+    return prepared
+
+
+def samples(*, dtype: torch.dtype) -> Tensor:
+    """Return inputs, one of which has only zeros and one only numbers above zero."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, 64, dtype=dtype) * torch.logspace(-3, 3, 32).view(4, 8, 1).to(dtype)
+    x[0, 0], x[1, 1] = 0, x[1, 1].abs() + 1
+    return x.requires_grad_()
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    output = model(x)
+    (output * torch.randn_like(output)).sum().backward()
+    assert x.grad is not None
+    return {
+        "input": x.grad,
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore")  # torchao's libraries for GPUs can't be loaded
+def test_quantized_outputs_equal_torchao_to_the_bit(dtype: torch.dtype) -> None:
+    model = linear_layers(dtype=dtype)
+    x = samples(dtype=dtype)
+    expected = torchao_model(model)(x)
+    assert not torch.equal(model(x), expected)
+    assert torch.equal(quantized(model)(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_quantized_layers_are_those_of_torchao(dtype: torch.dtype) -> None:
+    """torchao multiplies a gradient by a scale and its inverse, which rounds it twice."""
+    model = linear_layers(dtype=dtype)
+    expected = gradients(torchao_model(model), samples(dtype=dtype))
+    actual = gradients(quantized(model), samples(dtype=dtype))
+    assert actual.keys() == expected.keys()
+    roundoff = torch.finfo(dtype).eps
+    for name, gradient in actual.items():
+        exact = expected[name]
+        assert torch.equal(gradient == 0, exact == 0)
+        assert (gradient - exact).norm() <= roundoff * exact.norm()
+    weight = actual["0.weight"]
+    assert 0 < (weight == 0).float().mean() < 1 / GROUP  # the largest weights of some groups
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trained_weights_that_torchao_quantizes_give_the_outputs_of_training() -> None:
+    ao: Any = pytest.importorskip("torchao.quantization")
+    model, x = linear_layers(dtype=torch.float32), samples(dtype=torch.float32)
+    config = ao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=ao.PerGroup(GROUP)
+    )
+    converted = copy.deepcopy(model)
+    ao.quantize_(converted, config)
+    with torch.no_grad():
+        expected, actual = converted(x), quantized(model)(x)
+    assert (actual - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_with_parts_of_inputs_round_like_one_process(dtype: torch.dtype) -> None:
+    """Each rank has one half of the features, of which the second has far larger numbers."""
+
+    def layer(kind: Callable[..., nn.Linear]) -> nn.Sequential:
+        torch.manual_seed(0)
+        return quantized(nn.Sequential(kind(64, 32, dtype=dtype)))
+
+    def inputs() -> Tensor:
+        return (samples(dtype=dtype).detach() * torch.arange(1, 65).to(dtype)).requires_grad_()
+
+    expected = gradients(layer(nn.Linear), inputs())
+    output = layer(nn.Linear)(inputs())
+
+    def run(world: World) -> None:
+        del world
+        parts = layer(RowParallelLinear)
+        allowed = 4 * torch.finfo(dtype).eps
+        assert (parts(inputs()) - output).norm() <= allowed * output.norm()
+        for name, gradient in gradients(parts, inputs()).items():
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            assert (full - expected[name]).norm() <= allowed * expected[name].norm()
+
+    World.mock(2).run(run)
+
+
+def test_tokens_without_numbers_have_zero_gradients() -> None:
+    layer = quantized(nn.Sequential(nn.Linear(32, 16)))
+    layer(torch.empty(0, 32)).sum().backward()
+    assert not layer[0].weight.grad.any()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports deprecated parts of torch
+def test_compiled_quantized_layers_equal_eager_ones() -> None:
+    model = quantized(linear_layers(dtype=torch.float32))
+    expected = gradients(copy.deepcopy(model), samples(dtype=torch.float32))
+    compiled: Any = torch.compile(model)
+    for name, gradient in gradients(compiled, samples(dtype=torch.float32)).items():
+        exact = expected[name.removeprefix("_orig_mod.")]
+        assert (gradient - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_groups_that_a_layer_or_a_rank_would_cut_are_refused_with_sizes_that_fit() -> None:
+    one = [*MODEL, "train.matmul_dtype=qat_int8_int4"]
+    with pytest.raises(ConfigError) as refused:
+        run_config([*one, "train.matmul_group_size=48"])
+    message = (
+        "train.matmul_group_size=48: layers.0.self_attn.q_proj has 64 inputs, not a multiple of "
+        "it; use 8, 16, 32 or 64, or add the layer to train.matmul_exclude"
+    )
+    assert message in str(refused.value)
+    two = [*one, "strategy=tensor", "launch.nproc=2"]
+    run_config([*two, "train.matmul_group_size=32"])
+    with pytest.raises(ConfigError) as refused:
+        run_config([*two, "train.matmul_group_size=64"])
+    message = (
+        "o_proj has 32 inputs on each of 2 tensor ranks, not a multiple of it; use 4, 8, 16 or 32"
+    )
+    assert message in str(refused.value)
