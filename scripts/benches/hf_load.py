@@ -7,6 +7,7 @@ pages minus those before it built its engine; mapped files belong to the page ca
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import tempfile
@@ -20,6 +21,7 @@ RANKS = 4
 LAYOUTS = {
     "fsdp 4": ["strategy=fsdp"],
     "tensor 4": ["strategy=tensor", "strategy.tensor.degree=4"],
+    "nf4, fsdp 4": ["strategy=fsdp", "adapter=lora", "adapter.base=nf4"],
 }
 SIZES = {
     "vocab_size": 32000,
@@ -118,12 +120,14 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
 
     torch.set_num_threads(1)
     config = configured(folder, layout, ranks)
+    if config.adapter is not None and config.adapter.base == "nf4":
+        importlib.import_module("bitsandbytes.functional")  # its code is not the model's memory
     sample = sample_inputs(data.build_dataset(config.data))
     store = dist.FileStore(f"{meet}/store", ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world, Peak() as peak:
         engine = build_engine(config, world, sample=sample)
         began = time.perf_counter()
-        load_initial_weights(engine, config.model, world=world)
+        load_initial_weights(engine, config, world=world)
         seconds = time.perf_counter() - began
         tensors = [tensor for _, tensor in engine.named_parameters()]
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
@@ -160,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=25, help="number of layers; 25 are 2 GB")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -167,9 +172,9 @@ def main() -> None:
         total = save(folder, layers=chosen.layers, file_mb=400)
         print(f"{total / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files")
         for _ in range(chosen.repeats):
-            for layout, overrides in LAYOUTS.items():
+            for layout in chosen.only:
                 read = reading(folder)
-                ranks = load(folder, overrides)
+                ranks = load(folder, LAYOUTS[layout])
                 slowest = max(r.seconds for r in ranks)
                 above = max(r.peak - r.part for r in ranks)
                 if chosen.json:
@@ -177,7 +182,7 @@ def main() -> None:
                     print(json.dumps({"layout": layout, "read_s": read, "ranks": rows}))
                     continue
                 print(
-                    f"{layout:9} part {max(r.part for r in ranks) / 1e6:.0f} MB, beside it at "
+                    f"{layout:11} part {max(r.part for r in ranks) / 1e6:.0f} MB, beside it at "
                     f"most {above / 1e6:.0f} MB; largest tensor {ranks[0].largest / 1e6:.0f} MB; "
                     f"loaded in {slowest:.2f} s, files read in {read:.2f} s "
                     f"({slowest / read:.2f})",

@@ -23,7 +23,7 @@ def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
     handed: list[dict[str, Any]] = []
 
     def call(context: object, target: str, run: Any, *arguments: Any, task: str) -> Plan:
-        _, keys, _ = arguments
+        _, keys, *_ = arguments
         handed.append(keys)
         return Plan(workload(run, searched=True), 0, [])
 
@@ -95,7 +95,7 @@ def test_plan_excludes_invalid_layouts(monkeypatch: Patch) -> None:
     monkeypatch.setattr(search, "search_layouts", searched)
     monkeypatch.setattr(forkserver, "lead_group", lambda: None)
     run = config.load([*MODEL, "train.compile=true"])
-    plan.search(run, 4, {}, 3)
+    plan.search(run, 4, {}, 3, False, [])
     layout = {
         "strategy.tensor.degree": 2,
         "train.activation_checkpointing": "full",

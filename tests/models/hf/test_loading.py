@@ -19,17 +19,19 @@ SLACK = 12 << 20
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "layout", ["strategy=fsdp", "strategy=tensor", "strategy=fsdp adapter=lora adapter.base=nf4"]
+)
 def test_loading_rank_holds_shard_and_at_most_one_tensor(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHES))
     bench: Any = importlib.import_module("hf_load")
     total = bench.save(tmp_path, layers=2, file_mb=40, **SIZES)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    layout = [f"strategy={strategy}"]
-    ranks = bench.load(tmp_path, layout, ranks=2)
-    overrides = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout, "launch.nproc=2"]
+    ranks = bench.load(tmp_path, layout.split(), ranks=2)
+    overrides = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout.split()]
+    overrides += ["launch.nproc=2"]
     [estimated] = estimate(estimate_config([*overrides, "hardware=cpu"])).ranks
     assert 0 < estimated.read_bytes <= ranks[0].largest
     for rank in ranks:
