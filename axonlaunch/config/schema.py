@@ -235,7 +235,7 @@ class TrainConfig:
     for GPUs from compute capability 8.9 on, with compile: fp8_tensorwise: each tensor has a scale,
     gradients are in e5m2, other factors in e4m3; fp8_rowwise: each row has a scale, all factors are
     in e4m3. For quantization-aware training (QAT): qat_int8_int4: forward rounds inputs to int8 for
-    each token and weights to int4 for each group, as torchao will after training, and gradients
+    each token and weights to int4 for each group, as torchao rounds a trained model, and gradients
     pass unchanged. null: the dtype of precision
     """
     matmul_group_size: int = field(default=32, metadata={"min": 2})

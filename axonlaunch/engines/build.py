@@ -336,7 +336,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor_plan,
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
-            # Products in 8 bits are fast only if they are compiled, and compiled ones overlap.
+            # Rounded products are fast only if they are compiled, and compiled ones overlap.
             overlap=not plan.separate_weight_grad and products is None,
         )
     if products is not None and layers is not None:

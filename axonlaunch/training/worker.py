@@ -44,7 +44,8 @@ from axonlaunch.events import (
     Noted,
     Started,
 )
-from axonlaunch.models.build import spec_for
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.facts.scaled_layers import note_on_experts
 from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.system import gpus
@@ -386,6 +387,10 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "it, so it may be slower than fp32"
         )
     products = precision_of(config).products
+    if products is not None:
+        model = on_meta(config, seed=config.seed)
+        if left_out := note_on_experts(config, spec_for(config), model):
+            notes.append(left_out)
     if isinstance(products, Float8Format) and world.device.type == "cpu":
         notes.append(
             f"train.matmul_dtype={products.name}: the CPU multiplies numbers in 8 bits as numbers "

@@ -641,14 +641,30 @@ def test_quantization_aware_training_of_torchao_is_translated(
         ("torchtune", "quantizer: {_component_: a.Int4WeightOnlyQATQuantizer}", "_component_"),
         ("axolotl", "qat: {weight_dtype: nvfp4, group_size: 16}", "weight_dtype"),
         ("axolotl", "qat: {activation_dtype: int8, group_size: 16}", "activation_dtype"),
+        ("axolotl", "qat: {quantize_embedding: false}", "qat"),
+        ("axolotl", "qat: {fake_quant_after_n_steps: 9}", "qat"),
     ],
 )
 def test_other_types_of_quantization_are_left_out(
     tool: str, added: str, key: str, converted: Write
 ) -> None:
     [(left, text)] = left_out(converted(FILES[tool], added)).items()
-    assert left.endswith(f".{key}")
+    assert left.rpartition(".")[2] == key
     assert "only int8 inputs with int4 weights are rounded in training" in text
+
+
+def test_quantization_that_differs_from_the_other_tool_is_noted(converted: Write) -> None:
+    """torchtune rounds an adapted head; axolotl trains with asymmetric scales of weights."""
+
+    def texts(document: str, added: str) -> str:
+        return " ".join(each.text for each in converted(document, added).remarks)
+
+    quantizer = "quantizer: {_component_: a.Int8DynActInt4WeightQATQuantizer}\n"
+    adapted = TORCHTUNE.replace("model:\n", "model:\n  apply_lora_to_output: true\n", 1)
+    assert "the head is not rounded here" not in texts(TORCHTUNE, quantizer)
+    assert "the head is not rounded here" in texts(adapted, quantizer)
+    types = "qat: {activation_dtype: int8, weight_dtype: int4}\n"
+    assert "axolotl trains with asymmetric ones" in texts(AXOLOTL, types)
 
 
 def test_shortest_rows_of_axolotl_are_translated(converted: Write, tmp_path: Path) -> None:
@@ -664,6 +680,19 @@ def test_dft_is_translated(tool: str, added: str, converted: Write, tmp_path: Pa
     translation = converted(FILES[tool], added)
     assert left_out(translation) == {}
     assert flat(translation, tmp_path)["train.dft"] is True
+
+
+@pytest.mark.parametrize(
+    ("tool", "added"), [("trl", "loss_type: dft"), ("llamafactory", "use_dft_loss: true")]
+)
+def test_label_smoothing_is_dropped_with_dft(
+    tool: str, added: str, converted: Write, tmp_path: Path
+) -> None:
+    translation = converted(FILES[tool], f"{added}\nlabel_smoothing_factor: 0.1\n")
+    assert left_out(translation) == {}
+    expect(flat(translation, tmp_path), {"train.dft": True, "train.label_smoothing": 0})
+    [note] = [each for each in translation.remarks if each.key == "label_smoothing_factor"]
+    assert note.text == f"{tool} ignores it with the loss of DFT"
 
 
 @pytest.mark.parametrize(

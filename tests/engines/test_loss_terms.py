@@ -18,6 +18,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.engines.tensor.outputs.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.models.architectures.gpt import SPEC
 from axonlaunch.models.build import build_model
@@ -83,6 +84,20 @@ def test_cross_entropy_with_terms_equals_formula(terms: dict[str, Any]) -> None:
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     assert losses.evaluation_loss(logits, targets).item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("term", [{"label_smoothing": SMOOTHING}, {"z_loss": Z_LOSS}], ids=str)
+def test_dft_with_another_term_is_refused(term: dict[str, float]) -> None:
+    logits, targets = drawn(11)
+    with pytest.raises(ValueError, match="dft=True weights plain cross entropy"):
+        cross_entropy_sum(logits, targets, dft=True, **term)
+    world = World.mock(1)
+    with pytest.raises(Exception, match="dft=True weights plain cross entropy"):
+        world.run(
+            lambda world: vocab_parallel_cross_entropy_sum(
+                logits, targets, group=world.default_group, dft=True, **term
+            )
+        )
 
 
 def test_label_smoothing_equals_that_of_transformers() -> None:

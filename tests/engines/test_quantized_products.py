@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import QuantizedFormat
+from axonlaunch.engines.precision.quantized_products import QuantizedProducts
 from axonlaunch.engines.precision.scaled_products import scale_products
 from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.facts.scaled_layers import note_on_experts
 
 GROUP = 32
 FORMAT = QuantizedFormat(name="qat_int8_int4", input_bits=8, weight_bits=4, input_multiple=GROUP)
@@ -92,18 +95,60 @@ def test_gradients_of_quantized_layers_are_those_of_torchao(dtype: torch.dtype) 
     assert 0 < (weight == 0).float().mean() < 1 / GROUP  # the largest weights of some groups
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_trained_weights_that_torchao_quantizes_give_the_outputs_of_training() -> None:
+def converted_by_torchao(model: nn.Sequential) -> Any:
+    """Return a copy with torchao's integers in place of weights."""
     ao: Any = pytest.importorskip("torchao.quantization")
-    model, x = linear_layers(dtype=torch.float32), samples(dtype=torch.float32)
     config = ao.Int8DynamicActivationIntxWeightConfig(
         weight_dtype=torch.int4, weight_granularity=ao.PerGroup(GROUP)
     )
     converted = copy.deepcopy(model)
     ao.quantize_(converted, config)
+    return converted
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trained_weights_that_torchao_quantizes_give_the_outputs_of_training() -> None:
+    model, x = linear_layers(dtype=torch.float32), samples(dtype=torch.float32)
+    converted = converted_by_torchao(model)
     with torch.no_grad():
         expected, actual = converted(x), quantized(model)(x)
     assert (actual - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved"), [(torch.float32, 0.0), (torch.bfloat16, 0.02)], ids=str
+)
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_makes_the_integers_of_training_or_in_bf16_neighbours_of_a_few(
+    dtype: torch.dtype, moved: float
+) -> None:
+    """torchao computes integers in the dtype of the weights, and training computes them in fp32."""
+    model = linear_layers(dtype=dtype)
+    converted = converted_by_torchao(model)
+    for index in (0, 2):
+        weight = model[index].weight.detach()
+        assert isinstance(weight, Tensor)
+        products = QuantizedProducts(FORMAT)
+        _, scale = products._in_groups(weight)
+        integers = [
+            (values.float().unflatten(-1, (-1, GROUP)) / scale).round()
+            for values in (products.rounded_weight(weight), converted[index].weight.dequantize())
+        ]
+        difference = (integers[1] - integers[0]).abs()
+        assert (difference > 0).float().mean() <= moved
+        assert difference.max() <= 1
+
+
+def test_scales_of_tokens_in_fp16_are_those_of_fp32() -> None:
+    """A range may exceed the largest number of fp16."""
+    x = torch.stack((torch.linspace(-40000, 40000, 64), torch.linspace(-1, 3, 64))).half()
+    products = QuantizedProducts(FORMAT)
+    for scale, exact in zip(
+        products._input_scale(x), products._input_scale(x.float()), strict=True
+    ):
+        assert torch.equal(scale, exact)
+    [layer] = quantized(linear_layers(dtype=torch.float16)[:1])
+    assert layer(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,10 +164,14 @@ def test_ranks_with_parts_of_inputs_round_like_one_process(dtype: torch.dtype) -
 
     expected = gradients(layer(nn.Linear), inputs())
     output = layer(nn.Linear)(inputs())
+    scales = QuantizedProducts(FORMAT)._input_scale(inputs().detach())
 
     def run(world: World) -> None:
-        del world
         parts = layer(RowParallelLinear)
+        features: Any = inputs().detach().chunk(2, -1)[world.rank]
+        products: Any = parts[0].product
+        for part, full in zip(products._input_scale(features), scales, strict=True):
+            assert torch.equal(part, full)
         allowed = 4 * torch.finfo(dtype).eps
         assert (parts(inputs()) - output).norm() <= allowed * output.norm()
         for name, gradient in gradients(parts, inputs()).items():
@@ -166,3 +215,21 @@ def test_groups_that_a_layer_or_a_rank_would_cut_are_refused_with_sizes_that_fit
         "o_proj has 32 inputs on each of 2 tensor ranks, not a multiple of it; use 4, 8, 16 or 32"
     )
     assert message in str(refused.value)
+
+
+def test_a_note_says_which_share_of_a_mixture_is_rounded() -> None:
+    """Of 128 features, attention has a half of the keys and values; experts have a width of 128."""
+    small = ["data=synthetic_tokens", "data.sequence_length=32", "train.global_batch_size=8"]
+
+    def note(*model: str) -> str | None:
+        config = run_config([*model, *small, "train.matmul_dtype=qat_int8_int4"])
+        return note_on_experts(config, spec_for(config), on_meta(config, seed=0))
+
+    square = 128 * 128
+    rounded, experts, router = (2 + 2 / 2 + 3) * square, 8 * 3 * square, 8 * 128
+    share = round(100 * rounded / (rounded + experts + router))
+    assert note("model=moe_debug") == (
+        f"train.matmul_dtype=qat_int8_int4: rounds {share}% of the blocks' weights, because packed "
+        "experts are left out"
+    )
+    assert note("model=gpt", "model.hidden_size=64", "model.num_attention_heads=4") is None

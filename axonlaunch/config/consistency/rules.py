@@ -28,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
+from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
@@ -36,9 +37,9 @@ from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.options.recording import ProfileConfig
-from axonlaunch.config.precision import PRECISIONS, QuantizedFormat
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
-from axonlaunch.config.schema import GROUPS, RunConfig, TrainConfig
+from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.intervals import epochs_of
 from axonlaunch.config.values.plain import with_values
@@ -66,7 +67,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_masters(config),
         *_update_in_backward(config),
         *_loss_terms(config),
-        *_products(config),
+        *rounding_problems(config),
         *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
@@ -268,45 +269,6 @@ def _update_of_averages(data_parallel: str) -> Iterator[ConfigIssue]:
             "them are complete; use fsdp, or false"
         )
         yield ConfigIssue("train.optimizer_in_backward", message, True)
-
-
-def _products(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield rounded products that a base or the hardware rules out, and unused settings of them."""
-    train, hardware, products = config.train, config.hardware, precision_of(config).products
-    for key in ("matmul_group_size", "matmul_start_step"):
-        value, default = getattr(train, key), getattr(TrainConfig, key)
-        if value != default and not isinstance(products, QuantizedFormat):
-            message = "is for train.matmul_dtype=qat_int8_int4; set it, or remove this setting"
-            yield ConfigIssue(f"train.{key}", message, value)
-    if train.steps != "auto" and 0 < train.num_steps <= train.matmul_start_step:
-        message = (
-            f"no step rounds, because the last one is {train.num_steps - 1}; use an earlier one"
-        )
-        yield ConfigIssue("train.matmul_start_step", message, train.matmul_start_step)
-    if products is None:
-        if train.matmul_exclude:
-            message = "train.matmul_dtype is null; set it, or remove this setting"
-            yield ConfigIssue("train.matmul_exclude", message, train.matmul_exclude)
-        return
-    if config.adapter is not None and config.adapter.base is not None:
-        message = (
-            f"weights in {config.adapter.base} would be rounded a second time; use null, or "
-            "adapter.base=null"
-        )
-        yield ConfigIssue("train.matmul_dtype", message, products.name)
-    if config.strategy.tensor.async_collectives:
-        message = (
-            "torch overlaps no products of rounded numbers; use false, or train.matmul_dtype=null"
-        )
-        yield ConfigIssue("strategy.tensor.async_collectives", message, True)
-    if hardware is None or hardware.is_cpu or products.peak is None:
-        return
-    if getattr(hardware, products.peak) is None:
-        message = (
-            f"hardware={hardware.name} has no {products.peak}, a peak of products in this dtype; "
-            f"use null, other hardware, or hardware.{products.peak}=NUMBER if it has them"
-        )
-        yield ConfigIssue("train.matmul_dtype", message, products.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:

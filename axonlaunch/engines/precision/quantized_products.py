@@ -9,9 +9,9 @@ of all features. A weight has a scale for each group of consecutive inputs. If t
 the features of an input, they exchange the two numbers of each token; groups are never divided.
 Therefore every layout rounds like one process.
 
-Values and the places of zero gradients are those of torchao's ``Int8DynActInt4WeightQATLinear``,
-which has a module of its own in place of ``nn.Linear``. Operations are in its order, because the
-largest weight of a group lies in the middle between two integers.
+Values and the places of zero gradients are those of torchao's ``Int8DynActInt4WeightQATLinear``, a
+class that replaces ``nn.Linear``. Operations are in its order: the largest weight of a group is
+half of a step above the largest integer, so the last digit decides its rounding.
 
 Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018; pytorch/ao, ``torchao/quantization/qat``.
@@ -86,6 +86,8 @@ class QuantizedProducts:
     def _input_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero point [..., 1] of each token, in fp32. Zero has a code."""
         lowest, highest = torch.aminmax(x, dim=-1, keepdim=True)
+        if x.dtype == torch.float16:  # the difference may exceed the largest number of fp16
+            lowest, highest = lowest.float(), highest.float()
         if self._group is not None:
             lowest, highest = max_over(torch.stack((-lowest, highest)), self._group)
             lowest = -lowest
@@ -130,7 +132,7 @@ def _range(bits: int) -> tuple[int, int]:
 
 
 def _codes(values: Tensor, scale: Tensor) -> Tensor:
-    """Return integers in fp32, some of which may exceed the range."""
+    """Return integers in fp32, before they are limited to the range."""
     return (values * scale.reciprocal()).round_()
 
 

@@ -7,7 +7,7 @@ These are the linear layers of the repeated blocks, or of a model without such b
 - routers and gates: layers beside experts, layers with as many outputs as there are experts, and
   those with fewer than 16 outputs;
 - experts that are packed in one parameter, because torch's grouped products in fp8 need other
-  scales.
+  scales. A note of the run says which share of the weights is rounded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.optimization.parameter_groups import explain_unmatched
+from axonlaunch.config.options.adapter import is_of_adapter
+from axonlaunch.models.adapters.expert_lora import packed_experts
 from axonlaunch.models.adapters.lora import LoraLayer, linear_layer_sizes, linear_layers
 from axonlaunch.models.facts.flops import count_experts
 from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import logical_numel, logical_shape
 
 _LEAST_OUTPUTS = 16
 
@@ -52,6 +55,32 @@ def selection_problems(
     elif not scaled_layers(config, spec, module):
         message = "leaves no layer; use train.matmul_dtype=null"
         yield ConfigIssue(key, message, config.train.matmul_exclude)
+
+
+def note_on_experts(config: RunConfig, spec: ModelSpec, module: nn.Module) -> str | None:
+    """Return a note on packed experts that are left out: the share of weights that is rounded.
+
+    Weights are the matrices of the blocks, without adapters.
+
+    Args:
+        config: Configuration with ``train.matmul_dtype``.
+        spec: Spec of the model.
+        module: Unsharded model on any device.
+    """
+    experts = packed_experts(module)
+    blocks = tuple(f"{name}." for name in spec.blocks(module))
+    sizes = {
+        name: logical_numel(parameter)
+        for name, parameter in module.named_parameters()
+        if name.startswith(blocks or "") and not is_of_adapter(name)
+        if len(logical_shape(parameter)) > 1
+    }
+    if not sizes.keys() & experts.keys():
+        return None
+    rounded = sum(sizes.get(f"{name}.weight", 0) for name in scaled_layers(config, spec, module))
+    share, dtype = rounded / sum(sizes.values()), config.train.matmul_dtype
+    why = "because packed experts are left out"
+    return f"train.matmul_dtype={dtype}: rounds {share:.0%} of the blocks' weights, {why}"
 
 
 def _candidates(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:

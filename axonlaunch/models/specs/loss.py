@@ -36,12 +36,25 @@ def cross_entropy_sum(
         dft: Whether the cross entropy of each target is multiplied by the target's probability,
             without a gradient through this factor (Wu et al., "On the Generalization of SFT: A
             Reinforcement Learning Perspective with Reward Rectification", 2025, equation 9).
+
+    Raises:
+        ValueError: ``dft`` is combined with another term.
     """
+    check_terms(label_smoothing, z_loss, dft=dft)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy_sum(logits, targets, label_smoothing, z_loss, dft=dft)
 
     return with_auxiliary_loss(loss, outputs, targets)
+
+
+def check_terms(label_smoothing: float, z_loss: float, *, dft: bool) -> None:
+    """Raise ``ValueError`` if DFT, which weights plain cross entropy, has another term."""
+    if dft and (label_smoothing or z_loss):
+        raise ValueError(
+            f"dft=True weights plain cross entropy: label_smoothing={label_smoothing} and "
+            f"z_loss={z_loss} must be 0"
+        )
 
 
 def with_auxiliary_loss(

@@ -44,7 +44,7 @@ def exercised_features(
         ),
         "precision": f"{train.precision}, weights in {train.param_dtype}"
         + (f" with masters in {masters.name}" if masters is not None else "")
-        + (f", products in {train.matmul_dtype}" if train.matmul_dtype else "")
+        + (f", rounded products ({train.matmul_dtype})" if train.matmul_dtype else "")
         + (", reference in fp64" if plan.fp64 else ""),
         "accumulation": _accumulation(layout),
         "uneven targets": "by row and step",

@@ -31,7 +31,7 @@ be 50 times that of another.
 """
 _FEW_PARAMETERS = 2**20
 _ROUNDS_OTHERWISE = 2.0**-20
-"""Relative perturbation of weights whose products have factors in 8 bits, 8 times fp32's epsilon.
+"""Relative perturbation of weights of rounded products, 8 times fp32's epsilon.
 
 A sum in another order, 1e-7, changes the rounding of one in 10^6 factors by 6%, which changes the
 rounding of others. In a small model this happens in some layouts only, and should then happen in
@@ -120,8 +120,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _machine_epsilon(config: RunConfig) -> float:
     """Return the machine epsilon of the lowest precision in use.
 
-    If factors of products are rounded to 8 bits, it is at least a size that changes the rounding of
-    some of them.
+    If factors of products are rounded, it is at least a size that changes the rounding of some.
     """
     precision = precision_of(config)
     least = 0.0 if precision.products is None else _ROUNDS_OTHERWISE

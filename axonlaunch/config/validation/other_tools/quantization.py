@@ -1,6 +1,11 @@
-"""Translates quantization-aware training with torchao, as torchtune and axolotl configure it."""
+"""Translates quantization-aware training with torchao, as torchtune and axolotl configure it.
+
+Values are those of torchtune's quantizer. axolotl trains with other scales of weights.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from axonlaunch.config.validation.other_tools.translation import Translation
 
@@ -9,6 +14,7 @@ _ONLY = "only int8 inputs with int4 weights are rounded in training (train.matmu
 _QUANTIZER = "Int8DynActInt4WeightQATQuantizer"
 _LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _HEAD = "the head is not rounded here; leave it out when the model is quantized"
+_SCALES = "weights have symmetric scales here; axolotl trains with asymmetric ones"
 
 
 def set_torchtune_quantizer(translation: Translation) -> None:
@@ -23,24 +29,27 @@ def set_torchtune_quantizer(translation: Translation) -> None:
     translation.set("train.matmul_dtype", _FORMAT, key)
     translation.set("train.matmul_group_size", int(translation.number(size, 256)), size)
     _set_start(translation, "fake_quant_after_n_steps")
-    if (targets := translation.settings.get("adapter.targets")) is None:
+    adapted = translation.settings.get("adapter.targets")
+    if adapted is None or "lm_head" in adapted.value:
         translation.note(key, _HEAD)
-    elif others := [name for name in _LINEAR_LAYERS if name not in targets.value]:
+    if adapted and (others := [name for name in _LINEAR_LAYERS if name not in adapted.value]):
         translation.set("train.matmul_exclude", others, key, note="only adapted layers are rounded")
 
 
 def set_axolotl_types(translation: Translation) -> None:
     """Translate the block ``qat``."""
     weights, inputs, size = "qat.weight_dtype", "qat.activation_dtype", "qat.group_size"
-    if not any(map(translation.has, (weights, inputs, size))):
+    if not isinstance(translation.get("qat"), Mapping):
         return
     if (translation.get(weights), translation.get(inputs)) != ("int4", "int8"):
-        translation.leave_out(weights if translation.has(weights) else inputs, _ONLY)
+        written = [key for key in (weights, inputs) if translation.has(key)]
+        translation.leave_out(written[0] if written else "qat", _ONLY)
         return
     translation.set("train.matmul_dtype", _FORMAT, weights, inputs)
     translation.set("train.matmul_group_size", int(translation.number(size, 32)), size)
     _set_start(translation, "qat.fake_quant_after_n_steps")
     translation.note(weights, _HEAD)
+    translation.note(weights, _SCALES)
 
 
 def _set_start(translation: Translation, key: str) -> None:

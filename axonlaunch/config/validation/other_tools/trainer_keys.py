@@ -86,6 +86,16 @@ def _offloading(translation: Translation, key: str, value: Any) -> None:
         translation.note(key, "blocks are recomputed from inputs that are in host memory")
 
 
+def drop_smoothing_of_dft(translation: Translation) -> None:
+    """Drop label smoothing if the loss is DFT, whose function in these tools ignores it."""
+    dft, smoothing = map(translation.settings.get, ("train.dft", "train.label_smoothing"))
+    if dft and dft.value and smoothing:
+        del translation.settings["train.label_smoothing"]
+        if smoothing.value:
+            text = f"{translation.tool.name} ignores it with the loss of DFT"
+            translation.note("label_smoothing_factor", text)
+
+
 _OFFLOADING = "activation_offloading"
 CHECKPOINTING = Rule("expressed", _checkpointing)
 OFFLOADING = Rule("expressed", _offloading)

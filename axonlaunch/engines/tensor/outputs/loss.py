@@ -17,6 +17,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, max_over, sum_over
 from axonlaunch.engines.tensor.divided_layers.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
+from axonlaunch.models.specs.loss import check_terms
 from axonlaunch.models.specs.spec import IGNORE_INDEX
 
 
@@ -43,10 +44,11 @@ def vocab_parallel_cross_entropy_sum(
         dft: As in ``models.specs.loss.cross_entropy_sum``.
 
     Raises:
-        ValueError: The shapes of logits and targets differ, or the number of columns is not this
-            rank's share of the classes.
+        ValueError: The shapes of logits and targets differ, the number of columns is not this
+            rank's share of the classes, or ``dft`` is combined with another term.
         RuntimeError: A target is not a class (asynchronously on CUDA).
     """
+    check_terms(label_smoothing, z_loss, dft=dft)
     if logits_local.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits {list(logits_local.shape)} do not fit targets {list(targets.shape)}: they "

@@ -305,7 +305,7 @@ def _divides_blocks_equally(
 def _multiplies_blocks_equally(
     config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
 ) -> bool:
-    """Return whether the same layers of all blocks compute their products in 8 bits."""
+    """Return whether the same layers of all blocks compute rounded products."""
     if not config.train.matmul_exclude:
         return True
     names = scaled_layers(config, spec, model)

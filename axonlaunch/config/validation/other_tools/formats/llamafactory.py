@@ -223,6 +223,7 @@ def _finish(translation: Translation) -> None:
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     rules.set_precision(translation, weights=_weights(translation))
     trainer_keys.set_clipping(translation)
+    trainer_keys.drop_smoothing_of_dft(translation)
     recomputes = not translation.flag("disable_gradient_checkpointing")
     if not translation.has("gradient_checkpointing"):
         chosen = "full" if recomputes else "none"

@@ -101,6 +101,7 @@ def _finish(translation: Translation) -> None:
     in_bf16 = rules.precision_named(translation.get(dtype)) == MIXED_PRECISION.name
     rules.set_precision(translation, weights=(dtype,) if in_bf16 else ())
     trainer_keys.set_clipping(translation)
+    trainer_keys.drop_smoothing_of_dft(translation)
     rules.set_intervals(translation, held_out=held_out)
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
