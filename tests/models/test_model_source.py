@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from axonlaunch.config.options.model import CustomConfig, GPTConfig, HuggingFaceConfig
+from axonlaunch.config.options.model import CustomConfig, GPTConfig, HuggingFaceConfig, MoEConfig
 from axonlaunch.config.problems.errors import ConfigIssue
 from axonlaunch.models.specs.source_of import model_in_folder, source_of
 
@@ -55,6 +55,15 @@ def test_model_of_a_plugin_without_optional_fields_has_no_weights_and_no_sizes()
     assert source.initial_weights() is None
     assert source.size("vocab_size") is None
     assert source.scaled_sizes().num_blocks == 0
+
+
+@pytest.mark.parametrize(("depth", "dense"), [(1, 1), (2, 2), (2, 3)])
+def test_a_dense_model_has_no_mixtures_at_another_depth(depth: int, dense: int) -> None:
+    model = MoEConfig(num_hidden_layers=depth, first_k_dense_replace=dense)
+    for count in range(1, 5):
+        changes = source_of(model).with_blocks(count)
+        other = replace(model, **{key.removeprefix("model."): n for key, n in changes.items()})
+        assert other.num_hidden_layers == count <= other.first_k_dense_replace
 
 
 def test_initial_weights_are_those_of_the_weights_key_before_those_of_the_folder(

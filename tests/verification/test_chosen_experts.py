@@ -14,8 +14,11 @@ from torch import Tensor
 
 from axonlaunch.engines.expert.kept_choices import _TakeChoices
 from axonlaunch.models.build import build_model, spec_for
+from axonlaunch.verification.comparison import verdict
 from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.decisions.chosen_experts import ChoicesInBackward
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.tolerances import Tolerances
 from axonlaunch.verification.result import ParityResult
 
 LAYOUT = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"]
@@ -69,9 +72,25 @@ def test_other_experts_of_clearly_different_scores_are_a_difference(
 def test_recomputation_that_chooses_experts_again_is_a_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class NoSteps(Tolerances):
+        def __init__(self, *inputs: Any) -> None:
+            super().__init__(*inputs)
+            self.last_step = 0
+
     monkeypatch.setattr(_TakeChoices, "choose", lambda _, __, make: make())
+    # Also if rounding changes even the first step too much for other comparisons.
+    monkeypatch.setattr(verdict, "Tolerances", NoSteps)
     result = compare("train.activation_checkpointing=full")
     assert "choose the experts of" in result.differences[0]
+
+
+@pytest.mark.parametrize(("dim", "tokens"), [(0, 0), (1, 6), (-1, 6)])
+def test_experts_are_chosen_in_the_last_dimension_of_scores(dim: int, tokens: int) -> None:
+    scores = torch.ones(6, 4, requires_grad=True)
+    scores.register_hook(lambda gradient: gradient.topk(1, dim=dim) and None)
+    with ChoicesInBackward(num_experts=4) as again:
+        scores.square().sum().backward()
+    assert again.tokens == tokens
 
 
 @pytest.mark.parametrize(

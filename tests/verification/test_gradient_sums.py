@@ -11,11 +11,13 @@ from hf_families import without_folder
 from parity_table import MODELS
 
 from axonlaunch.comm import World
-from axonlaunch.config import with_values
 from axonlaunch.engines.data_parallel import fsdp
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.hf import spec as hf_spec
+from axonlaunch.models.specs.spec import MixedSamples
+from axonlaunch.verification.comparison.compare import on_mock
 from axonlaunch.verification.comparison.gradient_sums import hides_rounded_sums, sum_differences
 from axonlaunch.verification.comparison.layout_run import prepared_engine
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import Difference
 from axonlaunch.verification.references.tolerances import SUM_TOLERANCE
 
@@ -30,6 +32,11 @@ EXPERTS = [
     *("model.num_hidden_layers=2", "model.moe_intermediate_size=16", "model.vocab_size=64"),
     *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16", "strategy=fsdp"),
     *("strategy.expert.degree=2", "launch.nproc=4", "launch.backend=mock"),
+]
+
+ZERO_BUBBLE = [
+    *(*MODELS["gpt"], *BATCH, BF16, "strategy=fsdp", "launch.nproc=4", "launch.backend=mock"),
+    *("strategy.pipeline.degree=2", "strategy.pipeline.schedule=zbv_zero_bubble"),
 ]
 
 
@@ -65,19 +72,33 @@ def sum_in_bf16(patch: pytest.MonkeyPatch, unit: str) -> None:
         [*TENSOR, BF16],
         pytest.param([*TENSOR, "train.precision=fp16"], marks=pytest.mark.slow),
         EXPERTS,
+        pytest.param(ZERO_BUBBLE, marks=pytest.mark.slow),
     ],
-    ids=["bf16", "fp16", "experts"],
+    ids=["bf16", "fp16", "experts", "zero bubble"],
 )
 def test_fp32_sums_of_16_bit_gradients_are_additive(overrides: list[str]) -> None:
     assert largest(overrides).relative < SUM_TOLERANCE / 10
 
 
-def test_sums_are_checked_without_the_loss_that_balances_experts() -> None:
-    layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
+def mixed_samples(model: Any) -> MixedSamples:
+    """Return what a sample's loss depends on if the model computes the loss of its routers."""
+    return "micro_batch" if model.config.output_router_logits else "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [True, False])
+def test_sums_in_bf16_are_found_beside_the_loss_that_balances_experts(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4", *BATCH]
     overrides = without_folder("qwen3_moe", BF16, *layout, output_router_logits=True)
-    config = run_config(overrides)
+    config = run_config([*overrides, "launch.backend=mock"])
     assert not hides_rounded_sums(config)
-    assert hides_rounded_sums(with_values(config, source_of(config).without_router_loss()))
+    sum_in_bf16(monkeypatch, "experts")
+    if not shares:  # as of models whose loss has other arguments, like Doge
+        monkeypatch.setattr(hf_spec, "_mixed_samples", mixed_samples)
+    result = on_mock(config, ComparisonPlan(steps=1))
+    assert any("is not summed over" in difference for difference in result.differences)
 
 
 @pytest.mark.slow

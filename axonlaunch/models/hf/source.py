@@ -100,7 +100,9 @@ class HuggingFaceSource(ModelSource):
 
     def with_blocks(self, count: int) -> dict[str, Any]:
         """Return the settings of a run that change the number of blocks."""
-        return {"model.config": {**self.model.config, "num_hidden_layers": count}}
+        from axonlaunch.models.hf.analysis.scaled_sizes import with_depth
+
+        return {"model.config": with_depth(self.model, count, self.scaled_sizes())}
 
     def block_kinds(self, blocks: Iterable[nn.Module]) -> list[str]:
         """Return the class of each block, with its layer type if there are several."""

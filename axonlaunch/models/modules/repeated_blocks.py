@@ -52,8 +52,25 @@ def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
 
 
 def without_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
-    """Return a copy of a module without the first ``count`` blocks."""
-    return _with_blocks(module, layers, slice(count, None))
+    """Return a copy of a module without the first ``count`` blocks.
+
+    Lists with an entry for each block in the copied configurations get shorter too, because
+    transformers reads the kind of the n-th block from ``config.layer_types[n]`` in forwards.
+    """
+    blocks: Any = module.get_submodule(layers)
+    copied = _with_blocks(module, layers, slice(count, None))
+    configs = {id(config): config for part in copied.modules() if (config := _config_of(part))}
+    for config in configs.values():
+        for name, value in config.items():
+            if isinstance(value, list) and len(value) == len(blocks):
+                config[name] = value[count:]
+    return copied
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module's configuration, not a copy of them."""
+    attributes: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
+    return attributes
 
 
 def _with_blocks(module: nn.Module, layers: str, chosen: slice) -> nn.Module:

@@ -13,6 +13,17 @@ from torch.overrides import TorchFunctionMode
 _TOPK = {torch.topk, Tensor.topk}
 
 
+def is_choice(scores: Tensor, dim: int, *, most_scores: int) -> bool:
+    """Return whether ``topk`` of these scores chooses experts, by their number.
+
+    Args:
+        scores: Scores [..., N].
+        dim: Dimension in which the best scores are chosen; choices are made in the last one.
+        most_scores: Largest number of scores of a choice.
+    """
+    return dim in (-1, scores.ndim - 1) and scores.shape[-1] <= most_scores
+
+
 class TopkChoices(TorchFunctionMode):
     """Lets ``choose`` determine the indices of each choice that this thread makes inside.
 
@@ -47,7 +58,7 @@ class TopkChoices(TorchFunctionMode):
             return call()
         scores: Tensor = args[0] if args else call.keywords["input"]
         dim = call.keywords.get("dim", args[2] if len(args) > 2 else -1)
-        if scores.shape[dim] > self._most_scores or dim not in (-1, scores.ndim - 1):
+        if not is_choice(scores, dim, most_scores=self._most_scores):
             return call()
 
         def make() -> Tensor:

@@ -190,7 +190,11 @@ class ModelSource:
             count: New number of blocks: the leading ones and a multiple of the period.
                 ``num_blocks`` is not 0.
         """
-        return {f"model.{_DEPTH}": count}
+        depth, dense = self.size(_DEPTH) or 0, self.size(_DENSE_FIRST) or 0
+        settings = {f"model.{_DEPTH}": count}
+        if depth <= dense < count:  # all blocks stay dense
+            settings[f"model.{_DENSE_FIRST}"] = count
+        return settings
 
     def block_kinds(self, blocks: Iterable[nn.Module]) -> list[str]:
         """Return a name for the kind of each of the model's blocks."""

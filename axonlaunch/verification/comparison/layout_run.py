@@ -111,8 +111,8 @@ def compare(
     draws = run.draws
     if reference.dropout and not config.train.compile:
         draws = _masks(config, world)
-    if spec_for(config).mixes_samples == "batch":
-        # The loss that balances experts needs the whole batch, but gradients are summed alike.
+    if spec_for(config).mixes_samples != "none":
+        # The loss that balances experts depends on other samples, but gradients are summed alike.
         config = with_values(config, source_of(config).without_router_loss())
     if hides_rounded_sums(config):
         differences += _of_sums(config, world)

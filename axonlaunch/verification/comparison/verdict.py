@@ -23,7 +23,7 @@ from axonlaunch.verification.result import ParityResult, layout_of
 
 _SAME = 1e-6
 """Relative change below which losses of different steps are considered equal."""
-_NEVER_ROUNDED = {"arithmetic", "order", "counted", "sum"}
+_NEVER_ROUNDED = {"arithmetic", "order", "counted", "again", "sum"}
 """Kinds that are compared in every step, even if rounding is too large for other kinds."""
 _MAX_LISTED = 8
 """Largest number of ranks that a difference lists."""

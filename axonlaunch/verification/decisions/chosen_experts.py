@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axonlaunch.models.modules.topk_choices import TopkChoices
+from axonlaunch.models.modules.topk_choices import TopkChoices, is_choice
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_internals import in_backward
 
@@ -166,8 +166,9 @@ class ChoicesInBackward(TorchDispatchMode):
         """Count a call."""
         del types
         if func is torch.ops.aten.topk.default and in_backward():
-            *tokens, scores = args[0].shape
-            self.tokens += math.prod(tokens) if scores <= self._num_experts else 0
+            scores, dim = args[0], args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+            if is_choice(scores, dim, most_scores=self._num_experts):
+                self.tokens += scores.shape[:-1].numel()
         return func(*args, **(kwargs or {}))
 
 

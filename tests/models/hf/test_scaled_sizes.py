@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,56 @@ def described(config: dict[str, Any], blocks: int = 4) -> HuggingFaceConfig:
 def test_block_repetition_is_detected_for_mixed_kinds(kind: str) -> None:
     config, sizes = FOUR_BLOCKS[kind]
     assert source_of(described(config)).scaled_sizes() == sizes
+
+
+LFM2_MOE = {
+    "model_type": "lfm2_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 2,
+}
+
+
+def test_lists_of_blocks_are_as_long_as_a_traced_model_that_is_deeper() -> None:
+    types = ["full_attention" if n % 4 == 2 else "conv" for n in range(10)]
+    config = described({**LFM2_MOE, "layer_types": types}, blocks=10)
+    sizes = source_of(config).scaled_sizes()
+    assert (sizes.num_blocks, sizes.leading, sizes.period) == (10, 2, 4)
+    deeper: Any = configs.with_values(run(config), source_of(config).with_blocks(2 + 8 * 4))
+    typed = structure(deeper.model).typed
+    assert typed.layer_types == ["full_attention" if n % 4 == 2 else "conv" for n in range(34)]
+
+
+def test_blocks_that_are_dense_only_at_the_given_depth_do_not_repeat() -> None:
+    dense = {**SPECIAL["deepseek_v3"], "first_k_dense_replace": 2}
+    assert source_of(described(dense, blocks=2)).scaled_sizes().num_blocks == 0
+
+
+def test_blocks_after_mixtures_of_another_kind_do_not_repeat() -> None:
+    config = described({**FAMILIES["qwen3_moe"], "mlp_only_layers": [0, 3]}, blocks=8)
+    assert source_of(config).scaled_sizes().num_blocks == 0
+
+
+@pytest.mark.slow
+def test_lists_in_files_are_as_long_as_a_deeper_model_with_an_irregular_beginning(
+    tmp_path: Path,
+) -> None:
+    types = ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)]
+    content = {**FAMILIES["llama"], "model_type": "lfm2", "num_hidden_layers": 24}
+    del content["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({**content, "layer_types": types}))
+    config = HuggingFaceConfig(path=str(tmp_path), init="random")
+    sizes = source_of(config).scaled_sizes()
+    assert (sizes.num_blocks, sizes.leading, sizes.period) == (24, 16, 3)
+    deeper: Any = configs.with_values(run(config), source_of(config).with_blocks(16 + 8 * 3))
+    kinds = structure(config).kinds
+    assert structure(deeper.model).kinds == (*kinds, *[*kinds[18:21]] * 5, kinds[18])[:40]
 
 
 def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:
