@@ -14,13 +14,14 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks, resolved
-from axonlaunch.planning.plan import fixed_keys, plan_config
+from axonlaunch.planning.plan import allowed_keys, fixed_keys, plan_config
 from axonlaunch.planning.search.found_hardware import (
     asks_for_hardware,
     device_names,
     hardware_option,
     with_found_hardware,
 )
+from axonlaunch.planning.search.keys import ALLOWABLE
 
 Compose = Callable[[Sequence[str]], Composed]
 
@@ -79,7 +80,8 @@ def load_auto_strategy(
         context,
         config,
         devices=ranks,
-        fixed=fixed_keys(composed),
+        # Training has no --allow, so no error may suggest it.
+        fixed=[*fixed_keys(composed), *allowed_keys([*ALLOWABLE])],
         config_dirs=config_dirs,
         wanted=1,
     )

@@ -77,7 +77,7 @@ def plan_run(
         context,
         config,
         devices=devices,
-        fixed=[*fixed_keys(composed), *fixed_keys(composed, allowed_keys(allow))],
+        fixed=fixed_keys(composed, [*SEARCHED, *allowed_keys([*ALLOWABLE])]),
         config_dirs=config_dirs,
         tokens=tokens,
         allow=allow,
@@ -254,6 +254,7 @@ def experiment(
     *,
     config_name: str = "config",
     config_dirs: Sequence[Path] = (),
+    numerics: Sequence[str] = (),
 ) -> str:
     """Return the YAML of an ``experiment`` that is equivalent to these overrides.
 
@@ -262,6 +263,7 @@ def experiment(
         layout: Overrides of the layout.
         config_name: Name of the primary config.
         config_dirs: Folders with the user's YAML files.
+        numerics: Changes of numerics in the layout, which a comment names.
 
     Raises:
         ConfigError: A file cannot express one of the overrides.
@@ -289,7 +291,8 @@ def experiment(
     # Entries with "override" must be last in the defaults list.
     groups = sorted(({key: option} for key, option in options.items()), key=_overrides_group)
     content = OmegaConf.create({"defaults": [*base, "_self_", *groups]})
-    return f"# @package _global_\n{OmegaConf.to_yaml(OmegaConf.merge(content, values))}"
+    comment = f"# Changes the numerics of the run: {', '.join(numerics)}\n" if numerics else ""
+    return f"# @package _global_\n{comment}{OmegaConf.to_yaml(OmegaConf.merge(content, values))}"
 
 
 def _overrides_group(default: dict[str, Any]) -> bool:
@@ -313,17 +316,20 @@ def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
 
 
 def fixed_keys(composed: Composed, searched: Sequence[str] = SEARCHED) -> list[str]:
-    """Return the searched keys that an override or an experiment sets directly."""
+    """Return the searched keys that an override, an experiment or the user's own primary file sets.
+
+    A file that a group selects, such as that of ``strategy=fsdp``, is no such file.
+    """
     overrides, files = composed.overridden, composed.in_files()
     return [
         key
         for key in searched
-        if (_sets(overrides[key], key) if key in overrides else _is_experiment(files.get(key, "")))
+        if (
+            _sets(overrides[key], key)
+            if key in overrides
+            else composed.is_of_run(files.get(key, ""))
+        )
     ]
-
-
-def _is_experiment(file: str) -> bool:
-    return file.startswith("experiment/")
 
 
 def _sets(override: str, key: str) -> bool:

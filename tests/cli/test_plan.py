@@ -146,12 +146,15 @@ def test_all_figures_that_hardware_lacks_are_reported_at_once(
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int) -> None:
+def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) -> None:
     first = planned(step_s=10.0, **{"matrix products": 7.0, "communication dp": 3.0})
     second = planned(step_s=11.0, **{"matrix products": 7.0, "communication dp": 4.0})
+    third = planned(step_s=12.0, **{"matrix products": 9.0, "communication dp": 3.0})
     stream = io.StringIO()
     known = Workload(128, None, 8192, "bf16", None)
-    print_plan(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
+    print_plan(
+        Plan(known, 1234, [first, second, third]), Console(file=stream, width=width), seconds=12.3
+    )
     text = stream.getvalue()
     assert text.startswith(
         "model: batch 128, 8,192 positions, bf16, recomputation per layout\n"
@@ -159,6 +162,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text
+    assert "20.0% slower: matrix products +2 s" in text
     assert "note" not in text
     pasted = [line for line in text.splitlines() if "launch.nproc" in line]
     assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
@@ -177,6 +181,18 @@ def test_a_plan_is_kept_as_groups_and_values() -> None:
         "# @package _global_\ndefaults:\n- _self_\n- override /model: gpt\n"
         "- override /strategy: fsdp\ntrain:\n  steps: 3\nlaunch:\n  nproc: 4\n"
     )
+
+
+def test_saved_plan_names_changes_of_numerics(tmp_path: Path) -> None:
+    best = tmp_path / "experiment/best.yaml"
+    best.parent.mkdir()
+    data = ["data=synthetic_tokens"]
+    best.write_text(experiment(data, ["optimizer.state_dtype=8bit"], numerics=["8-bit states"]))
+    assert best.read_text().startswith(
+        "# @package _global_\n# Changes the numerics of the run: 8-bit states\ndefaults:"
+    )
+    kept = config.load(["experiment=best"], config_dirs=[tmp_path])
+    assert kept == config.load([*data, "optimizer.state_dtype=8bit"])
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"
         ("train.matmul_dtype=fp8_tensorwise", "strategy=tensor launch.nproc=2"),
         ("adapter=lora adapter.base=nf4", "strategy=single launch.nproc=1"),
         ("adapter=lora adapter.base=int8", "strategy=zero1 launch.nproc=2"),
+        ("adapter=lora train.param_dtype=bf16", "strategy=zero1 launch.nproc=2"),
     ],
 )
 def test_analytic_memory_of_low_precision_is_close_to_trace(numerics: str, layout: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,18 +20,23 @@ MODEL = ["data=synthetic_tokens", "data.sequence_length=16", "hardware=h100_80gb
 Patch = pytest.MonkeyPatch
 
 
-def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
-    handed: list[dict[str, Any]] = []
+def arguments_of_search(monkeypatch: Patch, *overrides: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the layout settings and the keys of precision that the search keeps."""
+    handed: list[tuple[dict[str, Any], list[str]]] = []
 
     def call(context: object, target: str, run: Any, *arguments: Any, task: str) -> Plan:
-        _, keys, *_ = arguments
-        handed.append(keys)
+        _, layout, _, _, kept = arguments
+        handed.append((layout, kept))
         return Plan(workload(run, searched=True), 0, [])
 
     monkeypatch.setattr(forked_call, "call", call)
     context = cast("Any", None)
     plan.plan_run(context, [*MODEL, *overrides], devices=4, config_name="config", config_dirs=[])
     return handed[0]
+
+
+def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
+    return arguments_of_search(monkeypatch, *overrides)[0]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,30 @@ def test_plan_keeps_settings_of_experiment() -> None:
     composed = config.compose(["experiment=llama3_8b", "strategy.tensor.degree=2"])
     keys = ["train.micro_batch_size", "train.activation_checkpointing", "strategy.tensor.degree"]
     assert {*plan.fixed_keys(composed)} == {*keys}
+
+
+def test_plan_keeps_settings_of_files_of_the_user(tmp_path: Path) -> None:
+    layout = "strategy:\n  tensor:\n    degree: 2\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{layout}")
+    (tmp_path / "strategy/mine.yaml").write_text("tensor:\n  degree: 2\n")
+    (tmp_path / "primary.yaml").write_text(f"defaults:\n- config\n- _self_\n{layout}")
+
+    def keys(*overrides: str, name: str = "config") -> list[str]:
+        composed = config.compose(overrides, config_name=name, config_dirs=[tmp_path])
+        assert composed.tree["strategy"]["tensor"]["degree"] == 2
+        return plan.fixed_keys(composed)
+
+    assert keys("experiment=mine") == ["strategy.tensor.degree"]
+    assert keys(name="primary") == ["strategy.tensor.degree"]
+    assert keys("strategy=mine") == []
+
+
+def test_plan_keeps_precision_of_the_user_without_allow(monkeypatch: Patch) -> None:
+    precision = ["train.param_dtype=fp32", "optimizer.state_dtype=fp32"]
+    _, kept = arguments_of_search(monkeypatch, *precision)
+    assert {*kept} == {"train.param_dtype", "optimizer.state_dtype"}
 
 
 def test_unpublished_figures_are_assumed_and_reported() -> None:

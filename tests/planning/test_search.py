@@ -44,7 +44,8 @@ def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
     assert "no layout of 8 devices fits: " in issue.message
     assert "takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
     assert issue.message.endswith(
-        "; a layout is expected to fit with data.sequence_length=8, adapter=lora or 16 devices"
+        "; a layout is expected to fit with 16 devices, "
+        "--allow low_precision (changes numerics), data.sequence_length=8 or adapter=lora"
     )
 
 
@@ -62,13 +63,15 @@ def test_search_names_smallest_change_of_each_kind_if_no_layout_fits(found: Any)
         found("hardware.memory_gib=0.3", "train.precision=bf16", off=1.0)
     [issue] = raised.value.problems
     assert issue.message.endswith(
-        "; a layout is expected to fit with data.sequence_length=4, adapter=lora or 32 devices"
+        "; a layout is expected to fit with 32 devices, "
+        "--allow low_precision (changes numerics), data.sequence_length=4 or adapter=lora"
     )
     with pytest.raises(ConfigError) as raised:
         found("hardware.memory_gib=0.6", "train.precision=bf16", off=1.0)
     [issue] = raised.value.problems
     assert issue.message.endswith(
-        "with data.sequence_length=8, train.param_dtype=bf16, adapter=lora or 16 devices"
+        "with 16 devices, --allow low_precision (changes numerics), data.sequence_length=8, "
+        "train.param_dtype=bf16 or adapter=lora"
     )
 
 
@@ -88,6 +91,23 @@ def test_search_names_impossible_setting_with_alternatives(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         found(off=1.0, **fixed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "ranks"),
+    [
+        (["launch.nnodes=8"], 8, ["launch.nnodes=1", "launch.nproc=8"]),
+        (["launch.nnodes=2"], 16, ["launch.nproc=8"]),
+        (["train.global_batch_size=48"], 12, ["launch.nnodes=2", "launch.nproc=6"]),
+        (["train.global_batch_size=48"], 6, ["launch.nproc=6"]),
+    ],
+)
+def test_plan_sets_nodes_and_ranks(
+    found: Any, overrides: list[str], devices: int, ranks: list[str]
+) -> None:
+    plan = found(*overrides, devices=devices)
+    for planned in plan.candidates:
+        assert [word for word in planned.overrides if word.startswith("launch.")] == ranks
 
 
 def test_search_names_indivisible_batch(found: Any) -> None:

@@ -110,14 +110,17 @@ def command(
     seconds = time.monotonic() - began
     if write is not None:
         with writing("--write", write):
-            replace_text(write, written(plan.candidates[0].overrides))
+            best = plan.candidates[0]
+            replace_text(write, written(best.overrides, numerics=best.numerics))
     if as_json:
         print_json(plan_to_json(plan, seconds))
         return
     console = console_on()
     print_plan(plan, console, seconds=seconds)
     if write is not None:
-        console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
+        changes = ", ".join(plan.candidates[0].numerics)
+        note = f", which changes the numerics of the run: {changes}" if changes else ""
+        console.print(f"\nwritten to {write}{note}", markup=False, soft_wrap=True)
         folders = [write.parent.parent, *(config_dir or [])]
         options = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
         options += [f"--config-name {config_name}"] if config_name != "config" else []
@@ -141,7 +144,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
-    """Print a table of layouts, their overrides, and why the second is slower than the first."""
+    """Print a table of layouts, their overrides, and why others are slower than the first."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import plan_table
@@ -156,10 +159,9 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
     for number, planned in enumerate(plan.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
-        remark = ""
         if number == 1:
             remark = plan_table.time_shares(planned)
-        elif number == 2:
+        else:
             remark = plan_table.why_slower(plan.candidates[0], planned)
         if remark:
             lines = textwrap.fill(remark, console.width - 3)

@@ -74,6 +74,8 @@ class Composed:
         preset: Preset of the model, by the keys of ``PRESETS``.
         chosen: Maps the dotted key of each leaf that was chosen by what the run trains to a text
             with the reason.
+        primary: Primary file as ``in_files`` names it.
+        config_dirs: Folders with the user's YAML files.
     """
 
     tree: dict[str, Any]
@@ -83,6 +85,15 @@ class Composed:
     in_environment: dict[str, str] = field(default_factory=dict)
     preset: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
+    primary: str = ""
+    config_dirs: Sequence[Path] = ()
+
+    def is_of_run(self, file: str) -> bool:
+        """Return whether a file of ``in_files`` is an experiment or the user's primary file."""
+        if not Path(file).is_absolute():
+            return file.startswith("experiment/")
+        folders = (folder / "experiment" for folder in self.config_dirs)
+        return file == self.primary or any(Path(file).is_relative_to(each) for each in folders)
 
     def origins(self) -> dict[str, str]:
         """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
@@ -207,7 +218,15 @@ class Composer:
         problems += preset_problems
         in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
-        return Composed(named, overrides.origins, in_files, problems, preset=preset)
+        return Composed(
+            named,
+            overrides.origins,
+            in_files,
+            problems,
+            preset=preset,
+            primary=self._describe(config_name),
+            config_dirs=self.folders[:-1],
+        )
 
     def sweep(self, overrides: Sequence[str], *, samples: int | None = None) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.

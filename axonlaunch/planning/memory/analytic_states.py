@@ -153,7 +153,8 @@ def _divided_update_moments(
     in_flight = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
     # Gradients in 16 bits are larger in the buckets that sum them in fp32.
     precision = precision_of(config)
-    growth = max(1.0, precision.reduce.nbytes / precision.gradients.nbytes)
+    ratio = precision.reduce.nbytes / precision.gradients.nbytes
+    growth = 1.0 if sums_as_stored(config) else max(1.0, ratio)
     in_flight *= growth
     cast, cast_ends = _cast_bytes(config, total, ends, shares)
     accumulated = 1.0 if _accumulates(layout) else 0.0

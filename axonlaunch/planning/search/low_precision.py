@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.axes import AXES
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import precision_of
@@ -46,9 +47,14 @@ class NumericsChange:
 
 
 def master_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of weights in the compute format with masters; empty for fp32."""
+    """Return the settings of weights in the compute format with masters.
+
+    They are empty for fp32, and for optimizers without masters.
+    """
     precision = precision_of(config)
     if not precision.compute.is_low or precision.parameters.is_low:
+        return {}
+    if not hasattr(config.optimizer, "master_weights"):  # a registered optimizer
         return {}
     return {keys.WEIGHTS: precision.compute.name, keys.MASTERS: FP32.name}
 
@@ -101,8 +107,13 @@ def faster_ones(lower: Iterable[Planned], exact: Iterable[Planned]) -> list[Plan
 
     A layout that changes numerics and is not faster would be useless.
     """
-    limit = min((planned.step_s for planned in exact if planned.fits), default=math.inf)
-    return [planned for planned in lower if planned.fits and planned.step_s < _WORTH * limit]
+    limit = worthwhile_time(exact)
+    return [planned for planned in lower if planned.fits and planned.step_s < limit]
+
+
+def worthwhile_time(exact: Iterable[Planned]) -> float:
+    """Return the seconds of a step from which lower precision is useless; infinite if none fits."""
+    return _WORTH * min((planned.step_s for planned in exact if planned.fits), default=math.inf)
 
 
 def _possible_changes(
@@ -113,14 +124,16 @@ def _possible_changes(
     problems: list[ConfigIssue] = []
     for kind in _changes(config):
         possible = []
+        impossible: dict[str, ConfigIssue] = {}
         for change in kind:
             if not change.settings.keys().isdisjoint(kept):
                 continue
             if issues := _problems(config, change):
-                problems += issues[:1]
+                impossible.setdefault(issues[0].message, issues[0])
             else:
                 possible.append(change)
         kinds.append(possible)
+        problems += impossible.values()
     return kinds, problems
 
 
@@ -154,11 +167,33 @@ def _problems(config: RunConfig, change: NumericsChange) -> list[ConfigIssue]:
     """Return why a run can't use a change on any layout."""
     changed = with_values(on_one_device(config), change.settings)
     spec = spec_for(changed)
+    undivided = _without_degrees(config)
     try:
+        # Settings that need degrees break rules with and without the change.
+        broken = find_rule_violations(undivided)
+        violations = find_rule_violations(with_values(undivided, change.settings))
         return [
-            *find_rule_violations(changed),
+            *(issue for issue in violations if issue not in broken),
+            *_unpriced_products(changed),
             *layout_problems(changed, Layout.of(changed, world_size=1)),
             *product_problems(changed, spec, on_meta(changed, seed=changed.seed)),
         ]
     except ConfigError as error:
         return error.problems
+
+
+def _without_degrees(config: RunConfig) -> RunConfig:
+    """Return a run on one device with all other strategy settings of the user."""
+    degrees = dict.fromkeys((*(axis.key for axis in AXES), keys.EXPERT_RANKS), 1)
+    settings = {**degrees, keys.KIND: "none", keys.REPLICATE: "auto"}
+    return with_values(with_values(on_one_device(config), {"strategy": config.strategy}), settings)
+
+
+def _unpriced_products(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem if products can't be timed. CPUs compute them, but have no peak of them."""
+    hardware, products = config.hardware, precision_of(config).products
+    if hardware is None or products is None or products.peak is None:
+        return
+    if hardware.is_cpu and getattr(hardware, products.peak) is None:
+        message = f"hardware={hardware.name} has no {products.peak}, so a step can't be timed"
+        yield ConfigIssue(keys.PRODUCTS, message, products.name)

@@ -66,6 +66,7 @@ def none_fits(
     fixed: Fixed,
     fits: Callable[[RunConfig, int, Fixed], bool],
     lowered: RunConfig | None = None,
+    not_tried: Sequence[ConfigIssue] = (),
 ) -> ConfigIssue:
     """Return the problem that no layout fits, with the closest one and changes of each kind.
 
@@ -78,6 +79,7 @@ def none_fits(
         fits: Function that returns whether a layout is expected to fit, given a configuration, a
             number of devices and fixed settings. It may raise ``ConfigError``.
         lowered: The run as ``--allow low_precision`` may change it; None if that changes nothing.
+        not_tried: Why changes of numerics were not searched.
     """
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
@@ -101,17 +103,19 @@ def none_fits(
         for key, value in fixed.items()
         if fits(config, devices, _without(fixed, key))
     ]
+    counts = (n * devices for n in _MULTIPLES if fits(config, n * devices, fixed))
+    changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
     if lowered is not None and _can_fit(lowered, devices, fixed, fits):
-        changes.append(f"--allow {keys.LOW_PRECISION}")
+        changes.append(f"--allow {keys.LOW_PRECISION} (changes numerics)")
     for options in _smaller_runs(config):
         values = (option for option in options if _can_fit(option.config, devices, fixed, fits))
         changes += [option.text for option in itertools.islice(values, 1)]
-    counts = (n * devices for n in _MULTIPLES if fits(config, n * devices, fixed))
-    changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
     if changes:
         message += f"a layout is expected to fit with {one_of(changes)}"
     else:
         message += "use more devices or a smaller batch or sequence"
+    if not_tried:
+        message += f"; not searched: {'; '.join(map(str, not_tried))}"
     return ConfigIssue("hardware", message, config.hardware.name)
 
 

@@ -72,9 +72,9 @@ def candidate_changes(config: RunConfig) -> list[Options]:
         _sequence_parallel(config),
         _tensor(config, layout),
         _pipeline(config, layout),
-        _quantized_base(config),
         _offload(config, layout),
         _update_in_backward(config, layout),
+        _quantized_base(config),
         _masters(config, layout),
         _states(config),
     ]

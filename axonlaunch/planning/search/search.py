@@ -37,7 +37,12 @@ from axonlaunch.planning.records import (
 )
 from axonlaunch.planning.search import refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
-from axonlaunch.planning.search.low_precision import faster_ones, lower_layouts, smallest_run
+from axonlaunch.planning.search.low_precision import (
+    faster_ones,
+    lower_layouts,
+    smallest_run,
+    worthwhile_time,
+)
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
@@ -99,7 +104,7 @@ def search_layouts(
         return candidates(
             run,
             devices=count,
-            in_node=min(count, per_node),
+            in_node=count // _num_nodes(count, per_node),
             fixed=settings,
             offloads=hardware.host_gb_s is not None,
         )
@@ -119,8 +124,7 @@ def search_layouts(
         else ([], [])
     )
     formulas = _formulas(config, lower)
-    in_node = min(devices, per_node)
-    num_nodes = devices // in_node if devices % in_node == 0 else 1
+    num_nodes = _num_nodes(devices, per_node)
     estimate_layouts = partial(
         _estimate_in_rounds,
         config=config,
@@ -133,7 +137,7 @@ def search_layouts(
     found = estimate_layouts(layouts)
     if lower:
         try:
-            found = _merged(found, estimate_layouts(lower))
+            found = _merged(found, estimate_layouts(lower, useless=worthwhile_time(found.plans)))
         except ConfigError as error:
             problems += error.problems
     searched = len(layouts) + len(lower)
@@ -154,6 +158,7 @@ def search_layouts(
             fixed=fixed,
             fits=expects_fit,
             lowered=None if lowers else smallest_run(config, kept),
+            not_tried=problems,
         )
         raise ConfigError([issue])
     return Plan(
@@ -163,6 +168,11 @@ def search_layouts(
         untraced=found.untraced,
         not_tried=tuple(map(str, problems)),
     )
+
+
+def _num_nodes(devices: int, per_node: float) -> int:
+    """Return the smallest number of nodes that hold equally many of the devices."""
+    return next(n for n in range(1, devices + 1) if devices % n == 0 and devices // n <= per_node)
 
 
 def _formulas(config: RunConfig, lower: Iterable[Candidate]) -> dict[tuple[str, ...], Formulas]:
@@ -229,6 +239,7 @@ def _estimate_in_rounds(
     memory: float,
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
+    useless: float = math.inf,
 ) -> _Found:
     """Estimate the fastest layouts in rounds, until some of them fit.
 
@@ -243,6 +254,7 @@ def _estimate_in_rounds(
         memory: Bytes of device memory that an estimate may use.
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
+        useless: Seconds of a step from which layouts are not estimated.
 
     Raises:
         ConfigError: No layout of the first round can be run or traced.
@@ -263,7 +275,10 @@ def _estimate_in_rounds(
             if plans:
                 break
             raise
-        estimates = _estimate_first(timed, config=config, ranks=ranks, wanted=wanted)
+        worthwhile = timed
+        if math.isfinite(useless):
+            worthwhile = [pair for pair in timed if pair[1].step_s < useless]
+        estimates = _estimate_first(worthwhile, config=config, ranks=ranks, wanted=wanted)
         plans = [*estimates.values(), *plans]
         untraced = _faster_untraced(preselected, timed, estimates)
         estimated = [choice.candidate.settings for choice in estimates]
@@ -272,6 +287,7 @@ def _estimate_in_rounds(
             any(planned.fits for planned in plans)
             or math.isinf(preselected[0].step_s)
             or not layouts
+            or not estimates
         ):
             break
         underestimate = max(
@@ -509,6 +525,6 @@ def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) 
         f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != values[key]
     ]
     num_nodes, ranks_per_node = ranks
-    if num_nodes > 1:
+    if num_nodes != values["launch.nnodes"]:
         overrides.append(f"launch.nnodes={num_nodes}")
     return [*overrides, f"launch.nproc={ranks_per_node}"]
