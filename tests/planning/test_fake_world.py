@@ -305,3 +305,17 @@ def test_torch_warns_of_no_view_that_a_block_returns_in_an_estimate() -> None:
     register_model("linears", layers="layers", inputs="tokens")(Linears)
     overrides = ["model=linears", "strategy=fsdp", "launch.nproc=2", "hardware=cpu", *TINY]
     assert estimate(estimate_config(overrides)).ranks  # a warning is an error here
+
+
+def test_fused_update_of_sgd_needs_no_memory() -> None:
+    """torch defines fused updates of fake tensors for Adam alone, and runs others on real ones."""
+
+    def update() -> bool:
+        fake_world.define_fake_sgd()
+        with fake_tensor_mode():
+            weight = nn.Parameter(torch.empty(2**48, device="cpu"))
+            weight.grad = torch.empty_like(weight)
+            torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True).step()
+        return True
+
+    assert forked_map.map_forked([update]) == [True]

@@ -25,7 +25,7 @@ from axonlaunch.config.consistency.layout import (
     settings_for_ranks,
 )
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.config.optimization.optimizer import SGDConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
@@ -108,7 +108,7 @@ class Formulas:
         """
         alone = [on_one_device(config) for config in configs]
         # Activations do not depend on the optimizer.
-        models = [with_values(config, {"optimizer": SGDConfig()}) for config in alone]
+        models = [with_values(config, {"optimizer": AdamWConfig()}) for config in alone]
         distinct = [model for n, model in enumerate(models) if model not in models[:n]]
         runs: list[Callable[[], Any]] = [
             *(partial(step_work, config, world_size=1) for config in alone),

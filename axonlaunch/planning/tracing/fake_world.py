@@ -11,6 +11,7 @@ Patched, each by one function below, with the problem that it avoids:
     schedules._batch_p2p                       a sent tensor would count as freed too early
     ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
     routing.read_counts                        the chosen experts of a token are unknown
+    aten._fused_sgd_                           no fake version: it would run on real tensors
     aten._local_scalar_dense                   ``if grad.isfinite().all()`` has no answer
 
 The last one applies only inside ``assume_true``. An example: ``bool(fake > 0)`` is True, and
@@ -64,6 +65,7 @@ def join_fake_world(*, rank: int, world_size: int, expert_load: float = 1.0) -> 
     keep_sent_tensors()
     hide_sharding_propagation()
     assume_routes(expert_load)
+    define_fake_sgd()
     return World(
         rank=rank,
         local_rank=0,
@@ -90,6 +92,18 @@ def pretend_backend(backend: Backend) -> None:
         return backend if name == "fake" else real_of_torch(name)
 
     Backend.of_torch = of_torch_or_fake  # type: ignore[method-assign]
+
+
+_DEFINED = torch.library.Library("aten", "IMPL")
+"""Owner of the definitions below, which end with it."""
+
+
+def define_fake_sgd() -> None:
+    """Define the fused update of SGD for fake tensors: it changes values, which they do not have.
+
+    torch defines only those of Adam, and runs others on real tensors of the same sizes.
+    """
+    _DEFINED.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
 
 
 _SCALAR = 0.5
