@@ -13,7 +13,7 @@ from typing import Any
 
 from command import Command
 from kills import act, is_alive, judge
-from lab import Lab, Log, check_no_partial, end, steps_logged
+from lab import Lab, Log, check_no_partial, checkpoints, end, steps_logged
 
 STEPS, SOAK_STEPS = 48, 500
 MODEL = [
@@ -58,36 +58,40 @@ def soak(lab: Lab, seed: int, log: Log) -> None:
 
 
 def _move(lab: Lab, seed: int, log: Log, *, steps: int) -> None:
-    overrides = [*MODEL, f"train.steps={steps}", f"seed={seed}"]
-    expected = _undisturbed(lab, overrides, name=f"single-{steps}-{seed}")
     chance = random.Random(seed)
     command = lab.quick(lab.new(f"move-{seed}"))
     # Each layout continues, also the first one, which begins the run.
     least, layouts = steps // (3 * (len(LAYOUTS) + 1)), list(LAYOUTS)
+    total = steps
     for number in range(steps):
         layout = layouts[number % len(layouts)]
+        overrides = [*MODEL, f"train.steps={total}", f"seed={seed}"]
         process = command.start("train", *overrides, *LAYOUTS[layout])
         begun = steps_logged(command)
         stop = begun + chance.randint(least, 2 * least)
         log(f"{layout} from step {begun}")
-        _wait_for_step(command, process, min(stop, steps))
-        if _has_all(command, steps):
+        _wait_for_step(command, process, min(stop, total))
+        if steps_logged(command) < total:
+            act(chance, command, process, "all", "SIGKILL", log)
+            judge(command, end(process), "all", "SIGKILL")
+            continue
+        done = end(process)
+        assert done.status == 0, f"exit status {done.status}: {done.text[-1500:]}"
+        if len(_resumed(command)) == len(LAYOUTS):
             break
-        act(chance, command, process, "all", "SIGKILL", log)
-        judge(command, end(process), "all", "SIGKILL")
-    done = end(process)
-    assert done.status == 0, f"exit status {done.status}: {done.text[-1500:]}"
-    if not _has_all(command, steps):
-        raise AssertionError(f"{steps_logged(command)} of {steps} steps")
+        total += steps // 2  # too fast for some layouts
+    else:
+        raise AssertionError(f"{steps_logged(command)} of {total} steps")
+    log(f"resumed as {', '.join(_resumed(command))}")
+    expected = _undisturbed(lab, overrides, name=f"single-{total}-{seed}")
     _check_losses(command, expected, log)
-    _check_layouts(command, log)
     check_no_partial(command)
 
 
 def _wait_for_step(command: Command, process: Any, step: int) -> None:
-    """Wait until a step is logged or the command has ended."""
+    """Wait until a step is logged and the next layout can resume, or the command has ended."""
     seen, since = steps_logged(command), time.monotonic()
-    while seen < step and is_alive(process.pid):
+    while (seen < step or not checkpoints(command)) and is_alive(process.pid):
         time.sleep(0.05)
         if (logged := steps_logged(command)) != seen:
             seen, since = logged, time.monotonic()
@@ -103,17 +107,11 @@ def _undisturbed(lab: Lab, overrides: list[str], *, name: str) -> list[float]:
     return command.losses("run")
 
 
-def _has_all(command: Command, steps: int) -> bool:
-    return steps_logged(command) >= steps
-
-
-def _check_layouts(command: Command, log: Log) -> None:
-    """Check that ranks in each of the layouts have continued the run from a checkpoint."""
+def _resumed(command: Command) -> list[str]:
+    """Return the layouts whose ranks have continued the run from a checkpoint."""
     lines = (command.folder / "runs/run/events.jsonl").read_text().splitlines()
     starts = [event for event in map(json.loads, lines) if event["event"] == "started"]
-    resumed = sorted({event["layout"] for event in starts if event["resumed_from"]})
-    log(f"{len(starts)} starts; resumed as {', '.join(resumed)}")
-    assert len(resumed) == len(LAYOUTS), f"resumed only as {', '.join(resumed)}"
+    return sorted({event["layout"] for event in starts if event["resumed_from"]})
 
 
 def _check_losses(command: Command, expected: list[float], log: Log) -> None:

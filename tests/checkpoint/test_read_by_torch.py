@@ -71,7 +71,7 @@ def train_and_save(run_dir: Path, *overrides: str) -> dict[str, Tensor]:
     return {name: tensor for state in World.mock(2).run(on_rank) for name, tensor in state.items()}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [("strategy=fsdp",), ("strategy=tensor", "model=llama_debug", "model.vocab_size=257")],

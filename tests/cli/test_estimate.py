@@ -132,6 +132,7 @@ def test_process_overhead_names_source_of_its_figures(
     assert "includes" not in shown(known, width=200)  # an estimate for a CPU
 
 
+@pytest.mark.slow
 def test_512_ranks_are_reported_on_one_node_and_kept(axonlaunch: Command) -> None:
     overrides = [
         *("estimate", *TINY, "strategy=hybrid", "model.num_attention_heads=4", "--json"),

@@ -149,7 +149,7 @@ def test_plugins_of_second_format_become_options(
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"peft_config": {"name": "freeze"}}, "peft_config.name"),
+        ({"peft_config": {"name": "oft"}}, "peft_config.name"),
         ({"quant_config": {"name": "bnb", "quantization_bit": 3}}, "quant_config.quantization_bit"),
         ({"optim_config": {"name": "adam_mini"}}, "optim_config.name"),
         ({"train_dataset": "data/none.yaml"}, "train_dataset"),

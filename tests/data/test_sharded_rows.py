@@ -161,6 +161,7 @@ def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list
     assert summary.counted_tokens == other.counted_tokens
 
 
+@pytest.mark.slow
 def test_another_process_tokenises_the_rest_and_ends_with_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def trained(overrides: list[str]) -> Trained:
     return losses, norms, biases
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", CASES)
 def test_losses_norms_and_biases_of_experts_equal_plain_torch(layout: str) -> None:
     losses, norms, biases = trained(LAYOUTS[layout])

@@ -162,7 +162,6 @@ def test_single_node_measurement_is_not_used_for_several(context: ForkServerCont
         load(overrides, context)
 
 
-@pytest.mark.slow
 def test_this_node_is_measured_once(
     context: ForkServerContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

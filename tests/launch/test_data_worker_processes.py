@@ -103,7 +103,6 @@ def logged(run: Served, name: str) -> list[dict[str, float]]:
         return []
 
 
-@pytest.mark.slow
 def test_an_image_dataset_with_augmentation_feeds_four_ranks_by_workers(images: Served) -> None:
     four = ["strategy=fsdp", "launch.nproc=4"]
     images("train", *RUN, *four, "data.workers=2", "name=workers")
@@ -200,7 +199,6 @@ def interrupt(run: Served, *overrides: str, number: int) -> None:
     run.wait_until_gone(seconds=10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_interrupted_runs_with_workers_resume_to_the_bit(images: Served, times: int) -> None:
     chosen = ["launch.nproc=2", "checkpoint.every=3", f"train.steps={8 * times}"]

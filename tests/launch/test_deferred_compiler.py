@@ -88,7 +88,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_eager_training_computes_the_same_bits_with_a_deferred_compiler_and_never_imports_it() -> (
     None
@@ -99,7 +98,6 @@ def test_eager_training_computes_the_same_bits_with_a_deferred_compiler_and_neve
     assert imported.split()[1] == "True"
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_a_deferred_compiler_compiles_as_ever_when_it_is_used() -> None:
     """Compiles after eager steps that ran without the compiler; in place, each module once."""
@@ -142,7 +140,6 @@ def test_a_deferred_compiler_compiles_as_ever_when_it_is_used() -> None:
     assert printed.split() == ["True", "True", "False", *["True"] * 9, "1", "2"]
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_other_uses_of_deferred_compiler_import_it() -> None:
     """One interpreter, forked for each use: reading another name, a setting, a class."""

@@ -102,7 +102,6 @@ def test_disk_without_inodes_refuses_start(
     )
 
 
-@pytest.mark.slow
 def test_exhausted_inodes_are_reported_as_inodes(
     served: Command, faulty: list[str], few_inodes: Path
 ) -> None:
@@ -150,7 +149,6 @@ def test_deleted_run_folder_is_reported(served: Command, faulty: list[str], tmp_
     assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
-@pytest.mark.slow
 def test_run_folder_deleted_during_save_ends_run(
     served: Command, faulty: list[str], tmp_path: Path
 ) -> None:
@@ -165,7 +163,6 @@ def test_run_folder_deleted_during_save_ends_run(
     assert not (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_deleted_metrics_file_ends_run(served: Command, faulty: list[str], tmp_path: Path) -> None:
     process = _start(served, faulty, tmp_path, "checkpoint.every=0")
     metrics = tmp_path / "run/metrics.jsonl"
@@ -175,7 +172,6 @@ def test_deleted_metrics_file_ends_run(served: Command, faulty: list[str], tmp_p
     assert not metrics.exists()
 
 
-@pytest.mark.slow
 def test_a_save_does_not_create_a_deleted_run_folder_again(
     served: Command, faulty: list[str], tmp_path: Path
 ) -> None:

@@ -108,7 +108,6 @@ def test_killed_run_resumes_bitwise_from_last_checkpoint(
     assert served.losses("parts") == served.losses("whole")
 
 
-@pytest.mark.slow
 def test_invalid_overrides_start_no_rank(axonlaunch: Command) -> None:
     process = axonlaunch.start("train", *TINY, "train.stepz=3")
     _, errors = process.communicate(timeout=20)
@@ -184,7 +183,7 @@ def saved_twice(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Pat
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_corrupt_newest_checkpoint_falls_back_to_previous(
     damage: str, served: Command, saved_twice: Path
@@ -295,7 +294,6 @@ def test_invalid_bytes_in_metrics_are_kept(served: Command) -> None:
     assert len(served.losses("run")) == 7
 
 
-@pytest.mark.slow
 def test_states_of_other_optimizer_are_refused_before_start(served: Command) -> None:
     served.train("strategy=single", "name=run", "checkpoint.every=6")
     overrides = [word for word in TINY if not word.startswith("optimizer.")]
@@ -308,7 +306,6 @@ def test_states_of_other_optimizer_are_refused_before_start(served: Command) -> 
     )
 
 
-@pytest.mark.slow
 def test_sgd_without_momentum_resumes_only_without_momentum(served: Command) -> None:
     overrides = [word for word in TINY if not word.startswith("optimizer.")]
     overrides += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
@@ -337,7 +334,6 @@ def test_nan_loss_ends_run_and_names_first_parameter(served: Command, strategy: 
     assert len(served.losses("run")) == 1
 
 
-@pytest.mark.slow
 def test_nan_loss_prevents_saving(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
@@ -354,7 +350,6 @@ def test_old_crash_is_not_reported_for_next_run(served: Command) -> None:
     assert not (served.folder / "runs/run/crash.json").exists()
 
 
-@pytest.mark.slow
 def test_run_resumes_from_before_nan_loss(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
     served.train(*overrides)

@@ -30,7 +30,7 @@ def notes(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "printed", "noted"),
     [

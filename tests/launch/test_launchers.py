@@ -52,7 +52,6 @@ def test_torchrun_equals_local_launcher(axonlaunch: Command, expected: list[floa
     assert logs == ["rank_0.log", "rank_1.log"]
 
 
-@pytest.mark.slow
 def test_mpirun_equals_local_launcher(
     axonlaunch: Command, server: Server, expected: list[float]
 ) -> None:

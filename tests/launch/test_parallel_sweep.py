@@ -133,7 +133,6 @@ def test_command_of_a_run_has_its_name_and_folder_once() -> None:
 SWEEP = ["train", "-m", "--parallel", "2", "name=sweep", "strategy=single", *TINY]
 
 
-@pytest.mark.slow
 def test_runs_train_at_once_on_their_own_cores_and_the_best_is_marked(served: Command) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is not enough for two runs")

@@ -19,7 +19,6 @@ RUN = [
 ]
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("target", ["quantized_optimizer:Adam8bit", "bitsandbytes.optim:AdamW8bit"])
 def test_run_with_8_bit_optimizer_resumes_to_same_losses(target: str, served: Command) -> None:
     pytest.importorskip(target.partition(".")[0].partition(":")[0])

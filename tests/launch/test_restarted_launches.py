@@ -144,7 +144,6 @@ def test_torchrun_restart_resumes_from_run_checkpoints(
     assert resumes == ["never", "auto"]
 
 
-@pytest.mark.slow
 def test_requeued_job_command_resumes_from_its_save(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def cut(file: Path) -> None:
 CHANGES = {"a FIFO": (fifo, "is not a regular file"), "cut": (cut, "not YAML: ")}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_run_with_damaged_configuration_resumes_with_note(name: str, served: Command) -> None:
     change, reason = CHANGES[name]

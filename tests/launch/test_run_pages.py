@@ -63,7 +63,6 @@ def test_run_events_are_in_order(run: Path) -> None:
     assert written[-1]["status"] == "done"
 
 
-@pytest.mark.slow
 def test_run_page_shows_profiled_steps(served: Command) -> None:
     overrides = ["train.steps=3", "train.profile.steps=[2,3]", "estimate.background=true"]
     served.train("strategy=ddp", *MOCK, "name=demo", *overrides)

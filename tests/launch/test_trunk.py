@@ -108,7 +108,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
     return parent, rank, before
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_call_path_from_main_to_first_backward_equals_architecture_page(
     recorded: tuple[Recorded, Recorded, Recorded],

@@ -112,6 +112,7 @@ DEEPSEEK = without_folder(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "stages"),
     [

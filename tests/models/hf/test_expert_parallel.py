@@ -193,6 +193,7 @@ def test_sample_with_an_invalid_route_is_named() -> None:
         assert actual == expected
 
 
+@pytest.mark.slow
 def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
     model = plain({**ROUTED["deepseek_v3"], "n_routed_experts": 6})
     [experts] = inspect(run_config([*SETTINGS, f"model.config={model}"])).experts

@@ -23,7 +23,7 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
 EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
