@@ -10,8 +10,9 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def model() -> nn.Sequential:
 class Program:
     """Parameters in host memory, and the two parts of their step."""
 
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
     clip: Callable[[], object]
     update: Callable[[], object]
 
@@ -59,8 +60,9 @@ def plain() -> Program:
     matrices, vectors = (
         [p for p in parameters if (p.ndim > 1) is large] for large in (True, False)
     )
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        groups,
         lr=options.lr,
         betas=options.betas,
         weight_decay=options.weight_decay,
