@@ -122,7 +122,7 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
     return World.mock(run.launch.nproc).run(on_rank)[0]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "layout", "saved_after"),
     [

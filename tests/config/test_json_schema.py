@@ -23,6 +23,7 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(schema)
 
 
+@pytest.mark.slow
 def test_schema_accepts_every_included_experiment(validator: Any) -> None:
     assert len(EXPERIMENTS) > 10
     for file in EXPERIMENTS:

@@ -28,6 +28,7 @@ def test_every_key_of_a_tool_is_answered_whatever_its_value(tool: str, value: An
         assert text is None or (text and "\n" not in text)
 
 
+@pytest.mark.slow
 def test_settings_in_answers_are_keys_of_the_configuration() -> None:
     """An answer that names a key here that does not exist would send users in circles."""
     options = {"model": "hf", "adapter": "lora", "data": "chat"}

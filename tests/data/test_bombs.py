@@ -103,6 +103,7 @@ def test_an_arrow_file_that_claims_more_values_than_it_has_bytes_is_an_error(
         read(tmp_path / "a.arrow")
 
 
+@pytest.mark.slow
 def test_a_parquet_column_that_claims_many_values_in_few_bytes_is_refused(tmp_path: Path) -> None:
     column = arrow.ListArray.from_arrays([0, 70_000_000], arrow.nulls(70_000_000, arrow.string()))
     write_parquet(tmp_path / "a.parquet", arrow.table({"text": column}))

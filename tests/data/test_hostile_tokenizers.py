@@ -109,6 +109,7 @@ def test_a_tokenizer_that_backtracks_or_multiplies_is_an_error(
         build_dataset(config, TokenizerConfig(path=folder))
 
 
+@pytest.mark.slow
 def test_prompts_and_answers_have_a_deadline_too(tmp_path: Path) -> None:
     folder = corpus.save_tokenizer(tmp_path, chat_template=LOOP)
     template = ChatTemplate(

@@ -384,6 +384,7 @@ def test_mismatched_user_dataset_is_refused_with_reason(overrides: list[str], me
 # A custom loss on tokens
 
 
+@pytest.mark.slow
 def test_custom_loss_gets_token_inputs_and_targets() -> None:
     import axonlaunch as ax
 
@@ -418,6 +419,7 @@ def test_verify_compares_nested_batches_with_one_process(target: str) -> None:
     assert verdict.passed, verdict.failure
 
 
+@pytest.mark.slow
 def test_an_estimate_counts_the_bytes_of_nested_batches() -> None:
     config = estimate_config([*CHOSEN, INDEXED, "strategy=ddp", "launch.nproc=2"])
     rank = memory_estimate.estimate(config).ranks[0]

@@ -49,7 +49,7 @@ def plain_loads(overrides: list[str]) -> dict[str, float]:
     return {name: float(count.max() / (count.sum() / 8)) for name, count in counts.items()}
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["1f1b-2", "full", "single", "tensor-2", "all-4", "context-2"])
 def test_load_of_experts_is_that_of_the_global_batch(layout: str) -> None:
     chosen = run_config([*SETTINGS, *LAYOUTS[layout]])
@@ -102,6 +102,7 @@ def test_steps_without_balance_or_log_sum_no_counts(monkeypatch: pytest.MonkeyPa
     assert not sums
 
 
+@pytest.mark.slow
 def test_biases_of_a_checkpoint_resume_on_other_layout(tmp_path: Path) -> None:
     def settings(layout: str) -> Any:
         return run_config([*SETTINGS, *LAYOUTS[layout]])

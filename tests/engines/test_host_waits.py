@@ -67,6 +67,7 @@ def test_training_step_has_no_device_sync(layout: str) -> None:
     assert waits("llama", ranks, *overrides) == []
 
 
+@pytest.mark.slow
 def test_no_device_sync_with_embedded_positions_and_tied_weights() -> None:
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
 

@@ -105,7 +105,7 @@ def test_masters_keep_changes_that_bf16_weights_lose() -> None:
     assert changed[1] < 0.01
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -118,7 +118,7 @@ def plain_sgd() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_schedule_multiplies_learning_rate_of_each_group(layout: str) -> None:
     """In a pipeline, both ends of the tied embedding use the options of its name."""

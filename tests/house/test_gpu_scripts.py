@@ -271,6 +271,7 @@ def test_a_folder_without_wheels_is_refused_before_anything_is_made(tmp_path: Pa
     assert ran.stderr.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_all_of_it_says_so_once() -> None:
     ran = subprocess.run([ROOT / "scripts/gpu", "all"], capture_output=True, text=True, check=False)

@@ -48,6 +48,7 @@ def shift_scores_of_ranks(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
 
 
+@pytest.mark.slow
 def test_token_that_rounding_sends_to_other_experts_is_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -283,6 +283,7 @@ def test_verify_names_error_of_broken_engine(
     assert any(reported in line for line in verdict.differences[:3]), verdict.differences[:5]
 
 
+@pytest.mark.slow
 def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
     def broken(self: Any, batch: Batch, *, loss: Any) -> Any:
         raise RuntimeError("out of luck")

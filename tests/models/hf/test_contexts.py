@@ -41,6 +41,7 @@ def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> Non
     assert losses != pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_granite_attention_scale_holds_with_context_parallelism(tmp_path: Path) -> None:
     save("llama", tmp_path)
     changes = {"model_type": "granite", "attention_multiplier": 0.5, "rope_parameters": None}

@@ -104,6 +104,7 @@ def rewrite_index(folder: Path, index: dict[str, Any]) -> None:
     resum(folder)
 
 
+@pytest.mark.slow
 def test_check_of_a_checkpoint_notices_missing_experts(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path / "model")
     chosen = chosen_for(tmp_path / "model", EXPERT)
@@ -123,6 +124,7 @@ def test_check_of_a_checkpoint_notices_missing_experts(tmp_path: Path) -> None:
     assert diff.faults(newest, chosen) == [f"{name} has shape [2, 64, 32], not [4, 64, 32]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ROUTED)]
 )

@@ -120,7 +120,7 @@ def test_lora_plus_equals_optimizer_of_peft(layout: str, tmp_path: Path) -> None
     compared("qwen3", layout, tmp_path, groups, loraplus=4.0, **options)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "dora"),
     [*((layout, False) for layout in LAYOUTS if layout != SHARED), ("tensor 2", True)],

@@ -104,6 +104,7 @@ def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: P
     assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_pipeline_split_works_in_fresh_process() -> None:
     # As in a rank: the launcher inspected the model in another process.
     config = run_config(without_folder("qwen3", num_hidden_layers=6)).model

@@ -91,6 +91,7 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
     assert resumed == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_transformers_loads_export_of_tensor_parallel_run(tmp_path: Path) -> None:
     import transformers
 
