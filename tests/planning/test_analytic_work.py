@@ -94,7 +94,7 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
     assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
@@ -231,7 +231,6 @@ def test_analytic_activations_per_layer_equal_depth_difference(
     assert sizes["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
     work: StepWork, sizes: dict[str, analytic.ActivationBytes]
 ) -> None:

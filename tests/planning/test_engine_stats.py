@@ -34,7 +34,7 @@ def run(case: str, ranks: int) -> RunConfig:
     return estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", SHARDED)
 def test_estimated_fsdp_stats_equal_engine_stats(case: str) -> None:
     ranks = 4 if "tensor" in case else 2

@@ -45,7 +45,6 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(("kind", "layout", "loads", "ranks"), cases())
 def test_expert_estimate_equals_memory_of_rank_with_most_tokens(

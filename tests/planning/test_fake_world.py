@@ -235,7 +235,6 @@ def test_assumed_routes_bring_load_to_rank(load: float, received: int) -> None:
     assert forked_map.map_forked([counts]) == [(32, [received, received // 4], 0)]
 
 
-@pytest.mark.slow
 def test_update_with_overflow_check_is_traced() -> None:
     shallow = ["model.num_hidden_layers=2", "strategy=fsdp", "launch.nproc=2"]
     chosen = estimate_config([*TINY, *shallow, "train.precision=fp16"])

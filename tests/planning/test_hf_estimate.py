@@ -50,7 +50,6 @@ STAGES = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
 RING = "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2"
 
 
-@pytest.mark.slow
 # OPT's block reshapes its result; the next one adds to it out of place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ def run(*overrides: str) -> RunConfig:
     return estimate_config([*TINY, *overrides])
 
 
-@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("overrides", "on"),
     [
@@ -66,7 +65,6 @@ def test_estimate_is_for_device_of_run(overrides: list[str], on: str) -> None:
         assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_estimate_of_one_rank_includes_clipping_memory(optimizer: str) -> None:
     one = ["strategy=single", "launch.nproc=1", f"optimizer={optimizer}"]

@@ -67,7 +67,6 @@ def test_memory_estimate_never_decreases_with_more_work(
     assert peak(ranks=2, overrides=overrides, **more) >= peak(ranks=2, overrides=overrides, **size)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2"))],

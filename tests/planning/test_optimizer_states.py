@@ -34,7 +34,7 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     [

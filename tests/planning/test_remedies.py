@@ -186,7 +186,6 @@ def test_no_remedies_are_reported_if_no_layout_fits() -> None:
     assert reported(run("strategy=ddp"), 1) == []
 
 
-@pytest.mark.slow
 def test_invalid_changes_are_skipped() -> None:
     chosen = run("strategy=fsdp")
 

@@ -55,7 +55,6 @@ def same(first: Work, second: Work) -> bool:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -112,7 +111,6 @@ DEEPSEEK = without_folder(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "stages"),
     [

@@ -170,7 +170,6 @@ def estimated(case: str, ranks: int) -> list[Held]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [
