@@ -10,6 +10,7 @@ import pytest
 import torch
 from configured import run_config
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import World
@@ -233,3 +234,34 @@ def test_a_note_says_which_share_of_a_mixture_is_rounded() -> None:
         "experts are left out"
     )
     assert note("model=gpt", "model.hidden_size=64", "model.num_attention_heads=4") is None
+
+
+def test_halves_of_backward_compute_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As zero-bubble schedules do: first the gradients of inputs, later those of weights."""
+    computed: list[str] = []
+
+    def counted(part: str) -> Any:
+        compute = getattr(QuantizedProducts, part)
+
+        def call(self: QuantizedProducts, *factors: Tensor) -> Tensor:
+            computed.append(part)
+            gradient: Tensor = compute(self, *factors)
+            return gradient
+
+        return call
+
+    for part in ("through_input", "through_weight"):
+        monkeypatch.setattr(QuantizedProducts, part, counted(part))
+    model = quantized(linear_layers(dtype=torch.float32))
+    x = samples(dtype=torch.float32)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    computed.clear()
+    loss = model(x).sum()
+    [of_input], groups = stage_backward_input([loss], None, [x], model.parameters())
+    assert computed == 2 * ["through_input"]
+    stage_backward_weight(model.parameters(), groups)
+    assert computed == 2 * ["through_input"] + 2 * ["through_weight"]
+    found = [of_input, *(p.grad for p in model.parameters())]
+    for gradient, whole in zip(found, expected, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, whole)

@@ -28,6 +28,7 @@ from torch import Tensor
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import max_over
 from axonlaunch.config.precision import QuantizedFormat
+from axonlaunch.engines.precision.torch_internals import needs_gradient
 
 _LEAST = 2.0**-23
 """Smallest scale of an input."""
@@ -81,7 +82,9 @@ class QuantizedProducts:
         if not self._start.is_on or not x.numel():  # nothing has no largest number
             return F.linear(x, weight, bias)
         with torch.autocast(device, enabled=False):
-            return cast("Tensor", _apply(x, weight, bias, *self._input_scale(x.detach()), self))
+            # Views, as in ``ScaledProducts``.
+            factors = x.view_as(x), weight.view_as(weight), bias
+            return cast("Tensor", _apply(*factors, *self._input_scale(x.detach()), self))
 
     def _input_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero point [..., 1] of each token, in fp32. Zero has a code."""
@@ -166,10 +169,10 @@ class _QuantizedProduct(torch.autograd.Function):
         products: QuantizedProducts = ctx.products
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_input, of_weight, of_bias = None, None, None
-        if ctx.needs_input_grad[0]:
+        if needs_gradient(ctx, 0):
             of_input = (rows @ products.rounded_weight(weight)).view(x.shape)
             of_input = products.through_input(of_input, x, scale, zero)
-        if ctx.needs_input_grad[1]:
+        if needs_gradient(ctx, 1):
             inputs = products.rounded_input(x, scale, zero)
             of_weight = rows.t() @ inputs.reshape(-1, x.shape[-1])
             of_weight = products.through_weight(of_weight, weight)
