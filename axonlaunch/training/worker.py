@@ -387,7 +387,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "it, so it may be slower than fp32"
         )
     products = precision_of(config).products
-    if products is not None:
+    if products is not None and world.is_main:  # only its notes are shown
         model = on_meta(config, seed=config.seed)
         if left_out := note_on_experts(config, spec_for(config), model):
             notes.append(left_out)

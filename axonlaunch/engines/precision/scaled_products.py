@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
+from axonlaunch.engines.precision.autocast import in_autocast_dtype
 from axonlaunch.engines.precision.quantized_products import QuantizedProducts, RoundingStart
 from axonlaunch.engines.precision.torch_internals import needs_gradient
 from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
@@ -53,13 +54,12 @@ class ScaledProducts:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map [..., in] to [..., out] with a weight [out, in], in the type of ``x``."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = in_autocast_dtype(x, weight)
         if not x.numel():  # has no largest magnitude
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        with torch.autocast(device, enabled=False):  # of the fp32 that the CPU's kernel sums in
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # of the fp32 that the CPU's kernel sums in
             # Views, because autograd does not say whether it needs the gradient of a leaf.
             output = cast("Tensor", _apply(x.view_as(x), weight.view_as(weight), self))
         return output if bias is None else output + bias.to(output.dtype)
