@@ -142,12 +142,7 @@ class ReducedRun:
     @property
     def schedule(self) -> PipelineSchedule:
         """One round of a pipeline."""
-        return PipelineSchedule(
-            self.layout.schedule,
-            degree=self.layout.pipeline,
-            microbatches=self.layout.microbatches_per_round,
-            stages_per_rank=self.layout.stages_per_rank,
-        )
+        return PipelineSchedule.of(self.layout)
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a rank, given its position on the pp axis."""
