@@ -25,6 +25,7 @@ from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.base import Engine
@@ -301,7 +302,6 @@ def _expert_counts(
     if not num_experts or plan.config.train.compile:
         return None
     model: Any = plan.config.model
-    balances = getattr(model, "balance", "none") == "bias"
     with plan.source.storing():
         return ExpertCounts(
             num_experts,
@@ -309,7 +309,7 @@ def _expert_counts(
             device=plan.world.device,
             sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
             sum_over_stages=partial(_sum_over, plan, ("pp",)),
-            bias_rate=model.balance_rate if balances else None,
+            bias_rate=model.balance_rate if balances_by_bias(model) else None,
         )
 
 

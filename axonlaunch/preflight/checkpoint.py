@@ -24,6 +24,7 @@ from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.precision import (
     EIGHT_BITS,
@@ -349,7 +350,7 @@ def _other_states(
         other = sorted(saved ^ expected)[0]
         verb = "has" if other in saved else "lacks"
         message = f"{checkpoint.path} was saved with other groups: it {verb} {other}; use the same"
-        yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
+        yield ConfigIssue("optimizer.groups", message, optimizer_groups(optimizer))
     else:
         message = (
             f"{checkpoint.path} was saved with a different optimizer; it has {_list_kinds(kinds)}"

@@ -23,6 +23,7 @@ from axonlaunch.config.optimization.parameter_groups import (
     states_of,
     with_options,
 )
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.precision import (
     NUMBER_FORMATS,
     master_format,
@@ -89,7 +90,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
             f"{' and '.join(divided)} leave{'s' if len(divided) == 1 else ''} each rank a part; "
             "use strategy=single, ddp or pipeline"
         )
-        target = getattr(config.optimizer, "target", None)
+        target = custom_target(config.optimizer)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     yield from _conversion_problems(config, needs)

@@ -23,6 +23,7 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
@@ -80,7 +81,7 @@ def run(
         layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
-        num_workers=getattr(config.data, "workers", 0),
+        num_workers=num_data_workers(config.data),
     )
     peak_memory = _peak_memory(config, world, cpu_peak)
     source = Source(storing=peak_memory.storing)

@@ -18,6 +18,7 @@ from axonlaunch.config.optimization.optimizer import (
 )
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import options_of, with_options
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -43,7 +44,7 @@ def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     alike: dict[tuple[Any, str], tuple[Any, list[Tensor]]] = {}
     for name, tensor in tensors.items():
         config = configs[name]
-        which = (config.name, getattr(config, "target", None))
+        which = (config.name, custom_target(config))
         _, members = alike.setdefault((which, repr(options_of(config))), (config, []))
         members.append(tensor)
     by_class: dict[Any, list[tuple[Any, list[Tensor]]]] = {}
