@@ -20,11 +20,11 @@ from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.precision import (
     EIGHT_BITS,

@@ -14,6 +14,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts, Sharding
 from axonlaunch.config.optimization.parameter_groups import (
@@ -23,7 +24,6 @@ from axonlaunch.config.optimization.parameter_groups import (
     states_of,
     with_options,
 )
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.precision import (
     NUMBER_FORMATS,
     master_format,

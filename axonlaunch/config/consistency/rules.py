@@ -28,12 +28,12 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.schedules import ConstantConfig, WSDConfig
-from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.options.loggers import LOGGERS

@@ -20,8 +20,8 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.optional_keys import balances_by_bias
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import (
     QuantizedFormat,
     quantizes_states,

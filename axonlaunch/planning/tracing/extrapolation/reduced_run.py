@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs, sample_targets
 from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
