@@ -181,8 +181,8 @@ class Precision:
             (``strategy.reduce_dtype``).
         masters: Format of the copies of parameters that the optimizer updates, and that checkpoints
             hold in place of the parameters (``optimizer.master_weights``); None without copies.
-        products: How the factors of linear layers' products are rounded (``train.matmul_dtype``);
-            None if they aren't.
+        products: Format that factors of linear layers' products are rounded to
+            (``train.matmul_dtype``); None if they are not rounded.
     """
 
     name: PrecisionName

@@ -169,7 +169,7 @@ def _unsuitable_size(products: MatmulFormat, message: str, *, fitting: int) -> C
     """Return the problem of a layer's size.
 
     Args:
-        products: How factors are rounded.
+        products: Format that factors are rounded to.
         message: Name and size of the layer, up to the multiple that it should be.
         fitting: Greatest common divisor of the inputs of all layers on a rank.
     """

@@ -46,7 +46,7 @@ class HubCallError(Exception):
     """A call of the Hub failed.
 
     Attributes:
-        kind: What failed.
+        kind: Category of the failure.
         is_unreachable: Whether the Hub can't be reached, or must not be.
     """
 
@@ -62,7 +62,7 @@ def library() -> Any:
     """Return the module huggingface_hub.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: huggingface_hub is not installed.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ImportError("the Hub needs huggingface_hub; pip install 'axonlaunch[hf]'")

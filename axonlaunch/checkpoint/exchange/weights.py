@@ -369,7 +369,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
     """Return the model of the ``config.json`` of an exported ``gpt``, ``llama`` or ``moe``.
 
     Raises:
-        ConfigError: It is another model, or a setting is invalid.
+        ConfigError: The model is a different one, or a setting is invalid.
     """
     ours: dict[str, type[GPTConfig | LlamaConfig]] = {
         "gpt": GPTConfig,

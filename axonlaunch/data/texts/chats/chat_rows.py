@@ -215,7 +215,7 @@ def _with_system(chat: Chat, system: str) -> Chat:
     """Return a chat that begins with a system message.
 
     Raises:
-        ValueError: It begins with another one.
+        ValueError: The chat begins with a different system message.
     """
     message = {"role": "system", "content": system}
     if chat.messages[0]["role"] != "system":
@@ -313,7 +313,7 @@ def text_of(row: Row, name: str) -> str:
     """Return the text in a column.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The column's value is not a text.
     """
     if not isinstance(text := row[name], str):
         raise ValueError(f"{name} is {_kind(text)}, not text")

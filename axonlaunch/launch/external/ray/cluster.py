@@ -106,7 +106,7 @@ def check_size(spec: RunSpec) -> None:
     """Check that the cluster has enough nodes for a run, including those in use.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: The cluster has too few nodes.
     """
     import ray
 
