@@ -272,8 +272,8 @@ def master_format(optimizer: Any) -> NumberFormat | None:
 def state_format(optimizer: Any) -> NumberFormat | None:
     """Return the format of an optimizer's states with the shape of the parameter.
 
-    None means the format of each parameter. States in 8 bits have the format of those that are too
-    small to be quantized. Registered optimizers may have no ``state_dtype``.
+    None means the format of each parameter. With ``state_dtype=8bit`` it is fp32, the format of
+    states that are too small to be quantized. Registered optimizers may have no ``state_dtype``.
     """
     if quantizes_states(optimizer):
         return FP32

@@ -170,7 +170,7 @@ def _unsuitable_size(products: MatmulFormat, message: str, *, fitting: int) -> C
 
     Args:
         products: Format that factors are rounded to.
-        message: Name and size of the layer, up to the multiple that it should be.
+        message: Beginning of the message; the function appends the required multiple.
         fitting: Greatest common divisor of the inputs of all layers on a rank.
     """
     if isinstance(products, QuantizedFormat):

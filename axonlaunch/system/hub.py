@@ -78,7 +78,7 @@ def endpoint() -> str:
 
 
 def call_hub(function: Callable[[], _T]) -> _T:
-    """Return the result of a function that asks the Hub; try again if the error is the Hub's own.
+    """Return the result of a function that calls the Hub; retry if the Hub itself failed.
 
     Raises:
         HubCallError: The Hub refuses or can't be reached.

@@ -41,7 +41,7 @@ PATTERNS = (
     r"\b(gives?|gave|made|makes?) of\b",
     r"\bas (torch|PEFT|they|it|that|those|others|numpy|transformers) (has|have|is|are|says)\b",
 )
-# The text of an argument or an error that is only clear together with its name, or with the summary.
+# Texts of arguments and errors that are clear only together with the name or the summary.
 FRAGMENT = (
     r"^\s*\**\w+: (Of|As|In|Its|Their|They|These|Those|It|Where|Whose|Whom|Who|What|How|From|By|"
     r"With|The same|There is such)\b"

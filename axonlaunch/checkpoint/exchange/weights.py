@@ -392,7 +392,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
 
 
 def hf_instead(folder: Path) -> str:
-    """Return the words that say which options take a folder of transformers."""
+    """Return the end of a message: the options that use a folder in the format of transformers."""
     return f"use model=hf model.path={folder}"
 
 

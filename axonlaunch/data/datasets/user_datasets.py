@@ -484,7 +484,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _unit_of_targets(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
-    """Return what the targets of samples with these shapes belong to.
+    """Return the unit that has one target each, for samples with these shapes.
 
     Inputs [C, H, W] are images even if their elements are integers.
     """

@@ -290,7 +290,7 @@ def _converted_layout(data: Sequence[str]) -> HubLayout:
 
 
 def _one_kind(names: Sequence[str]) -> list[str]:
-    """Return the files of the most frequent format; Parquet first if several are."""
+    """Return the files of the most frequent format; Parquet wins a tie."""
     kinds = Counter(kind for name in names if (kind := _KINDS.get(suffixes(name)[0])))
     if not kinds:
         return []

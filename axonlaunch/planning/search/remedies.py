@@ -355,7 +355,7 @@ def _offload(config: RunConfig, layout: Layout) -> Options:
 def _quantized_base(config: RunConfig) -> Options:
     """Return options to quantize the frozen weights of a run with an adapter.
 
-    The differences are those of normally distributed weights.
+    The changes of 0.6% and 9% were computed for normally distributed weights.
     """
     if config.adapter is None or config.adapter.base == "nf4":
         return []
@@ -424,7 +424,7 @@ def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
 
 
 def _larger_degrees(degree: int, layout: Layout) -> list[int]:
-    """Return larger degrees, by multiplying with factors of the number of data-parallel ranks."""
+    """Return ``degree`` times 2, 4, 8, ... while the data-parallel size stays divisible."""
     degrees, remaining = [], layout.data_ranks
     while remaining % 2 == 0:
         degree, remaining = degree * 2, remaining // 2

@@ -53,7 +53,7 @@ class Chat:
     context: int = 0
 
     def counts(self, number: int) -> bool:
-        """Return whether the message with an index is of the assistant and counts."""
+        """Return whether message ``number`` is by the assistant and its tokens enter the loss."""
         is_said = self.messages[number]["role"] == "assistant"
         return is_said and number >= self.context and number not in self.uncounted
 

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, and turns what Ray reports into errors of keys."""
+"""Connects to a Ray cluster, and turns reports of Ray into errors that name keys."""
 
 from __future__ import annotations
 
