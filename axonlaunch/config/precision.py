@@ -23,6 +23,8 @@ GradientFormatName = Literal["parameter", "fp32"]
 """Values of ``train.grad_dtype``."""
 StateFormatName = Literal["parameter", "fp32", "bf16", "8bit"]
 """Values of ``optimizer.state_dtype``."""
+SIXTEEN_BITS = "bf16"
+"""Value of ``optimizer.state_dtype`` that rounds states to bf16, up or down at random."""
 EIGHT_BITS = "8bit"
 """Value of ``optimizer.state_dtype`` that stores states in blocks of 8-bit codes."""
 BLOCK = 64

@@ -125,12 +125,14 @@ def test_no_function_has_a_participle_for_a_name() -> None:
 
 
 def test_names_of_precisions_are_in_few_files() -> None:
-    """Other files use the records of ``config.precision``."""
-    names, constant = {*NUMBER_FORMATS, *PRECISIONS}, re.compile(r"\bFP32\b")
+    """Other files use the records of ``config.precision``, except converters of foreign files."""
+    names = {*NUMBER_FORMATS, *PRECISIONS}
+    constant = re.compile(r"\bFP32\b|\bMIXED_PRECISION\.name\b|\bhas_bf16=(True|False)\b")
     files = {
         source.path
         for source in sources()
         if names & source.texts or any(constant.search(line) for line in source.lines)
+        if not source.path.startswith("config/validation/other_tools/")
     }
     assert "config/precision.py" in files
     assert len(files) <= MOST_FILES_WITH_PRECISION_NAMES, files

@@ -109,7 +109,7 @@ def stream_parameters(
 
 @dataclass(frozen=True)
 class _Copies:
-    """Copies of a parameter or its master, of its gradient and its states, where the update runs."""
+    """Copies of a parameter or its master, its gradient and its states, where the update runs."""
 
     source: Tensor
     gradient: Tensor

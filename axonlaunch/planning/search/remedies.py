@@ -16,7 +16,7 @@ from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
-from axonlaunch.config.precision import EIGHT_BITS, MIXED_PRECISION
+from axonlaunch.config.precision import EIGHT_BITS, SIXTEEN_BITS
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
@@ -403,7 +403,7 @@ def _states(config: RunConfig) -> Options:
     if current is None or not _updates_elements(config):
         return []
     costs = {
-        MIXED_PRECISION.name: "optimizer states round to 16 bits, up or down at random",
+        SIXTEEN_BITS: "optimizer states round to 16 bits, up or down at random",
         EIGHT_BITS: "optimizer states round to 8 bits: they change by about 1%",
     }
     remaining = [*costs][[*costs].index(current) + 1 :] if current in costs else [*costs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -98,7 +97,7 @@ def _finish(translation: Translation) -> None:
     ratio, origin = trainer_keys.final_ratio(translation)
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     dtype = "dtype" if translation.has("dtype") else "torch_dtype"
-    in_bf16 = rules.precision_named(translation.get(dtype)) == MIXED_PRECISION.name
+    in_bf16 = rules.precision_named(translation.get(dtype)) == "bf16"
     rules.set_precision(translation, weights=(dtype,) if in_bf16 else ())
     trainer_keys.set_clipping(translation)
     trainer_keys.drop_smoothing_of_dft(translation)
@@ -233,7 +232,7 @@ TRL = Format(
     },
     finish=_finish,
     companions={
-        MIXED_PRECISION.name: True,
+        "bf16": True,
         "use_peft": True,
         "dataset_test_split": "test",
         "eval_strategy": "steps",
