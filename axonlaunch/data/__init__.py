@@ -65,7 +65,7 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
     """Adapt the return value of a registered builder.
 
     Raises:
-        ConfigError: It is not a dataset.
+        ConfigError: The value is not a dataset.
     """
     from axonlaunch.data.datasets.user_datasets import adapt_dataset
 

@@ -173,7 +173,7 @@ class _Wrapped:
     """A rank's wrapped modules.
 
     Attributes:
-        passes: Their forward and backward.
+        passes: Forward and backward of the modules.
         replicas: Keeps full copies of the parameters equal; None without replicas.
         sharded: Modules that are sharded by fully_shard.
         owners: Global rank of each copy of a weight that two stages share.

@@ -62,7 +62,7 @@ def with_hub_data(
 
 
 def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
-    """Return a run's dataset, or a description of text before it is tokenized."""
+    """Return a run's dataset (of text only a description, not tokenized) and the problems."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:

@@ -39,7 +39,7 @@ def test_each_token_but_a_documents_last_is_predicted_from_once(
 
 
 @given(places=LENGTHS)
-def test_concat_leaves_room_in_the_last_row_alone(places: list[int]) -> None:
+def test_concat_leaves_room_only_in_the_last_row(places: list[int]) -> None:
     table, _ = packed("concat", places)
     assert [table.pieces(row)[1].sum() for row in range(len(table) - 1)] == [LENGTH] * (
         len(table) - 1

@@ -215,7 +215,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(20))
 
 
-def test_routers_in_a_module_beside_experts_are_left_out() -> None:
+def test_router_in_a_sibling_module_of_experts_is_not_scaled() -> None:
     config = run_config([*MODEL, "train.matmul_dtype=fp8_rowwise"])
     spec = ModelSpec(build=lambda _: Mixture(), loss=cross_entropy_sum)
     layers = scaled_layers(config, spec, Mixture())

@@ -136,7 +136,7 @@ def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command)
     assert "fsdp 2" in (run / "report.html").read_text()
 
 
-def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command) -> None:
+def test_report_of_several_runs_does_not_change_their_pages(served: Command) -> None:
     for name in "ab":
         run_folder(served.folder / "runs" / name)
     served("report", "runs/a")

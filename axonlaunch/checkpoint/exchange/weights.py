@@ -372,7 +372,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
     """Return the model of the ``config.json`` of an exported ``gpt``, ``llama`` or ``moe``.
 
     Raises:
-        ConfigError: It is another model, or a setting is invalid.
+        ConfigError: The model is a different one, or a setting is invalid.
     """
     ours: dict[str, type[GPTConfig | LlamaConfig]] = {
         "gpt": GPTConfig,
@@ -395,7 +395,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
 
 
 def hf_instead(folder: Path) -> str:
-    """Return the words that say which options take a folder of transformers."""
+    """Return the end of a message: the options that use a folder in the format of transformers."""
     return f"use model=hf model.path={folder}"
 
 

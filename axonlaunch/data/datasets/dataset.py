@@ -227,8 +227,8 @@ class DatasetInfo:
         tokenizer: Tokenizer of the text; None for other data.
         tokenising_ahead: Returns a context in which a separate process tokenises the remaining
             shards; None: no data is tokenised during a run.
-        counted: What the loss counts, which names metrics; None: the kind of the inputs, and
-            samples for structured ones.
+        counted: Unit that the loss counts, used in names of metrics; None: the kind of the inputs,
+            and samples for structured ones.
     """
 
     notes: tuple[str, ...] = ()

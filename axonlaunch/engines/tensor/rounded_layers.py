@@ -46,7 +46,7 @@ def round_products(
 
     Args:
         layers: Linear layers.
-        chosen: How factors are rounded.
+        chosen: Format that factors are rounded to.
         start: Decides whether a step rounds, with a ``QuantizedFormat``; None rounds in all.
     """
     products: dict[bool, Callable[..., Tensor]] = {}

@@ -87,7 +87,7 @@ class Experts(nn.Module):
         Args:
             hidden_states: Tokens [T, hidden].
             top_k_index: Experts of each token, [T, K].
-            top_k_weights: Their weights, [T, K].
+            top_k_weights: Weight of each of these experts, [T, K].
         """
         if self.is_plain:
             return self._one_after_another(hidden_states, top_k_index, top_k_weights)

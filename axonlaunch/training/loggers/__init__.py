@@ -67,7 +67,7 @@ class RunLoggers:
             world_size: Number of ranks of the run.
             resumed_at: Step of the checkpoint that was loaded; None if none was.
             report: Receives every event, and a note on each logger that fails.
-            counted: What the loss counts; it names metrics.
+            counted: Unit that the loss counts, used in names of metrics.
 
         Raises:
             OSError: The run folder can't be read or written.

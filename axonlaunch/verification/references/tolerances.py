@@ -315,7 +315,7 @@ def _gradients_of_rounding(one: Reference, other: Reference) -> set[str]:
 
 
 def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
-    """Yield the differences between two references."""
+    """Yield the differences from a reference with perturbed weights, which measure rounding."""
     zero = _gradients_of_rounding(one, other)
     for number, (step, expected_step) in enumerate(zip(other.steps, one.steps, strict=True)):
         if step.skipped != expected_step.skipped:
