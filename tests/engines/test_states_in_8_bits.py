@@ -44,6 +44,7 @@ LAYOUTS = {
 
 MIXTURE = [
     *("model=moe_debug", "model.balance=none", "model.intermediate_size=192"),
+    "model.moe_intermediate_size=192",
     *("adapter=lora", "adapter.rank=16", "adapter.targets=[experts.*,down_proj]"),
 ]
 
@@ -173,6 +174,17 @@ def _custom(target: str) -> list[str]:
             [*MIXTURE, "strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"],
             r"lora_B.weight has rows of 128 values, and strategy.expert.degree=2 cuts them within",
         ),
+        (
+            [
+                *(*LAYOUTS["tensor"], "model=llama_debug", "model.intermediate_size=192"),
+                *("adapter=lora", "adapter.rank=32"),
+            ],
+            r"down_proj.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2 cuts",
+        ),
+        (
+            [*MIXTURE, *LAYOUTS["tensor"], "adapter.targets=[experts.*]"],
+            r"down_proj_lora.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2",
+        ),
         (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon can't update in fp32"),
         (
             [*_custom("torch.optim:Adagrad"), "optimizer.state_dtype=8bit"],
@@ -187,7 +199,16 @@ def _custom(target: str) -> list[str]:
             "optimizer=sgd keeps no states in the dtype of the weights",
         ),
     ],
-    ids=["a cut block", "experts' adapter", "muon", "early states", "fp32 states", "no states"],
+    ids=[
+        "a cut block",
+        "adapter of divided experts",
+        "adapter of a row layer",
+        "adapter of experts",
+        "muon",
+        "early states",
+        "fp32 states",
+        "no states",
+    ],
 )
 def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     overrides: list[str], problem: str
