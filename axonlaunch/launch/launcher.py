@@ -104,7 +104,7 @@ def submission_issues(
         target: Noun for messages: a job, task or cluster.
         run: The run in words.
         node: Noun for a node.
-        origin: How a node gets its number, the address of node 0 and the token; None if they are
+        origin: Source of a node's number, the address of node 0 and the token; None if they are
             not checked.
     """
     if launch.nproc == "auto":

@@ -223,7 +223,7 @@ def _refuse_special_files(folder: Path) -> None:
     """Refuse a folder in which a file that ranks write is a link or a special file, like a FIFO.
 
     Raises:
-        ConfigError: There is such a file, or a file can't be opened.
+        ConfigError: A file is a link or a special file, or can't be opened.
     """
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"

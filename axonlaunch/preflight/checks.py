@@ -243,7 +243,7 @@ def fetch_model_and_data(config: RunConfig) -> None:
         config: Complete configuration, as written to the run folder.
 
     Raises:
-        ConfigError: They can't be downloaded.
+        ConfigError: The model or the data can't be downloaded.
     """
     problems = fetch_model(config, here=True)
     if isinstance(config.data, TextRowsConfig):

@@ -201,7 +201,7 @@ def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> N
     foreign("checkpoint", "ls", "foreign")
 
 
-def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
+def test_checkpoints_are_found_next_to_a_yaml_bomb(foreign: Served) -> None:
     """``checkpoints_parent`` reads a configuration only if there is no folder of checkpoints."""
     (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
     freeze(foreign).write_text(BOMBS["an alias bomb"][0])

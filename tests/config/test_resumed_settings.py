@@ -45,7 +45,7 @@ def test_another_loss_is_reported(setting: str) -> None:
     assert changed.startswith(setting)
 
 
-def test_groups_that_are_added_or_removed_are_reported_by_their_keys_alone() -> None:
+def test_only_the_keys_of_added_or_removed_groups_are_reported() -> None:
     plain, grouped = config.load(MODEL), config.load([*MODEL, GROUPS])
     key = "optimizer.groups.*.bias.lr"
     assert settings_unlike_resumed(grouped, frozen()) == [f"{key}=0.5 (was null)"]

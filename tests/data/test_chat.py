@@ -279,12 +279,12 @@ def test_a_chat_template_reaches_nothing_outside_of_the_messages(
         build_dataset(chosen, TokenizerConfig(path=str(folder)))
 
 
-def test_all_tokens_of_a_chat_count_where_that_is_asked(chats: Chats) -> None:
+def test_all_tokens_of_a_chat_count_with_train_on_all(chats: Chats) -> None:
     assert chats([{"messages": CHAT[:2]}], train_on="all").num_samples == 1
     assert chats([{"messages": CHAT[1:]}], "CHANGING", train_on="all").num_samples == 1
 
 
-def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(chats: Chats) -> None:
+def test_truncated_chat_without_counted_tokens_is_dropped_and_reported(chats: Chats) -> None:
     long = [{"role": "user", "content": "word " * 300}, SINGLE[1]]
     dataset = chats([{"messages": SINGLE}, {"messages": long}])
     assert dataset.num_samples == 1

@@ -316,7 +316,7 @@ def test_rows_of_files_with_other_schemas_are_bad_rows_of_theirs(
         documents(files=[str(first), str(two)])
 
 
-def test_columns_of_parquet_that_no_document_is_made_of_are_not_read(
+def test_parquet_columns_without_documents_are_not_read(
     documents: Documents, tmp_path: Path
 ) -> None:
     pytest.importorskip("pyarrow")

@@ -65,7 +65,7 @@ def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
     assert f"What is {int(answer) - 1} + 1?" in dataset.decode(batch.inputs[0].tolist())
 
 
-def test_a_tokenizer_and_a_question_are_of_the_columns_that_chats_are_made_of(
+def test_learned_tokenizer_reads_only_the_columns_of_chats(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("pyarrow")

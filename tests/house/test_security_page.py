@@ -17,7 +17,7 @@ def test_security_page_names_existing_tests() -> None:
     assert not set(re.findall(r"(test_\w+)(?!\.py)\b", text)) - defined
 
 
-def test_pickles_are_read_in_these_files_alone() -> None:
+def test_pickles_are_read_only_in_these_files() -> None:
     """None of them reads pickles from a network, or from files of other users."""
     package = PAGE.parents[1]
     reading = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
-__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "NoText", "Split"]
+__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "DatasetWithoutText", "Split"]
 
 Split = Literal["train", "eval"]
 
@@ -227,8 +227,8 @@ class DatasetInfo:
         tokenizer: Tokenizer of the text; None for other data.
         tokenising_ahead: Returns a context in which a separate process tokenises the remaining
             shards; None: no data is tokenised during a run.
-        counted: What the loss counts, which names metrics; None: the kind of the inputs, and
-            samples for structured ones.
+        counted: Unit that the loss counts, used in names of metrics; None: the kind of the inputs,
+            and samples for structured ones.
     """
 
     notes: tuple[str, ...] = ()
@@ -314,7 +314,7 @@ def sample_targets(dataset: Dataset) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-class NoText:
+class DatasetWithoutText:
     """Base class for datasets that are not text, without optional facts."""
 
     is_text = False

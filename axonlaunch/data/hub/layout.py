@@ -193,7 +193,7 @@ def _name(text: object) -> str:
     """Return the name of a subset or a split, which is printed.
 
     Raises:
-        ValueError: It has control characters.
+        ValueError: The name has control characters.
     """
     if not str(text).isprintable():
         raise ValueError("a name in its README.md has control characters")
@@ -211,7 +211,7 @@ def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str)
     """Return the splits of a subset that README.md describes.
 
     Raises:
-        ValueError: It describes files that can't be read.
+        ValueError: README.md describes files that can't be read.
     """
     if unread := [key for key in _UNREAD if key in options]:
         message = f"its README.md sets {unread[0]} for {subset}, which is not read"
@@ -237,7 +237,7 @@ def _patterns(described: Any) -> dict[str, list[str]]:
     """Return ``data_files`` of README.md as globs by split.
 
     Raises:
-        ValueError: It has another form.
+        ValueError: ``data_files`` has an unknown form.
     """
     entries = described if isinstance(described, list) else [described]
     if all(isinstance(entry, str) for entry in entries):
@@ -290,7 +290,7 @@ def _converted_layout(data: Sequence[str]) -> HubLayout:
 
 
 def _one_kind(names: Sequence[str]) -> list[str]:
-    """Return the files of the most frequent format; Parquet first if several are."""
+    """Return the files of the most frequent format; Parquet wins a tie."""
     kinds = Counter(kind for name in names if (kind := _KINDS.get(suffixes(name)[0])))
     if not kinds:
         return []

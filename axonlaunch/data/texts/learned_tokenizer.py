@@ -62,7 +62,8 @@ def load_or_learn(
     For ``tokenizer=train`` it is learned from the data.
 
     Raises:
-        ConfigError: It can't be read or learned, or the tokens or the template can't be used.
+        ConfigError: The tokenizer can't be read or learned, or its tokens or template can't be
+            used.
     """
     is_learned = tokenizer.name == "train"
     loaded = _load_learned(tokenizer, data, report) if is_learned else load_tokenizer(tokenizer)
@@ -77,7 +78,7 @@ def _load_learned(
     """Return the tokenizer that is learned from the data, once.
 
     Raises:
-        ConfigError: It can't be learned.
+        ConfigError: No tokenizer can be learned from the data.
     """
     if importlib.util.find_spec("transformers") is None:
         message = "needs transformers; pip install 'axonlaunch[hf]'"

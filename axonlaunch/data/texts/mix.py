@@ -241,7 +241,7 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
     """Refuse a held-out file of one source that is a training file of another.
 
     Raises:
-        ConfigError: There is such a file.
+        ConfigError: A held-out file of one source is a training file of another.
     """
     sources = config.sources()
     trained = [

@@ -203,7 +203,7 @@ class ShardedRows:
         """Return the rows of a shard, tokenised if it is missing or has changed.
 
         Raises:
-            ConfigError: It can't be tokenised.
+            ConfigError: The shard can't be tokenized.
         """
         with explain_failures(self._config):
             if self._corpus.shard(number) is not None:

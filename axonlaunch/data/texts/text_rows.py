@@ -309,7 +309,7 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     """Refuse held-out files that are also training files.
 
     Raises:
-        ConfigError: There is such a file.
+        ConfigError: A held-out file is also a training file.
     """
     for held_out in held_out_sources(config):
         if any(held_out.overlaps(source) for source in sources):

@@ -32,7 +32,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     ``launch`` runs the checks itself, because it reports problems to the other nodes.
 
     Raises:
-        ConfigError: In a dry run, this node can't run the configuration.
+        ConfigError: This node can't run the configuration (only in a dry run).
     """
     if not options.dry_run:
         return config

@@ -37,7 +37,7 @@ def architecture(config: TransformersModel) -> Any:
     """Return transformers' typed configuration of a model.
 
     Raises:
-        ConfigError: It can't be read, or the model can't be trained here.
+        ConfigError: The configuration can't be read, or the model can't be trained here.
     """
     library.transformers()
     content = files.read_config(config)
@@ -180,7 +180,7 @@ def _is_remote(config: TransformersModel, content: Mapping[str, Any]) -> bool:
     """Return whether a model uses the code in its repository.
 
     Raises:
-        ConfigError: It needs this code, but ``trust_remote_code`` is off.
+        ConfigError: The model needs this code, but ``trust_remote_code`` is off.
     """
     auto_map = content.get("auto_map")
     if not isinstance(auto_map, Mapping) or "AutoModelForCausalLM" not in auto_map:

@@ -28,7 +28,7 @@ def mark_own(file: Path, text: str) -> None:
 
     Args:
         file: Path of the file.
-        text: Its content.
+        text: Content of the file.
 
     Raises:
         OSError: The mark can't be written.
@@ -45,7 +45,7 @@ def is_marked_own(file: Path, text: str) -> bool:
 
     Args:
         file: Path of the file.
-        text: Its content.
+        text: Content of the file.
     """
     try:
         key, mark = _key(), read_text(_mark_of(file), at_most=2 * _BYTES)

@@ -143,7 +143,7 @@ def loss_argument(batch: MicroBatch) -> Any:
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches. Independent of the code by which engines divide a batch."""
+    """Split a batch into micro-batches of ``size`` samples without using engine code."""
     for part in (slice(start, start + size) for start in range(0, len(batch), size)):
         if isinstance(batch, Batch):
             end = len(batch) - batch.surplus

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS, automatic_precision
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.validation.other_tools.translation import Rule, Translation
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "false", "no", "none", "None", "off", [], {})
@@ -350,11 +350,9 @@ def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) ->
             translation.set("train.precision", chosen, name)
             break
     else:
-        translation.set(
-            "train.precision", automatic_precision(has_bf16=False), MIXED_PRECISION.name
-        )
-    if weights and translation.flag(MIXED_PRECISION.name):
-        translation.set("train.param_dtype", MIXED_PRECISION.name, *weights)
+        translation.set("train.precision", "fp32", "bf16")
+    if weights and translation.flag("bf16"):
+        translation.set("train.param_dtype", "bf16", *weights)
 
 
 def precision_named(name: object) -> str:

@@ -58,7 +58,7 @@ class Chat:
     options: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, number: int) -> bool:
-        """Return whether the message with an index is of the assistant and counts."""
+        """Return whether message ``number`` is by the assistant and its tokens enter the loss."""
         is_said = self.messages[number]["role"] == "assistant"
         return is_said and number >= self.context and number not in self.uncounted
 
@@ -226,7 +226,7 @@ def _with_system(chat: Chat, system: str) -> Chat:
     """Return a chat that begins with a system message.
 
     Raises:
-        ValueError: It begins with another one.
+        ValueError: The chat begins with a different system message.
     """
     message = {"role": "system", "content": system}
     if chat.messages[0]["role"] != "system":
@@ -338,7 +338,7 @@ def text_of(row: Row, name: str) -> str:
     """Return the text in a column.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The column's value is not a text.
     """
     if not isinstance(text := row[name], str):
         raise ValueError(f"{name} is {_kind(text)}, not text")

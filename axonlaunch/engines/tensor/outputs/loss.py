@@ -40,10 +40,12 @@ def vocab_parallel_cross_entropy_sum(
         targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
         group: The ranks among which the classes are divided.
         classes: Total number of classes; None if every rank has equally many.
-        label_smoothing: As in ``models.specs.loss.cross_entropy_sum``.
-        z_loss: As in ``models.specs.loss.cross_entropy_sum``.
-        dft: As in ``models.specs.loss.cross_entropy_sum``.
-        eaft: As in ``models.specs.loss.cross_entropy_sum``.
+        label_smoothing: Share of each target's probability that is spread evenly over the classes.
+        z_loss: Factor of the squared log of the softmax's denominator.
+        dft: Whether each target's cross entropy is multiplied by the target's probability
+            (``models.specs.loss.cross_entropy_sum`` has the sources of the three).
+        eaft: Exponent of ``models.specs.loss.entropy_weights``, by which each target's cross
+            entropy is multiplied; 0: no factor.
 
     Raises:
         ValueError: The shapes of logits and targets differ, the number of columns is not this

@@ -176,7 +176,7 @@ def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> N
     """Refuse a run whose folder another job of the namespace uses.
 
     Raises:
-        ConfigError: There is such a job that has not ended.
+        ConfigError: A job that has not ended uses the folder.
     """
     folder = job["metadata"]["annotations"][RUN_DIR]
     for other in retry(partial(cluster_jobs, cluster), cluster, name):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.config.validation.other_tools import (
     data_rules,
     quantization,
@@ -416,9 +415,9 @@ def _set_precision(translation: Translation) -> None:
             translation.set("train.precision", name, alias)
             return
     rules.set_precision(translation)
-    if not translation.flag("adapter") and translation.flag(MIXED_PRECISION.name):
+    if not translation.flag("adapter") and translation.flag("bf16"):
         text = "weights are stored in fp32, not in bf16; train.param_dtype=bf16 halves them"
-        translation.note(MIXED_PRECISION.name, text)
+        translation.note("bf16", text)
 
 
 def _set_intervals(translation: Translation, *, held_out: bool) -> None:

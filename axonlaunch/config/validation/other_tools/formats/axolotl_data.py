@@ -61,7 +61,7 @@ def _prompt_in_style(system: str, turn: str, without_input: str) -> dict[str, An
     Args:
         system: Text of the system message, with {system}.
         turn: Text of the question, with {instruction} and {input}.
-        without_input: The same for rows without input.
+        without_input: Text of the question for rows without input, with {instruction}.
     """
     head = system.replace(
         "{system}", f"{_TASK}{{% if {_HAS_INPUT} %}}{_INPUT}{{% endif %}}. {_ANSWER}"

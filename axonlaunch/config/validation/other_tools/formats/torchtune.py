@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION, automatic_precision
 from axonlaunch.config.validation.other_tools import data_rules, quantization, reasons, rules
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -62,11 +61,11 @@ def _logger(translation: Translation, key: str, value: Any) -> None:
 
 
 def _dtype(translation: Translation, key: str, value: Any) -> None:
-    if value == MIXED_PRECISION.name:
-        translation.set("train.precision", MIXED_PRECISION.name, key)
-        translation.set("train.param_dtype", MIXED_PRECISION.name, key)
+    if value == "bf16":
+        translation.set("train.precision", "bf16", key)
+        translation.set("train.param_dtype", "bf16", key)
     else:
-        translation.set("train.precision", automatic_precision(has_bf16=False), key)
+        translation.set("train.precision", "fp32", key)
 
 
 def _offload(translation: Translation, key: str, value: Any) -> None:

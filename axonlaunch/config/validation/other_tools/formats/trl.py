@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -107,10 +107,10 @@ def _finish(translation: Translation) -> None:
     ratio, origin = trainer_keys.final_ratio(translation)
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     dtype = "dtype" if translation.has("dtype") else "torch_dtype"
-    in_bf16 = rules.precision_named(translation.get(dtype)) == MIXED_PRECISION.name
+    in_bf16 = rules.precision_named(translation.get(dtype)) == "bf16"
     rules.set_precision(translation, weights=(dtype,) if in_bf16 else ())
     if not any(translation.has(name) for name in PRECISIONS):
-        translation.set("train.precision", MIXED_PRECISION.name, MIXED_PRECISION.name)
+        translation.set("train.precision", "bf16", "bf16")
     if not translation.has("gradient_checkpointing"):
         translation.set("train.activation_checkpointing", "full", "gradient_checkpointing")
     _set_router_loss(translation)
@@ -250,7 +250,7 @@ TRL = Format(
         "learning_rate": 2e-5,
         "logging_steps": 10,
         "assistant_only_loss": False,
-        MIXED_PRECISION.name: True,
+        "bf16": True,
         "gradient_checkpointing": True,
         "router_aux_loss_coef": 0.001,
         "max_length": 1024,
@@ -263,7 +263,7 @@ TRL = Format(
     },
     finish=_finish,
     companions={
-        MIXED_PRECISION.name: True,
+        "bf16": True,
         "use_peft": True,
         "dataset_test_split": "test",
         "eval_strategy": "steps",
