@@ -39,7 +39,7 @@ def test_a_key_added_by_an_upgrade_is_reported_where_it_is_set() -> None:
     assert settings_unlike_resumed(now, before) == ["train.grad_clip=0.25 (was 1.0)"]
 
 
-@pytest.mark.parametrize("setting", ["train.label_smoothing=0.1", "train.dft=true"])
+@pytest.mark.parametrize("setting", ["train.label_smoothing=0.1", "train.dft=true", "train.eaft=1"])
 def test_another_loss_is_reported(setting: str) -> None:
     [changed] = settings_unlike_resumed(config.load([*MODEL, setting]), frozen())
     assert changed.startswith(setting)
