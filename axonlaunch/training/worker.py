@@ -37,7 +37,7 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import (
-    NOBODY,
+    NULL_MONITOR,
     Finished,
     Listener,
     Monitor,
@@ -66,7 +66,7 @@ def run(
     config: RunConfig,
     world: World,
     *,
-    monitor: Monitor = NOBODY,
+    monitor: Monitor = NULL_MONITOR,
     cpu_peak: Callable[[RunConfig], PeakWatch] | None = None,
 ) -> Finished:
     """Train a resolved configuration. Every rank of the world calls this.

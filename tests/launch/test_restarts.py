@@ -1,4 +1,4 @@
-"""When a failed run is restarted; the ranks are simulated."""
+"""Restarts of failed runs; the ranks are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launcher starts the runs of a command, and the options that it refuses."""
+"""The launcher that starts the runs of a command, and the options that it refuses."""
 
 from __future__ import annotations
 
