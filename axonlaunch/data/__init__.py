@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
@@ -76,5 +77,5 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
         num_classes=getattr(config, "num_classes", None),
         refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
         description=f"data={config.name}",
-        num_workers=getattr(config, "workers", 0),
+        num_workers=num_data_workers(config),
     )

@@ -15,6 +15,7 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.data.datasets.dataset import Dataset
@@ -151,7 +152,7 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
 def with_packing(config: RunConfig) -> RunConfig:
     """Resolve ``data.packing=auto`` to ``none`` if the model can't separate documents in a row."""
-    if getattr(config.data, "packing", None) != "auto":
+    if packing_of(config.data) != "auto":
         return config
     try:
         spec = spec_for(config)

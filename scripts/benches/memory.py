@@ -26,8 +26,7 @@ from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.engines.data_parallel import fsdp
 from axonlaunch.engines.tensor.outputs import losses
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.memory import cuda_process, estimate as memory_estimate
 from axonlaunch.planning.tracing.devices import cuda_norm
 from axonlaunch.planning.tracing.engine_categories import host_categories
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun

@@ -84,7 +84,12 @@ RECIPES = {
 """Family of each recipe's model, and the number of ranks."""
 FIVE_STEPS = [
     *["train.epochs=null", "train.steps=5", "train.micro_batch_size=auto", "train.prove=never"],
-    *["data.sequence_length=128", "train.eval_every=0", "scheduler.warmup_steps=auto"],
+    *[
+        "data.sequence_length=128",
+        "data.min_tokens=1",
+        "train.eval_every=0",
+        "scheduler.warmup_steps=auto",
+    ],
     *["checkpoint.every=0", "train.log_every=1", "loggers=[]", "launch.backend=mock"],
 ]
 

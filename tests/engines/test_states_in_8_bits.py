@@ -42,6 +42,11 @@ LAYOUTS = {
     "pipeline": ["strategy=pipeline", "launch.nproc=2"],
 }
 
+MIXTURE = [
+    *("model=moe_debug", "model.balance=none", "model.intermediate_size=192"),
+    *("adapter=lora", "adapter.rank=16", "adapter.targets=[experts.*,down_proj]"),
+]
+
 
 def gradients(steps: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
@@ -164,6 +169,10 @@ def _custom(target: str) -> list[str]:
             [*LAYOUTS["tensor"], "model.hidden_size=64", "model.num_attention_heads=2"],
             "rows of 64 values, and strategy.tensor.degree=2 cuts them within blocks of 64",
         ),
+        (
+            [*MIXTURE, "strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"],
+            r"lora_B.weight has rows of 128 values, and strategy.expert.degree=2 cuts them within",
+        ),
         (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon can't update in fp32"),
         (
             [*_custom("torch.optim:Adagrad"), "optimizer.state_dtype=8bit"],
@@ -178,7 +187,7 @@ def _custom(target: str) -> list[str]:
             "optimizer=sgd keeps no states in the dtype of the weights",
         ),
     ],
-    ids=["a cut block", "muon", "early states", "fp32 states", "no states"],
+    ids=["a cut block", "experts' adapter", "muon", "early states", "fp32 states", "no states"],
 )
 def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     overrides: list[str], problem: str

@@ -19,8 +19,7 @@ from served import Server
 from axonlaunch.cli.reports.runs import BreakableName
 from axonlaunch.cli.shared.run_folders import has_runs
 from axonlaunch.cli.shared.run_screen import screen_of
-from axonlaunch.cli.training.watch import await_run
-from axonlaunch.cli.training.watch import command as watch_command
+from axonlaunch.cli.training.watch import await_run, command as watch_command
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.system.text.formatting import size

@@ -9,8 +9,7 @@ from configured import estimate_config
 
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.planning import estimate as planning_estimate
-from axonlaunch.planning import estimate_cache
+from axonlaunch.planning import estimate as planning_estimate, estimate_cache
 from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change

@@ -28,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
@@ -288,7 +289,7 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
         message = "ring attention uses its own kernel; use auto"
     elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
         message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
-    elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
+    elif kernel == "flash" and packing_of(config.data) != "none":
         message = "supports no mask, which packed documents need; use cudnn or efficient"
     if message:
         yield ConfigIssue("train.attention_kernel", message, kernel)

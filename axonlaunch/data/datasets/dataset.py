@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
-__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "NoText", "Split"]
+__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "DatasetWithoutText", "Split"]
 
 Split = Literal["train", "eval"]
 
@@ -314,7 +314,7 @@ def sample_targets(dataset: Dataset) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-class NoText:
+class DatasetWithoutText:
     """Base class for datasets that are not text, without optional facts."""
 
     is_text = False

@@ -21,8 +21,8 @@ from axonlaunch.data.datasets.dataset import (
     AnyBatch,
     Batch,
     DatasetInfo,
+    DatasetWithoutText,
     Kind,
-    NoText,
     Split,
 )
 from axonlaunch.data.datasets.samples import Collate, SampleOrigin, Samples, collating
@@ -101,7 +101,7 @@ def _adapt(
     )
 
 
-class UserDataset(NoText, ABC):
+class UserDataset(DatasetWithoutText, ABC):
     """Base class of the adapters, which seed the random numbers of each sample.
 
     Attributes:

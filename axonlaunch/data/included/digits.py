@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from axonlaunch.config.options.data import DigitsConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
-from axonlaunch.data.datasets.dataset import Batch, Kind, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, DatasetWithoutText, Kind, Split
 from axonlaunch.data.datasets.shuffle import permute
 
 
-class Digits(NoText):
+class Digits(DatasetWithoutText):
     """Grey images of one digit each, 0 black to 1 white, enlarged to the configured size."""
 
     kind: Kind = "images"

@@ -343,9 +343,12 @@ def _shard_experts(
 
 
 def _expert_placement(parameter: nn.Parameter, *, shards: int) -> Shard:
-    """Return the dim to shard: the experts, or the next one if a rank has too few experts."""
+    """Return the dim to shard: the experts, or the next one if a rank has too few experts.
+
+    The last dim is never sharded, because optimizer states may be in 8 bits in blocks along it.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    is_uneven = local.shape[0] % shards and local.ndim > 1 and local.shape[1] % shards == 0
+    is_uneven = local.shape[0] % shards and local.ndim > 2 and local.shape[1] % shards == 0
     return Shard(1 if is_uneven else 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
+from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch
 from axonlaunch.engines.expert.routing import InvalidRouteError
 from axonlaunch.engines.tensor.divided_layers.local_parameters import (
@@ -20,6 +21,7 @@ from axonlaunch.engines.tensor.divided_layers.local_parameters import (
 )
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.modules.convert_module import convert_module
+from axonlaunch.models.tensors.packed_blocks import BLOCK
 
 
 class DispatchedExperts(ReadsLocally):
@@ -138,6 +140,24 @@ def _divide_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int)
         for matrix, cut in cuts:
             convert_module(matrix, ReadsLocally)
             matrix.__dict__.update(_axis=axis, _sums_gradients=False, cuts={"weight": cut})
+
+
+def broken_expert_rows(model: nn.Module, names: Iterable[str], *, degree: int) -> Iterator[str]:
+    """Yield the parameters with rows that ranks of experts cut within blocks of ``BLOCK`` values.
+
+    Args:
+        model: The full model, on any device.
+        names: Names of the modules of experts.
+        degree: Number of ranks that share the experts.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        if not isinstance(module, LoraExperts):
+            continue
+        num_experts = module.num_experts
+        assert isinstance(num_experts, int)
+        if num_experts // degree % BLOCK:
+            yield from (f"{name}.{key}{EXPERTS}.lora_B.weight" for key in module.matrices())
 
 
 def dispatched_experts(module: nn.Module) -> list[nn.Module]:

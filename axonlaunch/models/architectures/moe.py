@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config.options.model import MoEConfig
-from axonlaunch.models.architectures.llama import SPEC as LLAMA_SPEC
-from axonlaunch.models.architectures.llama import GatedFeedForward, Llama, LlamaBlock
+from axonlaunch.models.architectures.llama import (
+    SPEC as LLAMA_SPEC,
+    GatedFeedForward,
+    Llama,
+    LlamaBlock,
+)
 
 
 class Router(nn.Module):

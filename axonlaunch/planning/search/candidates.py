@@ -28,7 +28,12 @@ from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
-from axonlaunch.preflight.parallelism import expert_degrees, product_problems, state_problems
+from axonlaunch.preflight.parallelism import (
+    expert_degrees,
+    expert_state_problems,
+    product_problems,
+    state_problems,
+)
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -106,6 +111,14 @@ def candidates(
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
+    experts = [
+        degree
+        for degree in experts
+        if degree == 1
+        or not any(
+            expert_state_problems(with_values(config, {keys.EXPERT_RANKS: degree}), spec, model)
+        )
+    ]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())

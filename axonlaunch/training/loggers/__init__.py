@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.problems.errors import failure_text
 from axonlaunch.events import (
@@ -109,7 +110,7 @@ class RunLoggers:
     def __enter__(self) -> RunLoggers:
         """Start the thread of every logger."""
         for config in self._configs:
-            name = str(getattr(config, "target", config.name))
+            name = custom_target(config) or config.name
             make = partial(_make_logger, config)
             self._loggers.append(
                 BackgroundLogger(

@@ -25,9 +25,12 @@ from axonlaunch.verification.references.differences import (
     compare_tensors,
 )
 from axonlaunch.verification.references.reference_values import Reference
-from axonlaunch.verification.result import GRADIENT_FLOOR as GRADIENT_FLOOR
-from axonlaunch.verification.result import PARAMETER_FLOOR as PARAMETER_FLOOR
-from axonlaunch.verification.result import norm_tolerance, tolerance_of
+from axonlaunch.verification.result import (
+    GRADIENT_FLOOR as GRADIENT_FLOOR,
+    PARAMETER_FLOOR as PARAMETER_FLOOR,
+    norm_tolerance,
+    tolerance_of,
+)
 
 TIMES = {False: 8.0, True: 4.0}
 """Allowed multiple of the measured noise, in fp32 (False) and in lower precision (True).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
@@ -29,6 +29,8 @@ _NAMED_ROLES = ("user", "assistant", "tool")
 """Roles that ``data.fields`` may give other names."""
 _OPTIONAL = ("system", "tools")
 """Further columns of rows of every form."""
+_OPTIONS = "chat_template_kwargs"
+"""Column with values for variables of the chat template, which trl reads too."""
 _REFUSED = ("chosen", "rejected", "label")
 """Columns of data for other losses, which are read to be refused."""
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -45,12 +47,14 @@ class Chat:
         uncounted: Indices of messages of the assistant that the row excludes from the loss by a
             flag, such as ``training: false``.
         context: Number of messages at the start that are the prompt, and excluded from the loss.
+        options: Values of further variables of the chat template, such as ``enable_thinking``.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     uncounted: frozenset[int] = frozenset()
     context: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, number: int) -> bool:
         """Return whether message ``number`` is by the assistant and its tokens enter the loss."""
@@ -79,7 +83,8 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
         raise ValueError(f"{fields.get('system', 'system')} is {_kind(system)}, not text")
     if system:
         chat = _with_system(chat, system)
-    chat = replace(chat, tools=_tools(_optional(row, "tools", fields)))
+    tools = _tools(_optional(row, "tools", fields))
+    chat = replace(chat, tools=tools, options=_options(row.get(_OPTIONS)))
     for number, message in enumerate(chat.messages, start=1):
         for text in (value for value in message.values() if isinstance(value, str)):
             refuse_surrogates(text, f"message {number}")
@@ -103,7 +108,7 @@ def chat_columns(names: list[str], *, fields: Mapping[str, str]) -> list[str]:
         if {*form.needed} <= {*names}
         for name in (*form.needed, *form.optional)
     }
-    shared = {*(fields.get(name, name) for name in _OPTIONAL), *_REFUSED}
+    shared = {*(fields.get(name, name) for name in _OPTIONAL), _OPTIONS, *_REFUSED}
     return [name for name in names if name in read or name in shared] if read else names
 
 
@@ -293,6 +298,20 @@ def _optional(row: Row, name: str, fields: Mapping[str, str]) -> Any:
     if name in fields and fields[name] not in row:
         raise ValueError(f"has no field {fields[name]}; it has {fields_of(row)}")
     return row.get(fields.get(name, name))
+
+
+def _options(options: Any) -> dict[str, Any]:
+    """Return the variables of the template that a row sets, which may be JSON text."""
+    if isinstance(options, str) and options.strip():
+        try:
+            options = json.loads(options)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{_OPTIONS} is text that is not JSON: {error}") from None
+    if not options:
+        return {}
+    if not isinstance(options, dict):
+        raise ValueError(f"{_OPTIONS} is {_kind(options)}, not an object with variables")
+    return {str(name): value for name, value in options.items()}
 
 
 def _tools(tools: Any) -> list[Any] | None:

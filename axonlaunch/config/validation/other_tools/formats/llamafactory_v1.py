@@ -144,6 +144,7 @@ def _finish(translation: Translation) -> None:
     _set_optimizer(translation)
     rules.set_precision(translation, weights=("bf16",))
     trainer_keys.set_clipping(translation)
+    rules.set_router_loss(translation)
     _set_saves(translation)
     _set_adapter(translation)
 
@@ -155,6 +156,7 @@ def _set_optimizer(translation: Translation) -> None:
     else:
         translation.option("optimizer", "adamw")
         translation.set("optimizer.weight_decay", 0.01)
+        rules.set_decay_of_all(translation, 0.01)
         translation.set("optimizer.betas", [0.9, 0.999])
     translation.set("optimizer.lr", float(translation.number("learning_rate")), "learning_rate")
     translation.option("scheduler", "constant")
