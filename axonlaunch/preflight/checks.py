@@ -49,7 +49,7 @@ from axonlaunch.preflight.checkpoint import (
 )
 from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
 from axonlaunch.preflight.dataset import (
-    described_dataset,
+    dataset_without_tokenizing,
     make_dataset,
     model_data_mismatches,
     packing_problems,
@@ -190,7 +190,7 @@ def _examine(
         problems += source.device_problems(config.launch.device)
         if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
             problems += push_problems(config.checkpoint.push)
-    dataset, issues = described_dataset(config)
+    dataset, issues = dataset_without_tokenizing(config)
     problems += issues
     spec, model, issues = _model(config)
     problems += issues

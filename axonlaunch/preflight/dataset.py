@@ -61,7 +61,7 @@ def with_hub_data(
     return with_values(config, {"data": data})
 
 
-def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
+def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
     """Return a run's dataset (of text only a description, not tokenized) and the problems."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)

@@ -202,7 +202,7 @@ class StorageTrace(UncompiledDispatchMode):
             else:
                 self._recategorize(storage, category)
 
-    def follow(self, parameters: Iterable[Tensor]) -> None:
+    def count_gradients_of(self, parameters: Iterable[Tensor]) -> None:
         """Count the ``.grad`` of these parameters as gradients from now on."""
         self._parameters = list(parameters)
 

@@ -291,7 +291,7 @@ def _relative_noise(
     one: Reference, other: Reference
 ) -> Iterable[tuple[tuple[int, str, str], float]]:
     """Yield relative differences of two references with step, kind and name."""
-    for noise in _noise(one, other):
+    for noise in _differences_between(one, other):
         yield (noise.step, noise.kind, noise.name), noise.relative
         if noise.kind == "gradient" and noise.ratio is not None:
             yield (noise.step, _LENGTH, noise.name), abs(noise.ratio - 1)
@@ -314,7 +314,7 @@ def _gradients_of_rounding(one: Reference, other: Reference) -> set[str]:
     }
 
 
-def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
+def _differences_between(one: Reference, other: Reference) -> Iterable[Difference]:
     """Yield the differences from a reference with perturbed weights, which measure rounding."""
     zero = _gradients_of_rounding(one, other)
     for number, (step, expected_step) in enumerate(zip(other.steps, one.steps, strict=True)):
