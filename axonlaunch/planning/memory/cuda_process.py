@@ -142,7 +142,7 @@ def communicator_sizes(layout: Layout) -> list[int]:
     - Each axis of the mesh with more than one rank. A single such axis is the world.
     - Each axis that is merged into a data axis, which includes its ranks as well.
 
-    Not included are communicators between neighbouring pipeline stages, which only carry messages,
+    Not included are communicators between neighboring pipeline stages, which only carry messages,
     because NCCL's memory for them is not known.
     """
     axis_sizes = [size for size in layout.mesh_sizes().values() if size > 1]

@@ -327,7 +327,7 @@ class StorageTrace(UncompiledDispatchMode):
     def _update_peak(self) -> None:
         """Update the categories of the peak of an event, before memory is freed.
 
-        Gradients are recognised only here, because no operation shows when a parameter gets one.
+        Gradients are recognized only here, because no operation shows when a parameter gets one.
         """
         if self._peak_index is not None:
             index, self._peak_index = self._peak_index, None

@@ -69,7 +69,7 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
     Args:
         row: Row of a file.
         fields: Names of columns and keys by their content (``data.fields``). Columns that it does
-            not name are recognised by their usual names.
+            not name are recognized by their usual names.
 
     Raises:
         ValueError: The row is not a chat; the message describes the row.

@@ -1,3 +1,3 @@
 """An entry point that can't be imported; it has no effect until it is chosen."""
 
-raise RuntimeError("no licence")
+raise RuntimeError("no license")
