@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from torch import nn
 
-from axonlaunch.checkpoint.exchange.hub_push import push_problems
+from axonlaunch.checkpoint.exchange.hub_push import push_problems, pushed_adapter_problems
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.code.plugins import import_callable, import_plugins
@@ -220,6 +220,7 @@ def _examine(
         problems += expert_problems(config, spec, model)
         problems += balance_problems(config, spec, model)
         problems += product_problems(config, spec, model)
+        problems += pushed_adapter_problems(config, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:
