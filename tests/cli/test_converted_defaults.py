@@ -69,6 +69,15 @@ def test_batch_size_of_axolotl_is_that_of_a_device(folder: Path) -> None:
     assert written["train.micro_batch_size"] == 2
 
 
+def test_held_out_files_of_several_datasets_belong_to_the_first_source(folder: Path) -> None:
+    datasets = [{"path": f"{name}.jsonl", "type": "chat_template"} for name in ("a", "b")]
+    tests = [{"path": "c.jsonl", "type": "chat_template"}]
+    written = values(converted(folder, AXOLOTL, datasets=datasets, test_datasets=tests))
+    held_out = {key: each for key, each in written.items() if key.endswith(".held_out")}
+    files = {"files": ["c.jsonl"]}
+    assert held_out == {"data.held_out": 0, "data.mix.a.held_out": files}
+
+
 def test_axolotl_uploads_to_a_private_repository(folder: Path) -> None:
     written = values(converted(folder, AXOLOTL, hub_model_id="org/tuned"))
     assert written["checkpoint.push_private"] is True

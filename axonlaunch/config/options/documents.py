@@ -172,6 +172,13 @@ class TextRowsConfig:
         if self.shuffle == "none" and self.packing in ("auto", "best_fit"):
             message = f"packing={self.packing} puts long documents first; use data.packing=none"
             problems.append(("shuffle", f"data.{message} or concat"))
+        inheriting = [name for name, options in self.mix.items() if "held_out" not in options]
+        if len(inheriting) > 1 and self.held_out_files.files:
+            message = (
+                "each source of data.mix would evaluate these files; use 0, and "
+                f"data.mix.{inheriting[0]}.held_out for the source that reads such rows"
+            )
+            problems.append(("held_out", message))
         shares = self.shares()
         weighted = [name for name, share in shares.items() if share.weight is not None]
         if weighted and len(weighted) < len(shares):

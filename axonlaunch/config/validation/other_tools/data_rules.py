@@ -38,6 +38,23 @@ def set_sources(translation: Translation, sources: Sequence[Mapping[str, Any]], 
             translation.set(f"data.mix.{name}.{option}", value, key)
 
 
+def set_held_out_files(translation: Translation, held_out: Mapping[str, Any], key: str) -> None:
+    """Hold out the rows of files, which in a mix are read like the rows of its first source.
+
+    Args:
+        translation: Translation with the sources of the data.
+        held_out: Keys of ``data.held_out``.
+        key: Key that lists the files.
+    """
+    of_mix = next((name for name in translation.settings if name.startswith("data.mix.")), None)
+    if of_mix is None:
+        translation.set("data.held_out", held_out, key)
+        return
+    first = of_mix.rpartition(".")[0]
+    translation.set("data.held_out", 0, key)
+    translation.set(f"{first}.held_out", held_out, key, note="read like the rows of this source")
+
+
 def _name_of(source: Mapping[str, Any], taken: list[str]) -> str:
     files = source.get("files") or ["source"]
     last = str(files[0]).rstrip("/").rsplit("/", 1)[-1].split("@")[0].split(".")[0]

@@ -176,7 +176,7 @@ def _set_held_out(translation: Translation) -> bool:
             name: tests[0][name] for name in ("subset", "split") if name in tests[0]
         }
         held_out["files"] = [file for source in tests for file in source["files"]]
-        translation.set("data.held_out", held_out, "test_datasets")
+        data_rules.set_held_out_files(translation, held_out, "test_datasets")
         return True
     size = translation.number("val_set_size")
     if size:

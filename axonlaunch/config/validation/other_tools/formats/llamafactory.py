@@ -359,7 +359,7 @@ def _set_data(translation: Translation) -> bool:
             else:
                 translation.note("eval_dataset", "set data.held_out={files: [...]}")
         if files:
-            translation.set("data.held_out", {"files": files}, "eval_dataset")
+            data_rules.set_held_out_files(translation, {"files": files}, "eval_dataset")
             return True
     size = translation.number("val_size")
     if size:
