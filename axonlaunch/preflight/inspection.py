@@ -1,4 +1,4 @@
-"""Describes a model for parallelism: blocks, cut points, tied weights, plan and legal layouts.
+"""Describes a model for parallelism: blocks, split points, tied weights, plan and legal layouts.
 
 The model is built on the meta device, without storage.
 """

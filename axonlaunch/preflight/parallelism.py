@@ -53,7 +53,7 @@ _LARGEST_GROUP = 256
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the model's sequences can't be divided among ranks."""
+    """Yield the reasons why the model's sequences can't be sharded over ranks."""
     del model
     degree = config.strategy.context.degree
     if degree == 1:
@@ -238,16 +238,16 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
 
 
 def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the experts of the model can't be divided among ranks."""
+    """Yield the reasons why the experts of the model can't be sharded over ranks."""
     degree = config.strategy.expert.degree
     if degree == 1:
         return
     degrees = expert_degrees(spec, model)
     if not degrees:
-        message = f"{type(model).__name__} has no experts that can be divided; use 1"
+        message = f"{type(model).__name__} has no experts that can be split; use 1"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     elif degree not in degrees:
-        message = f"the experts of a layer can't be divided evenly; use {one_of(degrees)}"
+        message = f"the experts of a layer can't be split evenly; use {one_of(degrees)}"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     else:
         yield from expert_state_problems(config, spec, model)
@@ -318,8 +318,8 @@ def _cut_blocks(
         states = states_of(with_options(config.optimizer, entry), entry.shape).values()
         if any(state.is_packed for state in states):
             message = (
-                f"{name} has rows of {entry.shape[-1]} values, and {by} cuts them within blocks of "
-                f"{BLOCK}; use bf16 or parameter, or a smaller degree"
+                f"{name} has rows of {entry.shape[-1]} values, and {by} shards them within blocks "
+                f"of {BLOCK}; use bf16 or parameter, or a smaller degree"
             )
             yield ConfigIssue("optimizer.state_dtype", message, config.optimizer.state_dtype)
             return
@@ -340,7 +340,7 @@ def _custom_loss_problems(
 def pipeline_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the model can't be cut into pipeline stages."""
+    """Yield the reasons why the model can't be split into pipeline stages."""
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
         return
@@ -348,12 +348,12 @@ def pipeline_problems(
         yield ConfigIssue("strategy.pipeline.degree", why, pipeline.degree)
         return
     if spec.flow is not None and (why := spec.flow().problem):
-        message = f"{type(model).__name__} can't be cut into stages: {why}"
+        message = f"{type(model).__name__} can't be split into stages: {why}"
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return
     if not cuttable(spec, model):
         message = (
-            f"model={config.model.name} can't be cut into stages: it is not an nn.Sequential and "
+            f"model={config.model.name} can't be split into stages: it is not an nn.Sequential and "
             "names no ends; register it with layers= and ends="
         )
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)

@@ -26,7 +26,7 @@ def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
         accelerators: Number of accelerators on this node.
 
     Raises:
-        ConfigError: The batch can't be divided among the ranks.
+        ConfigError: The batch can't be sharded over the ranks.
     """
     if config.strategy.auto:
         return config

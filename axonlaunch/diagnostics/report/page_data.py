@@ -325,7 +325,7 @@ def _cost(run: RunRecord) -> str | None:
 
 
 def _goodput(run: RunRecord) -> str | None:
-    """Return the fraction of wall time in steps that count, and the other parts of it."""
+    """Return the fraction of wall time in productive steps, and the other parts of it."""
     parts = wall_time(run)
     if parts is None:
         return None

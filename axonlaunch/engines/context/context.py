@@ -54,7 +54,7 @@ class ContextAxis:
         pieces = CHUNKS * self._group.size
         if length % pieces:
             raise ValueError(
-                f"a sequence of {length} cannot be divided among {self._group.size} ranks in "
+                f"a sequence of {length} cannot be split among {self._group.size} ranks in "
                 f"{CHUNKS} pieces each; use a multiple of {pieces}"
             )
         first, last = self._group.rank, pieces - 1 - self._group.rank

@@ -188,7 +188,7 @@ class ModelSpec:
             return reason
         if self.divide is not None:
             reason = self.undivided()
-            return reason and f"its sequences can't be divided: {reason}"
+            return reason and f"its sequences can't be split: {reason}"
         if self.positions is None:
             return "the model can't compute on a part of a sequence; use 1"
         return ""

@@ -230,8 +230,8 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     local = local_tensor(tensor).shape
     if tuple(sum(length for _, length in interval) for interval in intervals) != tuple(local):
         raise NotImplementedError(
-            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
-            "unusual way; use degrees that divide its sizes"
+            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is sharded in "
+            "an unusual way; use degrees that divide its sizes"
         )
     return intervals
 

@@ -208,11 +208,11 @@ def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
     [
         (
             [family("qwen3_moe"), "strategy=fsdp", "launch.nproc=8", "strategy.expert.degree=8"],
-            "strategy.expert.degree=8: the experts of a layer can't be divided evenly; use 1, 2 or",
+            "strategy.expert.degree=8: the experts of a layer can't be split evenly; use 1, 2 or",
         ),
         (
             [family("llama"), *LAYOUTS["fsdp"]],
-            "strategy.expert.degree=2: LlamaForCausalLM has no experts that can be divided; use 1",
+            "strategy.expert.degree=2: LlamaForCausalLM has no experts that can be split; use 1",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Divides the wall time of a run into training that counts, saves, lost steps and restarts.
+"""Divides the wall time of a run into productive steps, saves, lost steps and restarts.
 
 The parts are those that ``planning.throughput.goodput`` predicts. They follow from the events of
 all attempts at the run.
@@ -28,7 +28,7 @@ class WallTime:
     """Parts of a run's wall time in seconds, without pauses after it was stopped on request.
 
     Attributes:
-        productive_s: Steps that count; a repeated step counts once.
+        productive_s: Training steps whose results were kept; a repeated step counts once.
         saving_s: Waiting for saves.
         lost_s: Steps of an attempt after the checkpoint from which the next attempt resumed.
         restarting_s: Time from a failure, which is noticed later, until the ranks of the next
@@ -58,7 +58,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the wall time in steps that count."""
+        """Fraction of the wall time in productive steps."""
         return self.productive_s / self.total_s
 
 

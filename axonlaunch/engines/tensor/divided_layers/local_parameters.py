@@ -92,7 +92,7 @@ class TensorAxis:
                 first_cut, placed = placed_by_parameter[parameter]
                 if first_cut != cut:
                     raise ValueError(
-                        f"{submodule} shares its {key} with a module that cuts it differently"
+                        f"{submodule} shares its {key} with a module that shards it differently"
                     )
                 setattr(submodule, key, placed)
 

@@ -63,9 +63,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     """
     kernel = library.attention_kernel(getattr(model, "config", None))
     if kernel not in ("sdpa", "eager"):
-        return (
-            f"its attention is {kernel}, which can't be divided; use model.attention=sdpa or eager"
-        )
+        return f"its attention is {kernel}, which can't be split; use model.attention=sdpa or eager"
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
     if isinstance(outputs, ModelOutputs) and not getattr(model, "shares_router_loss", False):

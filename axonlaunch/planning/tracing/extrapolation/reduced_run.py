@@ -339,7 +339,7 @@ def _split(config: RunConfig, layout: Layout, model: nn.Module, sample: Tensor) 
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         message = (
-            f"where to cut {type(model).__name__} can't be determined without running it ({reason})"
-            "; write the blocks of each stage"
+            f"where to split {type(model).__name__} can't be determined without running it "
+            f"({reason}); write the blocks of each stage"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error
