@@ -28,7 +28,6 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.device_mesh import (
@@ -41,6 +40,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExper
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
+from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
 from axonlaunch.engines.forward_backward import (
@@ -89,9 +89,9 @@ from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.metrics import build_metrics
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
 

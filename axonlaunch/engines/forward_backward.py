@@ -16,7 +16,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.expert.routing import InvalidRouteError
-from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
+from axonlaunch.models.specs.model_spec import ModelOutputs, not_a_tensor
 
 if TYPE_CHECKING:  # importing it imports torch's compiler
     from axonlaunch.engines.pipeline.pipeline import Pipeline

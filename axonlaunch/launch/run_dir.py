@@ -42,7 +42,7 @@ from axonlaunch.config.consistency.resumed_settings import (
     other_threads,
     settings_unlike_resumed,
 )
-from axonlaunch.config.values.plain import LARGEST_YAML
+from axonlaunch.config.values.plain_values import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity

@@ -31,7 +31,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.metrics import build_metrics
-from axonlaunch.models.specs.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.specs.model_spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import UNTRACEABLE
 

@@ -44,8 +44,8 @@ from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers, selection_problems
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
 _LARGEST_GROUP = 256

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS, block_flow
-from axonlaunch.models.specs.spec import BlockFlow, ModelOutputs
+from axonlaunch.models.specs.model_spec import BlockFlow, ModelOutputs
 
 WIDTH = 8
 

@@ -14,7 +14,7 @@ from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 
 
 def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:

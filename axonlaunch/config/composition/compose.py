@@ -28,7 +28,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_l
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
-from axonlaunch.config.values.plain import flatten, read_yaml
+from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.system.storage.files import why_no_folder
 
 OVERRIDE_ORIGIN = "override "

@@ -13,7 +13,7 @@ from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.environment_values import to_interpolations
 from axonlaunch.config.values.hub_reference import without_commits
-from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")

@@ -322,7 +322,7 @@ MODELS: Registry[Any, None] = Registry(
             "axonlaunch.models.architectures.vit:SPEC", "vision transformer, for images", ViTConfig
         ),
         "hf": Entry(
-            "axonlaunch.models.hf.spec:SPEC",
+            "axonlaunch.models.hf.model_spec:SPEC",
             "any causal LM of transformers, model.path",
             HuggingFaceConfig,
             needs=Needs("transformers", "transformers", "axonlaunch[hf]"),

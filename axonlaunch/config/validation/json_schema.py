@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.validation.key_reference import meanings
-from axonlaunch.config.values.plain import to_tree
+from axonlaunch.config.values.plain_values import to_tree
 
 FILE_NAME = "axonlaunch-schema.json"
 Schema = dict[str, Any]

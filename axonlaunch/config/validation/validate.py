@@ -17,7 +17,7 @@ from axonlaunch.config.problems.other_names import FOREIGN_NAMES
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
 from axonlaunch.config.validation.group_options import typed_groups
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 
 _ELSEWHERE = 0.75
 """Least similarity of an unknown name to a key of another group that is suggested for it.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from axonlaunch.config.values.plain import read_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 from axonlaunch.data.files.formats import suffixes
 
 Splits = Mapping[str, Sequence[str]]

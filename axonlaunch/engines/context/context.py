@@ -20,7 +20,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
 from axonlaunch.models.modules.attention import Attention, Packing, RotaryTable, SequenceParts
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 CHUNKS = 2
 """Pieces of a sequence per rank: one near its start and one near its end, which balances the work

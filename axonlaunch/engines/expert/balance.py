@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.engines.base import ExpertLoad
+from axonlaunch.engines.engine import ExpertLoad
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS
-from axonlaunch.models.specs.spec import BlockFlow, Dim
+from axonlaunch.models.specs.model_spec import BlockFlow, Dim
 from axonlaunch.models.torch_internals import is_view
 
 

@@ -22,7 +22,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.pipeline import placeholders
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.specs.spec import BlockFlow, ModelSpec
+from axonlaunch.models.specs.model_spec import BlockFlow, ModelSpec
 from axonlaunch.models.tensors.initialization import materialize
 
 

@@ -24,7 +24,7 @@ from axonlaunch.config.consistency.layout import frozen_threads
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.joining import (
+from axonlaunch.launch.external.join_ranks import (
     frozen_by_rank_0,
     join_ranks,
     message_key,

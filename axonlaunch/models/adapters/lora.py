@@ -31,7 +31,7 @@ from axonlaunch.models.adapters.expert_lora import (
 )
 from axonlaunch.models.adapters.lora_matrix import LoraMatrix
 from axonlaunch.models.adapters.quantized_base import base_problems
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer, Uniform
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)

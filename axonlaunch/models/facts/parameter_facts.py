@@ -17,7 +17,7 @@ from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.config.precision import master_format
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 _FP32 = 4
 """Bytes of an element of an adapter, or of other parameters that are trained together with it."""

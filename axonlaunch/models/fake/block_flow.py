@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.specs.model_spec import BlockFlow, Dim, ModelOutputs
 from axonlaunch.models.specs.router_loss import RouterLoss
-from axonlaunch.models.specs.spec import BlockFlow, Dim, ModelOutputs
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 

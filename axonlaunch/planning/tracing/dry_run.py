@@ -18,8 +18,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import with_values
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.data.datasets.samples import Samples, default_collate
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.pipeline.split import Part, block_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake import fake_tensor_cache

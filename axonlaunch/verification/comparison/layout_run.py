@@ -26,8 +26,8 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import quantizes_states
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
 from axonlaunch.data.datasets.loader import Loader, full_loader, rank_loader
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.training.bare_fit import bare_fit

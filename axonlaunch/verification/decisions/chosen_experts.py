@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.models.modules.topk_choices import TopkChoices, is_choice
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.torch_internals import in_backward
 
 Place = Callable[[Tensor, torch.Size, int], Tensor | None]

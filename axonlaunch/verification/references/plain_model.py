@@ -18,7 +18,7 @@ from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.specs.custom_loss import CustomLoss
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_internals import BatchNorm
 

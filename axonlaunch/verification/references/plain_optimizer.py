@@ -23,7 +23,7 @@ from axonlaunch.config.consistency.optional_keys import (
 )
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
 from axonlaunch.config.optimization.schedules import SCHEDULERS
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 PEAK = "initial_lr"
 _NOT_OPTIONS = {"name", "groups", "master_weights", "state_dtype", "target", "arguments"}

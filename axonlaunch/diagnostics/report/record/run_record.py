@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.values.plain import flatten, read_yaml
+from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
 from axonlaunch.system.storage.files import is_locked, open_regular
 from axonlaunch.system.storage.run_files import (

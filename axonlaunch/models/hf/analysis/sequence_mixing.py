@@ -23,7 +23,7 @@ from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_f
 from axonlaunch.models.hf.analysis.divided_attention import divide_attention
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
-from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.specs.model_spec import ModelOutputs
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 

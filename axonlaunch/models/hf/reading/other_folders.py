@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import inside_folder, read_text
 
 ADAPTER_FILE = "adapter_config.json"

@@ -31,8 +31,8 @@ from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.modules.repeated_blocks import with_first_blocks, without_first_blocks
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.preflight.custom_data import first_batch
 
