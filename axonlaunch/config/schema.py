@@ -285,6 +285,11 @@ class TrainConfig:
     it, without a gradient through this factor (dynamic fine-tuning, DFT); evaluations report the
     loss without it
     """
+    eaft: float = field(default=0.0, metadata={"min": 0})
+    """exponent of the factor H / 3 that the cross entropy of each target in training is multiplied
+    by, usually 1; H is the entropy in nats of the 20 most likely classes (entropy-adaptive
+    fine-tuning, EAFT); 0: no factor. Evaluations report the loss without it
+    """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks

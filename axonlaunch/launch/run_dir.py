@@ -386,10 +386,15 @@ def create_unique(name: str) -> Path:
     raise AssertionError("count ended")
 
 
-def with_scratch_folder(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir`` of a run on other nodes without a shared folder."""
+def with_folder_of_nodes(config: RunConfig, *, root: str = SCRATCH_FOLDER) -> RunConfig:
+    """Resolve ``name`` and ``run_dir`` of a run on other nodes.
+
+    Args:
+        config: Configuration with resolved ``launch.nproc``.
+        root: Folder of the nodes in which the run folder is, unless the configuration has one.
+    """
     name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
+    folder = f"{root.rstrip('/')}/{name}" if config.run_dir == "auto" else config.run_dir
     return dataclasses.replace(config, name=name, run_dir=folder)
 
 

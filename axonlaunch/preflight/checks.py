@@ -317,22 +317,25 @@ def _model(
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
     """Yield a problem if parameters, gradients and optimizer states exceed the memory of a rank.
 
-    Activations are not counted.
+    Activations are not counted, nor gradients that are freed in backward.
     """
     count = sum(logical_numel(p) for p in model.parameters())
     stored = stored_bytes(model, element=config.train.parameter_bytes)
     shares = TrainingShares.of(config)
+    # An update in backward frees each gradient before the next one exists.
+    gradients = 0.0 if config.train.optimizer_in_backward else shares.gradients
     per_byte = (
         1 / layout.parameter_shards
-        + shares.gradients / layout.gradient_shards
+        + gradients / layout.gradient_shards
         + shares.states / layout.optimizer_shards
     )
     per_rank = int(stored // layout.parameter_divisor * per_byte)
     memory, owner = min(_memory_limits(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
+        held = "gradients and optimizer states" if gradients else "optimizer states"
         message = (
-            f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
+            f"{count / 1e9:.3g}B parameters with {held} take "
             f"{per_rank / GIB:.1f} GiB per rank; {owner} has {memory / GIB:.1f} GiB: "
             "use a smaller model, more ranks with strategy=fsdp, or larger devices"
         )

@@ -210,3 +210,19 @@ def test_first_layer_that_stays_out_of_fp8_is_a_note(tool: dict[str, Any], folde
     [remark] = [each for each in translation.remarks if each.key == "fp8"]
     assert remark.kind == "note"
     assert "train.matmul_exclude" in remark.text
+
+
+def test_weights_by_entropy_of_llamafactory_are_translated(folder: Path) -> None:
+    keys = {"use_eaft_loss": True, "eaft_alpha": 2.0, "label_smoothing_factor": 0.1}
+    translation = converted(folder, LLAMAFACTORY, **keys)
+    assert values(translation)["train.eaft"] == 2.0
+    assert "train.label_smoothing" not in values(translation)
+    assert not translation.changes_training
+
+
+def test_larger_weights_by_entropy_of_axolotl_are_clipped_alike(folder: Path) -> None:
+    """Its weights are 3 ** alpha times as large, and so are the gradients that it clips at 1."""
+    written = values(converted(folder, AXOLOTL, use_eaft=True, eaft_alpha=2.0, eaft_k=20))
+    assert written["train.eaft"] == 2.0
+    assert written["train.grad_clip"] == pytest.approx(1 / 9)
+    assert left_out(converted(folder, AXOLOTL, use_eaft=True, eaft_k=5)) == ["eaft_k"]

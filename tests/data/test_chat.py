@@ -199,7 +199,12 @@ BAD = [
     ({"messages": "a"}, "CHATML", "messages is text, not a list of messages"),
     ({"messages": [{"role": "user"}]}, "CHATML", "messages[0] has no content; it has role"),
     ({"messages": [{"content": "a"}]}, "CHATML", "messages[0] has no role; it has content"),
-    ({"messages": ["a"]}, "CHATML", "messages[0] is text, not a message with role and content"),
+    ({"messages": ["a"]}, "CHATML", "no token counts: its roles are user; write assistant"),
+    (
+        {"messages": [*SINGLE, "a"]},
+        "CHATML",
+        "messages[2] is text, not a message with role and content",
+    ),
     ({"prompt": None, "completion": "a"}, "CHATML", "prompt is null, not text"),
     ({"messages": None}, "CHATML", "messages is null, not a list of messages"),
     ({"messages": SINGLE[:1]}, "CHATML", "no token counts: its roles are user; write assistant"),

@@ -174,6 +174,14 @@ def test_tools_may_be_json_text(read: Read, monkeypatch: pytest.MonkeyPatch) -> 
     assert read(as_text, "TOOLS") == read([row, {"messages": CHAT}], "TOOLS")
 
 
+def test_texts_in_a_list_are_turns_of_user_and_assistant(read: Read) -> None:
+    turns = ["What is 1 + 1?", "2.", "And 2 + 2?", "4."]
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    expected = read([{"messages": messages}], "CHATML")
+    assert read([{"dialog": turns}], "CHATML", fields={"messages": "dialog"}) == expected
+
+
 @pytest.mark.parametrize("template", ["MARKED", "CHATML"])
 def test_variables_of_the_template_may_be_in_a_row(
     template: str, read: Read, monkeypatch: pytest.MonkeyPatch

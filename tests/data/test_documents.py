@@ -22,7 +22,7 @@ from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
-from axonlaunch.data.datasets.loader import order_of
+from axonlaunch.data.datasets.loader import Loader, order_of
 from axonlaunch.data.shards import shard_maker, token_cache
 from axonlaunch.data.shards.encoding import Tokenizing
 from axonlaunch.data.texts.text_rows import TextRows
@@ -388,3 +388,10 @@ def test_rows_stay_in_the_order_of_the_files_without_shuffling(
     assert order.tolist() == [*range(count), *range(count)]
     first = dataset.samples(order[:count], split="train").inputs[:, 0].tolist()
     assert first == sorted(first)
+    for step in (1, 2, 7):  # of a run that resumes there, on two ranks
+        ranks = [
+            Loader(dataset, seed=3, global_batch_size=4, num_shards=2, shard=rank).batch(step)
+            for rank in range(2)
+        ]
+        rows_of_step = dataset.samples(np.arange(4 * step, 4 * step + 4) % count, split="train")
+        assert torch.equal(torch.cat([batch.inputs for batch in ranks]), rows_of_step.inputs)

@@ -253,11 +253,18 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
 
 
 def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield terms that would be added to a loss that weights targets by their probability."""
-    train = config.train
-    for key in ("label_smoothing", "z_loss") if train.dft else ():
+    """Yield terms that would be added to a loss that weights targets."""
+    train, keys = config.train, ["label_smoothing", "z_loss"]
+    if train.dft:
+        chosen, off = "train.dft=true", "train.dft=false"
+        keys.append("eaft")
+    elif train.eaft:
+        chosen, off = f"train.eaft={train.eaft}", "train.eaft=0"
+    else:
+        return
+    for key in keys:
         if value := getattr(train, key):
-            message = "train.dft=true weights plain cross entropy; use 0, or train.dft=false"
+            message = f"{chosen} weights plain cross entropy; use 0, or {off}"
             yield ConfigIssue(f"train.{key}", message, value)
 
 

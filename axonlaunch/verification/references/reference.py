@@ -418,6 +418,7 @@ class PlainRun:
                 label_smoothing=train.label_smoothing if training else 0.0,
                 z_loss=train.z_loss if training else 0.0,
                 dft=train.dft and training,
+                eaft=train.eaft if training else 0.0,
             )
         total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0

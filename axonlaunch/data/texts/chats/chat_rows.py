@@ -7,6 +7,7 @@ of columns and keys. Content that would be lost silently is an error.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -184,7 +185,12 @@ def _messages(row: Row, fields: Mapping[str, str]) -> Chat:
 
 
 def _read_list(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) -> Chat:
-    messages, uncounted = _parse_list(columns[0], row[columns[0]], fields)
+    """Return the chat of a list of messages, or of texts, in which two speakers take turns."""
+    content = row[columns[0]]
+    if isinstance(content, list) and content and all(isinstance(text, str) for text in content):
+        turns = zip(content, itertools.cycle(("user", "assistant")), strict=False)
+        return Chat([{"role": role, "content": text} for text, role in turns])
+    messages, uncounted = _parse_list(columns[0], content, fields)
     return Chat(messages, uncounted=uncounted)
 
 

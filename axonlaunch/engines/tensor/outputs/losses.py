@@ -135,7 +135,7 @@ def losses_of(
             return torch.compile(loss, mode=train.compile_mode)
         return loss
 
-    terms = {name: getattr(train, name) for name in ("label_smoothing", "z_loss", "dft")}
+    terms = {name: getattr(train, name) for name in ("label_smoothing", "z_loss", "dft", "eaft")}
     terms = {name: value for name, value in terms.items() if value}
     loss = select(True, **terms)
     is_same = not terms and not (evaluates_logits and chunked)

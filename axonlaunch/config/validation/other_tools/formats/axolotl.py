@@ -169,7 +169,8 @@ _KEYS: Table = {
     "dp_replicate_size": with_others(),
     "dp_shard_size": with_others(),
     "dsv4_*": not_needed(reasons.EXACT_KERNEL),
-    "eaft_*": not_needed("use_eaft says it"),
+    "eaft_alpha": with_others(),
+    "eaft_k": missing("the 20 most likely classes count", off=(20,)),
     "ebft.*": missing(reasons.NO_PREFERENCES, off=()),
     "eta_min": with_note("axolotl ignores it; cosine_min_lr_ratio is its key"),
     "eval_batch_size": not_needed("evaluation has the batches of training"),
@@ -284,7 +285,7 @@ _KEYS: Table = {
     "trust_remote_code": to("model.trust_remote_code", bool),
     "unfrozen_parameters": Rule("expressed", _unfrozen),
     "use_dsv4_kernels": not_needed(reasons.EXACT_KERNEL),
-    "use_eaft": missing("there is no such loss; train.loss takes a loss of yours"),
+    "use_eaft": with_others(),
     "use_glm_dsa_kernels": not_needed(reasons.EXACT_KERNEL),
     "use_kernels": not_needed(reasons.EXACT_KERNEL),
     "use_mlflow": not_needed(reasons.REPORTING),
@@ -325,6 +326,7 @@ def _finish(translation: Translation) -> None:
     _set_optimizer(translation)
     _set_precision(translation)
     trainer_keys.set_clipping(translation)
+    _set_weighted_loss(translation)
     _set_intervals(translation, held_out=held_out)
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
@@ -388,6 +390,22 @@ def _set_groups(translation: Translation) -> None:
             keys.append("lr_groups")
     if groups:
         translation.set("optimizer.groups", groups, *dict.fromkeys(keys))
+
+
+def _set_weighted_loss(translation: Translation) -> None:
+    """Set the loss of EAFT; gradients are clipped in proportion to axolotl's larger weights."""
+    if not translation.flag("use_eaft"):
+        return
+    exponent = translation.number("eaft_alpha", 1.0)
+    translation.set("train.eaft", exponent, "use_eaft", "eaft_alpha")
+    if (limit := translation.settings["train.grad_clip"]).value is not None:
+        note = "for weights that are smaller than those of axolotl"
+        clipped = limit.value / 3.0**exponent
+        translation.set("train.grad_clip", clipped, *limit.keys, note=note)
+    text = (
+        "axolotl does not divide the entropy by 3; Adam's updates are the same, and its loss larger"
+    )
+    translation.note("use_eaft", text)
 
 
 def _set_precision(translation: Translation) -> None:

@@ -160,6 +160,7 @@ _KEYS: Table = {
     "compute_accuracy": not_needed(reasons.REPORTING),
     "create_new_adapter": missing("train.unfreeze and adapter.path train one adapter"),
     "data_shared_file_system": not_needed(reasons.READING),
+    "eaft_alpha": with_others(),
     "early_stopping_steps": with_others(),
     "enable_thinking": missing("the template of the tokenizer decides", off=(True,)),
     "enable_torch_profiler": not_needed("train.profile.steps records steps"),
@@ -207,7 +208,7 @@ _KEYS: Table = {
     "use_packed_sequences": not_needed("packing decides it"),
     "use_dft_loss": to("train.dft", lambda on: on is True),
     "use_dora": with_others(),
-    "use_eaft_loss": missing(_OTHER_LOSS),
+    "use_eaft_loss": with_others(),
     "use_fast_tokenizer": not_needed("the fast tokenizer is used"),
     "use_galore": missing(_OTHER_OPTIMIZER),
     "use_kt": with_note("experts stay on the device; strategy.fsdp.cpu_offload=params moves them"),
@@ -258,7 +259,10 @@ def _finish(translation: Translation) -> None:
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     rules.set_precision(translation, weights=_weights(translation))
     trainer_keys.set_clipping(translation)
-    trainer_keys.drop_smoothing_of_dft(translation)
+    if translation.flag("use_eaft_loss"):
+        exponent = translation.number("eaft_alpha", 1.0)
+        translation.set("train.eaft", exponent, "use_eaft_loss", "eaft_alpha")
+    trainer_keys.drop_smoothing_of_weighted_loss(translation)
     recomputes = not translation.flag("disable_gradient_checkpointing")
     if not translation.has("gradient_checkpointing"):
         chosen = "full" if recomputes else "none"

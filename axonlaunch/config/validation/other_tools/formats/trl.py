@@ -115,7 +115,7 @@ def _finish(translation: Translation) -> None:
         translation.set("train.activation_checkpointing", "full", "gradient_checkpointing")
     _set_router_loss(translation)
     trainer_keys.set_clipping(translation)
-    trainer_keys.drop_smoothing_of_dft(translation)
+    trainer_keys.drop_smoothing_of_weighted_loss(translation)
     rules.set_intervals(translation, held_out=held_out)
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
