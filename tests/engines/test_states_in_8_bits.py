@@ -11,6 +11,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 from configured import run_config
+from hf_families import without_folder
 from rank_engine import rank_engine
 from torch import Tensor, nn
 
@@ -217,6 +218,15 @@ def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     optimizer = [] if "optimizer=" in " ".join(overrides) else ["optimizer=adamw_8bit"]
     with pytest.raises(ConfigError, match=problem):
         run_config([*settings, *optimizer, *overrides])
+
+
+def test_states_in_8_bits_of_biases_of_experts_that_shards_cut_are_refused() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 1056, "num_local_experts": 2}
+    chosen = without_folder("gpt_oss", num_hidden_layers=1, num_experts_per_tok=1, **sizes)
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
+    problem = "gate_up_proj_bias has rows of 2112 values, and strategy.expert.degree=2 cuts them"
+    with pytest.raises(ConfigError, match=problem):
+        run_config([*chosen, *layout, "optimizer=adamw_8bit"])
 
 
 @pytest.mark.parametrize("installed", ["none", "0.40.1"])
