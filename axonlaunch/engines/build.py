@@ -461,8 +461,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         is_checkpointed = bool(blocks) and train.activation_checkpointing != "none"
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
-    num_experts = 0 if train.compile else plan.most_experts(model)
-    apply_activation_checkpointing(blocks, mode=train.recomputation, num_experts=num_experts)
+    # Blocks with experts are not both compiled and recomputed.
+    apply_activation_checkpointing(
+        blocks, mode=train.recomputation, num_experts=plan.most_experts(model)
+    )
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from

@@ -266,7 +266,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why experts can't be compiled, or routers can't balance them by biases."""
+    """Yield why experts can't be compiled or recomputed, or routers not balance them by biases."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
     precision = precision_of(config)
@@ -275,6 +275,13 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
         message = "torch compiles products of experts only in bf16; use train.precision=bf16"
         yield ConfigIssue("train.compile", message, True)
         return
+    mode = config.train.activation_checkpointing
+    if config.train.compile and mode != "none" and spec.most_experts(model):
+        message = (
+            "a compiled block would choose experts again in backward, and rounding can change the "
+            "choice; use none, or train.compile=false"
+        )
+        yield ConfigIssue("train.activation_checkpointing", message, mode)
     balance = getattr(described, "balance", "none")
     if balance == "none":
         return

@@ -19,7 +19,7 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DEFAULT
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, divisors, one_of
-from axonlaunch.config.schema import PipelineConfig, RunConfig
+from axonlaunch.config.schema import ExpertConfig, PipelineConfig, RunConfig
 
 EXPERT_DEGREE = "strategy.expert.degree"
 
@@ -85,6 +85,9 @@ def _experts(config: RunConfig) -> Iterator[ConfigIssue]:
     strategy = config.strategy
     key, degree = EXPERT_DEGREE, strategy.expert.degree
     if degree == 1:
+        if (dispatch := strategy.expert.dispatch) != ExpertConfig.dispatch:
+            message = f"needs ranks that share experts, but {key} is 1; use 2 or more there"
+            yield ConfigIssue("strategy.expert.dispatch", message, dispatch)
         return
     if not data_parallel_facts(strategy).shards_parameters:
         kind = strategy.data_parallel or DEFAULT

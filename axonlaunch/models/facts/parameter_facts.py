@@ -32,11 +32,14 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    modules = [model.get_submodule(name) for name in spec.experts(model)]
+    experts = {id(parameter) for each in modules for parameter in each._parameters.values()}
     return {
         name: ParameterFacts(
             name=name,
             shape=tuple(parameter.shape),
-            is_hidden_matrix=parameter.ndim == 2
+            # Experts have a matrix, or a vector, for each of them.
+            is_hidden_matrix=parameter.ndim == (3 if id(parameter) in experts else 2)
             and name.startswith(blocks)
             and id(parameter) not in tables,
         )

@@ -110,7 +110,11 @@ def candidates(
     if not spec.undivided_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
-    experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
+    experts = expert_degrees(spec, model) or [1]
+    if config.train.compile:
+        if spec.most_experts(model):
+            recomputation = ["none"]
+        experts = [1]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())

@@ -5,9 +5,10 @@ Every rank then works on its share of the matrices, and no rank holds all of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -62,13 +63,24 @@ def divisions(tensor: DTensor) -> list[Division]:
     return from_first
 
 
+def divisions_of_matrix(tensor: Tensor) -> list[Division]:
+    """Return the divisions of a matrix, or of each matrix of a stack [n, rows, columns].
+
+    Ranks that share a stack by its first dim hold different matrices, each of them complete.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    first = tensor.ndim - 2
+    return [replace(each, dim=each.dim - first) for each in divisions(tensor) if each.dim >= first]
+
+
 def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are sharded over the same axes of the same mesh."""
+    """Yield the indices of tensors whose matrices are sharded over the same axes of a mesh."""
     by_division: dict[object, list[int]] = {}
     for place, tensor in enumerate(tensors):
         key: object = None
-        if isinstance(tensor, DTensor):
-            key = (tensor.device_mesh, tuple(division.axis for division in divisions(tensor)))
+        if isinstance(tensor, DTensor) and (made := divisions_of_matrix(tensor)):
+            key = (tensor.device_mesh, tuple(division.axis for division in made))
         by_division.setdefault(key, []).append(place)
     yield from by_division.values()
 
@@ -81,16 +93,23 @@ class OwnedMatrices:
     among them, then the ranks of the data axis distribute each of those shares.
     """
 
-    def __init__(self, matrices: Sequence[DTensor], *, costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        divided: Sequence[Sequence[Division]],
+        *,
+        costs: Sequence[float],
+    ) -> None:
         """Prepare the exchange.
 
         Args:
-            matrices: Matrices on the same mesh, sharded over the same axes.
+            mesh: Mesh of the matrices.
+            divided: Divisions of each matrix, over the same axes.
             costs: Cost of processing each full matrix, used to balance the ranks.
         """
-        self._mesh = matrices[0].device_mesh
+        self._mesh = mesh
         self._costs = costs
-        self._divisions = [divisions(matrix)[::-1] for matrix in matrices]
+        self._divisions = [each[::-1] for each in divided]
         self._shapes: list[dict[int, torch.Size]] = []
         self._empty = torch.empty(0)
 
@@ -183,12 +202,22 @@ class OwnedMatrices:
 
 
 @contextmanager
-def of_plain_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Return a context that hides DTensor parameters, so torch's step updates only the others."""
+def of_plain_tensors(optimizer: Optimizer, *, most_dims: float = math.inf) -> Iterator[None]:
+    """Return a context in which torch's step updates only plain tensors.
+
+    Args:
+        optimizer: Optimizer with groups of plain tensors and DTensors.
+        most_dims: Number of dims above which tensors are left out, too.
+    """
     groups = optimizer.param_groups
     try:
         optimizer.param_groups = [
-            {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+            {
+                **group,
+                "params": [
+                    p for p in group["params"] if p.ndim <= most_dims and not isinstance(p, DTensor)
+                ],
+            }
             for group in groups
         ]
         yield
