@@ -87,7 +87,8 @@ def command(
         typer.Option(
             metavar="N",
             min=1,
-            help="With -m: train N runs at once, each on a share of this node's devices and cores.",
+            help="With -m: train N runs at once, each on a share of this node's devices and cores, "
+            "or as a job.",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +115,7 @@ def command(
     if parallel is not None and not multirun:
         refuse("--parallel: trains runs of a sweep at once; add -m")
     if parallel is not None and (dry_run or render):
-        refuse("--parallel: divides this node among runs that are launched here; leave it out")
+        refuse("--parallel: limits how many runs train at once, and none is launched; leave it out")
     if dry_run:
         raise typer.Exit(
             _dry_run(

@@ -65,7 +65,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     """
     objects = _objects(config, options)
     if options.render:
-        print(to_text(objects), end="")
+        print("---", to_text(objects), sep="\n", end="")  # a sweep prints several
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     cluster = Cluster.of(config.launch.kubernetes)
