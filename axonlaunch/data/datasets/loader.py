@@ -377,7 +377,7 @@ class StreamLoader(Loader):
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the position of another loader of the same data."""
         self._samples, self._epoch = int(state["samples"]), int(state["epoch"])
-        self._position = int(state.get("position", 0))
+        self._position = int(state["position"])
         self._reading = self._begin_pass()
         self.dataset.load_state(state["dataset"])
 
