@@ -198,7 +198,8 @@ class ClusterJob:
         since = "" if last is None else f"{last[0]:%Y-%m-%dT%H:%M:%SZ}"
         text = self.cluster.log(name, CONTAINER, since=since)
         lines = []
-        for line in text.splitlines():
+        # Progress bars write carriage returns, at which splitlines would divide a line.
+        for line in text.split("\n"):
             time, _, content = line.partition(" ")
             moment = _moment(time)
             if moment is not None and (last is None or moment > last):
