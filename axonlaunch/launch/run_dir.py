@@ -150,7 +150,8 @@ def _hold(folder: Path) -> Iterator[None]:
             stack.enter_context(folder_lock(folder / "logs"))
         except BlockingIOError:
             message = f"another process is training in {folder}; wait for it, or choose another"
-            raise ConfigError([ConfigIssue("run_dir", f"{message} name")]) from None
+            problem = ConfigIssue("run_dir", f"{message} name", is_transient=True)
+            raise ConfigError([problem]) from None
         except OSError as error:
             raise _cannot_create(error, folder) from None
         _refuse_special_files(folder)

@@ -94,7 +94,8 @@ def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
 def _explain_unreached(error: ConfigError, key: str, path: str) -> Iterator[ConfigIssue]:
     """Yield the errors of a location that can't be reached as problems of a key."""
     for problem in error.problems:
-        yield ConfigIssue(key, problem.message.removeprefix(f"{path}: "), path)
+        message = problem.message.removeprefix(f"{path}: ")
+        yield ConfigIssue(key, message, path, is_transient=problem.is_transient)
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:

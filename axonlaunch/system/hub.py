@@ -48,6 +48,7 @@ class HubCallError(Exception):
     Attributes:
         kind: Category of the failure.
         is_unreachable: Whether the Hub can't be reached, or must not be.
+        is_transient: Whether the same call may succeed later.
     """
 
     def __init__(self, kind: _Kind, reason: str) -> None:
@@ -55,6 +56,7 @@ class HubCallError(Exception):
         super().__init__(reason)
         self.kind = kind
         self.is_unreachable = kind in ("offline", "unreachable")
+        self.is_transient = kind in ("unreachable", "failed", "ended early")
 
 
 @lru_cache(maxsize=1)

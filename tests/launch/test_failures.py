@@ -122,7 +122,7 @@ def test_run_folder_in_use_refuses_second_run(served: Command, faulty: list[str]
     first = served.start("train", *overrides, "model.arguments={pause:0.2}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    ran = served("train", *overrides, status=2)
+    ran = served("train", *overrides, status=75)
     assert "another process is training in" in ran.stderr
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)

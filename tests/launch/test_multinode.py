@@ -181,7 +181,7 @@ def test_a_node_with_another_secret_never_joins(
         for node in range(2)
     ]
     reported = ended(processes)
-    assert [status for status, _, _ in reported] == [2, 2]
+    assert [status for status, _, _ in reported] == [75, 2]
     assert "nodes 1 did not join within launch.timeout_s=4" in reported[0][2]
     assert "was not written by a node of this run: give every node the same" in reported[1][2]
 

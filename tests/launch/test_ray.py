@@ -319,16 +319,19 @@ def test_settings_that_a_run_on_ray_needs_are_all_reported(tmp_path: Path) -> No
         assert line.startswith(f"launch.ray.runtime_env={tmp_path / name}: {reason}")
 
 
-@pytest.mark.parametrize(("lost", "state"), [(0, "FAILED"), (1, None)])
-def test_configuration_error_after_the_loss_of_a_node_starts_the_run_again(
-    lost: int, state: str | None
+@pytest.mark.parametrize(
+    ("status", "lost", "state"),
+    [(2, 0, "FAILED"), (2, 1, "FAILED"), (75, 0, None), (75, 1, None), (75, 2, "FAILED")],
+)
+def test_only_transient_problems_of_the_start_are_retried_as_often_as_restarts(
+    status: int, lost: int, state: str | None
 ) -> None:
     """Node 0 waits for a lost node in vain, and then reports that it did not join."""
     words = ["launch=ray", "name=big", "launch.nnodes=2", "run_dir=/shared/big"]
     words += ["launch.nproc=1", "launch.device=cpu", "launch.max_restarts=1"]
     run = RayRun(RunSpec.of(configuration.load(words)), JobState("RUNNING"))
     run._lost = lost
-    judged = run._judge({0: 2, 1: -lost})
+    judged = run._judge({0: status, 1: -lost})
     assert (judged and judged.name) == state
 
 

@@ -44,7 +44,7 @@ def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None
                 stack.enter_context(folder_lock(folder.resolve()))
         except BlockingIOError:
             message = f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
-            raise ConfigError([ConfigIssue(key, message, value)]) from None
+            raise ConfigError([ConfigIssue(key, message, value, is_transient=True)]) from None
         except OSError as error:
             message = f"can't be used: {error.strerror}: {error.filename}; use another"
             raise ConfigError([ConfigIssue(key, message, value)]) from None

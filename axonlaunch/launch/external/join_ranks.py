@@ -96,7 +96,8 @@ def join_ranks(
         message = (
             f"rank {environment.rank} waited {waits_s:g} s, and {listener} does not listen there"
         )
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
+        problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
+        raise ConfigError([problem]) from None
     job = dist.PrefixStore(f"axonlaunch/{environment.run_id}", store)
     try:
         if environment.rank == 0:
@@ -105,7 +106,8 @@ def join_ranks(
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank {environment.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
+        problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
+        raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
     credentials = named.of(member_name(environment.rank))
@@ -128,7 +130,9 @@ def join_ranks(
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
-        raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)]) from None
+        world_size = environment.world_size
+        problem = ConfigIssue("WORLD_SIZE", message, world_size, is_transient=True)
+        raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
     return channel, members, nonces
@@ -189,7 +193,7 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except (TimeoutError, dist.DistNetworkError, dist.DistStoreError):
         message = f"rank 0 sent no configuration within {JOIN_S:g} s"
-        raise ConfigError([ConfigIssue("", message)]) from None
+        raise ConfigError([ConfigIssue("", message, is_transient=True)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
     if "status" in frozen:

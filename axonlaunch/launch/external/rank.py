@@ -22,6 +22,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import frozen_threads
 from axonlaunch.config.options.launch import LaunchConfig
+from axonlaunch.config.problems.errors import exit_status
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.join_ranks import (
@@ -115,8 +116,8 @@ def main(
                 config = folder.enter_context(opened)
                 hosts = [member["host"] for member in members or ()]
                 log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
-            except ConfigError:
-                _launch_nothing(peers, status=2)
+            except ConfigError as error:
+                _launch_nothing(peers, status=exit_status(error.problems))
                 raise
             peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:

@@ -146,7 +146,7 @@ class NodeMembership:
                 "and check that no firewall blocks the port"
             )
             raise ConfigError(
-                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr, is_transient=True)]
             ) from None
 
     def _await_listener(self, host: str, port: int) -> None:
@@ -271,7 +271,8 @@ class NodeMembership:
             )
         except TimeoutError as missing:
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
-            raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
+            raise ConfigError([problem]) from None
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
@@ -363,7 +364,7 @@ class NodeMembership:
             if self.attempts:
                 self._console.log(message)
                 raise RunEndedError("failed") from None
-            problem = ConfigIssue("launch.nnodes", message, launch.nnodes)
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
             raise ConfigError([problem]) from None
 
     def _rendezvous_of_rounds(self) -> ElasticRendezvous:
@@ -406,7 +407,7 @@ class NodeMembership:
             "config": configuration.flatten(
                 configuration.to_interpolations(configuration.to_tree(self._given))
             ),
-            "problems": [str(problem) for problem in self._problems],
+            "problems": _to_message(self._problems),
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
@@ -429,7 +430,7 @@ class NodeMembership:
                     )
                 )
         except ConfigError as error:
-            _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
+            _launch_nothing(peers, problems=_to_message(error.problems))
             raise
         log_event(self._frozen, "nodes", {"hosts": [about["host"] for about in met]})
         frozen = {
@@ -456,7 +457,7 @@ class NodeMembership:
         except TimeoutError:
             message = "node 0 is reachable but not in this run"
             raise ConfigError(
-                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr, is_transient=True)]
             ) from None
         except ForgedMessageError as error:
             if isinstance(error, EarlierStartError) and now.number == _FIRST:
@@ -466,7 +467,9 @@ class NodeMembership:
         if "problems" in frozen:
             peers.watch()
             peers.leave()
-            raise ConfigError([ConfigIssue("", problem) for problem in frozen["problems"]])
+            raise ConfigError(
+                [ConfigIssue("", text, is_transient=passes) for text, passes in frozen["problems"]]
+            )
         if "finished" in frozen:
             peers.watch()
             peers.leave()
@@ -485,6 +488,11 @@ class NodeMembership:
             f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
             f"node 0 at {config.launch.master_addr} reports progress"
         )
+
+
+def _to_message(problems: list[ConfigIssue]) -> list[tuple[str, bool]]:
+    """Return problems as text, with whether they are transient, for a message to other nodes."""
+    return [(str(problem), problem.is_transient) for problem in problems]
 
 
 def _launch_nothing(peers: Coordinator, **why: Any) -> None:

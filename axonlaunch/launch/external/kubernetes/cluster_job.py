@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.kubernetes.cluster import (
     KEYS,
@@ -26,7 +27,6 @@ from axonlaunch.launch.external.kubernetes.manifests import (
 )
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_CONFIGURATION_ERROR = 2
 _Answer = TypeVar("_Answer")
 LOST = "UNREACHABLE"
 """State of a job while the API server does not answer."""
@@ -189,7 +189,7 @@ class ClusterJob:
             codes = {code for pod in self.pods() if (code := _exit_code(pod)) is not None}
         except (RefusedError, UnreachableError):
             return 1
-        return _CONFIGURATION_ERROR if _CONFIGURATION_ERROR in codes else 1
+        return INVALID if INVALID in codes else 1
 
     def _new_lines(self, pod: dict[str, Any]) -> str:
         name = pod["metadata"]["name"]
@@ -198,7 +198,8 @@ class ClusterJob:
         since = "" if last is None else f"{last[0]:%Y-%m-%dT%H:%M:%SZ}"
         text = self.cluster.log(name, CONTAINER, since=since)
         lines = []
-        for line in text.splitlines():
+        # Progress bars write carriage returns, at which splitlines would divide a line.
+        for line in text.split("\n"):
             time, _, content = line.partition(" ")
             moment = _moment(time)
             if moment is not None and (last is None or moment > last):
@@ -239,7 +240,8 @@ def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answe
         raise ConfigError(cluster.to_issue(refused, name)) from None
     except UnreachableError as error:
         message = f"{cluster.server} does not answer ({error}); check the cluster and the network"
-        raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
+        problem = ConfigIssue("launch.kubernetes.context", message, is_transient=True)
+        raise ConfigError([problem]) from None
 
 
 def waiting_reason(pod: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
+from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 
@@ -33,8 +34,8 @@ _API = {
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }
-_CONFIGURATION_ERROR, _INTERRUPTED = 2, 130
-"""Exit statuses of the command."""
+_INTERRUPTED = 130
+"""Exit status of a command that was stopped."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def _failure_policy() -> dict[str, Any]:
                 "onExitCodes": {
                     "containerName": CONTAINER,
                     "operator": "In",
-                    "values": [_CONFIGURATION_ERROR],
+                    "values": [INVALID],
                 },
             },
             # The node was lost, drained or pre-empted.

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from axonlaunch.config.problems.errors import INVALID, TRANSIENT
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.ray.node import Node
 from axonlaunch.launch.external.ray.output import NodeOutput
@@ -27,7 +28,7 @@ _LEAVE_S = 30.0
 """Seconds in which the other nodes end after node 0. A lost one may not be replaced in time."""
 _LOST = -1
 """In place of the exit status of a lost node."""
-_DONE, _WRONG, _INTERRUPTED = 0, 2, 130
+_DONE, _INTERRUPTED = 0, 130
 CALLS = 16
 """Number of methods of an actor that run at the same time."""
 
@@ -260,13 +261,16 @@ class RayRun:
         if first == _DONE:
             return JobState("COMPLETED", f"{name}: completed", _DONE)
         was_lost = self._lost > self._lost_before
-        if first == _WRONG and not was_lost:  # node 0 also ends so if a lost one does not join it
-            return JobState("FAILED", f"{name}: failed (configuration error)", _WRONG)
+        if first == INVALID:
+            return JobState("FAILED", f"{name}: failed (configuration error)", INVALID)
         if self._is_stopping or first == _INTERRUPTED:
             note = f"{name} is stopped; resume it with axonlaunch resume {name}"
             return JobState("STOPPED", note, _INTERRUPTED)
-        if was_lost and self._goes_on:
-            note = f"{name}: starts again, because a node was lost"
+        could_not_start = first == TRANSIENT and not was_lost
+        self._lost += could_not_start  # it counts as a restart too
+        if (was_lost or could_not_start) and self._goes_on:
+            reason = "a node was lost" if was_lost else "it could not start"
+            note = f"{name}: starts again, because {reason}"
             self._state = JobState("PENDING", note)
             return None
         reason = "a node was lost" if was_lost else f"exit status {first} of node 0"
