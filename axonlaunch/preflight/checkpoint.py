@@ -20,6 +20,7 @@ from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
@@ -357,7 +358,7 @@ def _other_states(
         other = sorted(saved ^ expected)[0]
         verb = "has" if other in saved else "lacks"
         message = f"{checkpoint.path} was saved with other groups: it {verb} {other}; use the same"
-        yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
+        yield ConfigIssue("optimizer.groups", message, optimizer_groups(optimizer))
     else:
         message = (
             f"{checkpoint.path} was saved with a different optimizer; it has {_list_kinds(kinds)}"

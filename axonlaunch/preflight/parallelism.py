@@ -176,8 +176,8 @@ def _unsuitable_size(products: MatmulFormat, message: str, *, fitting: int) -> C
     """Return the problem of a layer's size.
 
     Args:
-        products: How factors are rounded.
-        message: Name and size of the layer, up to the multiple that it should be.
+        products: Format that factors are rounded to.
+        message: Beginning of the message; the function appends the required multiple.
         fitting: Greatest common divisor of the inputs of all layers on a rank.
     """
     if isinstance(products, QuantizedFormat):

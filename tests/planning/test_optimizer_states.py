@@ -11,8 +11,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import resolved
-from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory import states_only
+from axonlaunch.planning.memory import estimate as memory_estimate, states_only
 from axonlaunch.preflight import checks
 
 pytestmark = pytest.mark.processes

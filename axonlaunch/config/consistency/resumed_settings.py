@@ -20,7 +20,7 @@ _LEARNED = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = (
     *("global_batch_size", "grad_clip", "precision", "param_dtype", "grad_dtype"),
     *("matmul_dtype", "matmul_group_size", "matmul_start_step", "matmul_exclude"),
-    *("loss", "label_smoothing", "z_loss", "dft"),
+    *("loss", "label_smoothing", "z_loss", "dft", "eaft"),
 )
 """Settings that the result depends on; the layout and the number of steps are not included."""
 _OF_PEFT = tuple(f"adapter.{name}" for name in ("rank", "alpha", "rslora", "dora", "targets"))

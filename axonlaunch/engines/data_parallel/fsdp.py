@@ -147,10 +147,10 @@ class FSDP(nn.Module):
                 a block.
             after: Modules that forward calls after the blocks, treated like ``before``, but kept
                 gathered until backward, which starts with them.
-            sharding: What is divided among ranks.
-            cpu_offload: What is kept in host memory. With ``params`` and ``optimizer_states`` the
-                update streams through the device: use the optimizer returned by ``optimizer``; the
-                step of any other is an error.
+            sharding: States that are divided among ranks: parameters, gradients or neither.
+            cpu_offload: States that are kept in host memory. With ``params`` and
+                ``optimizer_states`` the update streams through the device: use the optimizer
+                returned by ``optimizer``; the step of any other is an error.
             replicate: Number of copies of the parameters with hybrid_shard; must divide the world
                 size.
             mixed_precision: torch's policy with the types for gathering, computing and reducing.

@@ -63,7 +63,7 @@ class QuantizedProducts:
         """Create the function.
 
         Args:
-            chosen: How factors are rounded.
+            chosen: Format that factors are rounded to.
             group: Ranks that have other features of the same inputs; None if inputs are complete.
             start: Decides about each step; None rounds in all.
         """
