@@ -17,11 +17,12 @@ class InvalidRouteError(RuntimeError):
     Attributes:
         token: Index of the token in the micro-batch, whose samples follow each other.
         row: Index of its sample in this rank's batch; None if unknown.
+        micro_batch: Index of the micro-batch in a round of a pipeline; 0 without one.
     """
 
     def __init__(self, message: str, *, token: int, row: int | None = None) -> None:
         super().__init__(message)
-        self.token, self.row = token, row
+        self.token, self.row, self.micro_batch = token, row, 0
 
 
 @dataclass(frozen=True)

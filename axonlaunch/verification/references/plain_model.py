@@ -328,7 +328,12 @@ class PlainBalance:
 
     Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
     algorithm 1.
+
+    Attributes:
+        present: Whether each token of the next forward is not padding; None if none is.
     """
+
+    present: Tensor | None = None
 
     def __init__(self, model: nn.Module, experts: Sequence[str], *, rate: float) -> None:
         """Observe the experts.
@@ -365,6 +370,8 @@ class PlainBalance:
     def _record(self, name: str) -> Any:
         def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
             chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            self._chosen[name].append(chosen.detach().flatten())
+            chosen = chosen.detach().flatten(0, -2)
+            kept = chosen if self.present is None else chosen[self.present.flatten()]
+            self._chosen[name].append(kept.flatten())
 
         return record

@@ -441,6 +441,8 @@ class PlainRun:
 
         batch = plain_model.map_batch(batch, self._to_device)
         arguments, keywords = plain_model.forward_arguments(self.model, batch)
+        if self._balance is not None:
+            self._balance.present = batch.present if isinstance(batch, Batch) else None
         if dtype is torch.float64:
             arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
         if dtype in (torch.float32, torch.float64):
