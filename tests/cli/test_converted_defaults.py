@@ -142,6 +142,13 @@ def test_datasets_of_axolotl_that_are_read_differently_are_left_out(
     assert key in {f"datasets.0.{name}" for name in (*entry, "message_property_mappings")}
 
 
+def test_dataset_without_an_account_is_left_out(folder: Path) -> None:
+    datasets = [{"path": "wikitext", "name": "wikitext-103-v1", "type": "completion"}]
+    translation = converted(folder, AXOLOTL, datasets=datasets)
+    assert left_out(translation) == ["datasets.0.path"]
+    assert "data.subset" not in values(translation)
+
+
 @pytest.mark.parametrize(
     ("row", "prompt"),
     [

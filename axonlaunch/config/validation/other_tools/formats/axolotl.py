@@ -11,7 +11,7 @@ from axonlaunch.config.validation.other_tools import (
     trainer_keys,
 )
 from axonlaunch.config.validation.other_tools.formats.axolotl_data import set_data
-from axonlaunch.config.validation.other_tools.formats.axolotl_keys import KEYS
+from axonlaunch.config.validation.other_tools.formats.axolotl_keys import AXOLOTL_KEYS
 from axonlaunch.config.validation.other_tools.translation import Format, Translation
 
 
@@ -189,7 +189,7 @@ def _set_loggers(translation: Translation) -> None:
 AXOLOTL = Format(
     name="axolotl",
     marks=(frozenset({"base_model"}),),
-    keys=KEYS,
+    keys=AXOLOTL_KEYS,
     defaults={
         **{
             key: value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -244,6 +245,14 @@ def _source(
         source["files"] = [f"hf://datasets/{path}/{file}" for file in named]
     if entry.get("revision") and not files:
         source["files"] = [f"{path}@{entry['revision']}"]
+    is_old_id = source["files"] == [path] and re.fullmatch(r"[\w-]+", path) is not None
+    if is_old_id and not (translation.folder / path).exists():
+        text = "names no account of the Hub; write ORG/NAME in data.files, and data.subset"
+        translation.leave_out(f"{place}.path", text)
+        source["files"] = []
+        entry = {
+            theirs: value for theirs, value in entry.items() if theirs not in ("name", "split")
+        }
     is_hub_id = source["files"] == [path] and path.count("/") == 1 and not path.startswith(".")
     for theirs, ours in (("name", "subset"), ("split", "split")):
         if theirs in entry and (is_hub_id or entry[theirs] != "train"):

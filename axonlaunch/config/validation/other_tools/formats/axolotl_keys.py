@@ -85,7 +85,7 @@ def _unfrozen(translation: Translation, key: str, value: Any) -> None:
     translation.set("train.unfreeze", patterns, key)
 
 
-KEYS: Table = {
+AXOLOTL_KEYS: Table = {
     **{
         key: rule
         for key, rule in trainer_keys.TRAINER_KEYS.items()
