@@ -250,4 +250,4 @@ class Monitor:
     stop: Callable[[], bool] = lambda: False
 
 
-NOBODY = Monitor()
+NULL_MONITOR = Monitor()

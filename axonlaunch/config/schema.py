@@ -440,7 +440,7 @@ class CheckpointConfig:
     same name with a number, runs/demo.1
     """
     changed_data: Literal["error", "restart"] = "error"
-    """behaviour if data files, chat template or options of data differ from those of the resumed
+    """behavior if data files, chat template or options of data differ from those of the resumed
     checkpoint. error: refuse to start; restart: keep weights, optimizer states and step, and read
     the data from its first row
     """

@@ -34,7 +34,7 @@ def build_dataset(
     Args:
         config: The group ``data``.
         tokenizer: Tokenizer for text; None: bytes.
-        report: Called from time to time while text is tokenised.
+        report: Called from time to time while text is tokenized.
         verifies: Whether to compare all cached tokens with their checksums now, as a command does
             before it starts ranks; ranks compare only the tokens that they map.
 

@@ -215,7 +215,7 @@ class MeshEngine:
             attached = parts.router_loss.attached_loss()
             total += 0.0 if attached is None else attached
         summing = self._sum_async(total)
-        self._synchronise()
+        self._synchronize()
         _wait(counting)
         _wait(summing)
         return total, tokens
@@ -449,7 +449,7 @@ class MeshEngine:
         counts = self._parts.expert_counts
         return nullcontext() if counts is None else counts.counting()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         """Finish gradient synchronization: average replicas, collect rows, sum tied weights."""
         parts = self._parts
         if parts.replicas is not None:

@@ -23,7 +23,7 @@ from axonlaunch.data.datasets.user_datasets import StreamedSamples
 from axonlaunch.data.hub.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
-from axonlaunch.data.texts.untokenised import find_untokenised
+from axonlaunch.data.texts.untokenized import find_untokenized
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
@@ -61,12 +61,12 @@ def with_hub_data(
     return with_values(config, {"data": data})
 
 
-def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
+def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
     """Return a run's dataset (of text only a description, not tokenized) and the problems."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
-        return find_untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
+        return find_untokenized(config.data, config.tokenizer), []  # type: ignore[arg-type]
     except ConfigError as error:
         return None, error.problems
 

@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.axes import EXPERT_SHARD
 from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
-from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.consistency.layout import (
+    Layout,
+    data_parallel_facts,
+    num_ranks,
+    stages_per_rank,
+)
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
@@ -302,8 +308,10 @@ def expert_state_problems(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if ranks of experts would divide blocks of optimizer states in 8 bits."""
     degree = config.strategy.expert.degree
-    if quantizes_states(config.optimizer):
-        names = broken_expert_rows(model, spec.experts(model), degree=degree)
+    if degree > 1 and quantizes_states(config.optimizer):
+        shards = Layout.of(config, world_size=num_ranks(config)).ranks_along((EXPERT_SHARD,))
+        experts = spec.experts(model)
+        names = broken_expert_rows(model, experts, degree=degree, shards=shards)
         yield from _cut_blocks(config, spec, model, names, by=f"{EXPERT_DEGREE}={degree}")
 
 

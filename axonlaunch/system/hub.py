@@ -1,7 +1,7 @@
 """Calls the Hugging Face Hub by huggingface_hub: tries again, and says why a call failed.
 
 The library is imported only when it is needed. Several of its versions are supported, so errors are
-recognised by their names.
+recognized by their names.
 """
 
 from __future__ import annotations

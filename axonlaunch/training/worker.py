@@ -32,7 +32,7 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import (
-    NOBODY,
+    NULL_MONITOR,
     Finished,
     Listener,
     Monitor,
@@ -60,7 +60,7 @@ def run(
     config: RunConfig,
     world: World,
     *,
-    monitor: Monitor = NOBODY,
+    monitor: Monitor = NULL_MONITOR,
     cpu_peak: Callable[[RunConfig], PeakWatch] | None = None,
 ) -> Finished:
     """Train a resolved configuration. Every rank of the world calls this.
@@ -131,7 +131,7 @@ def run(
     with (
         loggers,
         _sampled_system(config, world),
-        _tokenising_ahead(config, dataset, world),
+        _tokenizing_ahead(config, dataset, world),
         kernels,
     ):
         return fit(parts)
@@ -256,14 +256,14 @@ def _saver(
     )
 
 
-def _tokenising_ahead(
+def _tokenizing_ahead(
     config: RunConfig, dataset: Dataset, world: World
 ) -> AbstractContextManager[object]:
     """Return a context in which one rank of each node tokenizes later shards in advance."""
-    tokenising_ahead = dataset.info.tokenising_ahead
-    if tokenising_ahead is None or world.local_rank:
+    tokenizing_ahead = dataset.info.tokenizing_ahead
+    if tokenizing_ahead is None or world.local_rank:
         return nullcontext()
-    return tokenising_ahead(config.tokenizer)
+    return tokenizing_ahead(config.tokenizer)
 
 
 def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:

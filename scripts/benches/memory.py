@@ -73,7 +73,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
 
 
 def _as_torchtitan_of_2024() -> None:
-    """Gather, compile and normalise in this process as those runs did; no key selects that.
+    """Gather, compile and normalize in this process as those runs did; no key selects that.
 
     Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``; torch had no kernel
     for RMSNorm before 2.9, of October 2025.

@@ -179,7 +179,7 @@ def left_out(translation: Translation) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tool", FILES)
-def test_a_file_is_recognised_by_its_keys(tool: str, converted: Write) -> None:
+def test_a_file_is_recognized_by_its_keys(tool: str, converted: Write) -> None:
     translation = converted(FILES[tool])
     assert translation.tool.name == tool
     assert [each for each in translation.remarks if each.kind != "note"] == []

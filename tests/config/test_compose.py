@@ -251,7 +251,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in {
         "faster": "optimizer:\n  lr: 0.5\n",
         "chosen": "defaults:\n  - override /optimizer: gradual\nplugins: [optimizer_of_a_test]\n",
-        "misspelt": "defaults:\n  - override /optimizer: gradul\nplugins: [optimizer_of_a_test]\n",
+        "mistyped": "defaults:\n  - override /optimizer: gradul\nplugins: [optimizer_of_a_test]\n",
     }.items():
         (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
     return tmp_path
@@ -283,7 +283,7 @@ def test_unregistered_option_is_refused_from_override_and_file(
     users: Path,
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        config.load(["experiment=misspelt"], config_dirs=[users])
+        config.load(["experiment=mistyped"], config_dirs=[users])
     [issue] = error.value.problems
     assert issue.key == "optimizer"
     assert "there is no such option; did you mean gradual? known: adafactor, " in issue.message

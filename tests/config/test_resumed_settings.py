@@ -45,6 +45,20 @@ def test_another_loss_is_reported(setting: str) -> None:
     assert changed.startswith(setting)
 
 
+@pytest.mark.parametrize("setting", ["adapter.dropout=0.1", "adapter.alpha=8.0"])
+def test_another_setting_of_an_adapter_is_reported(setting: str) -> None:
+    [changed] = settings_unlike_resumed(
+        config.load([*MODEL, "adapter=lora", setting]), frozen("adapter=lora")
+    )
+    assert changed.startswith(setting)
+
+
+def test_adapter_settings_that_a_peft_folder_decided_are_no_changed_settings() -> None:
+    from_folder = ["adapter=lora", "adapter.path=peft"]
+    now = config.load([*MODEL, *from_folder])
+    assert settings_unlike_resumed(now, frozen(*from_folder, "adapter.alpha=6.0")) == []
+
+
 def test_only_the_keys_of_added_or_removed_groups_are_reported() -> None:
     plain, grouped = config.load(MODEL), config.load([*MODEL, GROUPS])
     key = "optimizer.groups.*.bias.lr"

@@ -308,11 +308,11 @@ def test_truncated_chat_without_counted_tokens_is_dropped_and_reported(chats: Ch
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.texts.untokenised import find_untokenised
+    from axonlaunch.data.texts.untokenized import find_untokenized
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:
-        find_untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
+        find_untokenized(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
     assert str(raised.value).startswith(f"tokenizer.path: {message}")
 
 

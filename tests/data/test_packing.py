@@ -1,4 +1,4 @@
-"""Which documents fill which row."""
+"""Assignment of documents to rows."""
 
 from __future__ import annotations
 

@@ -155,14 +155,14 @@ def test_an_offered_one_is_imported_when_it_is_chosen_and_not_before(packages: P
 
 
 def test_a_broken_package_is_named_with_its_error_and_stops_no_other_run(packages: Path) -> None:
-    offer(packages, "offered", "offered_broken:It", "raise RuntimeError('no licence')")
+    offer(packages, "offered", "offered_broken:It", "raise RuntimeError('no license')")
     config.load(["data=synthetic_tokens"])
     assert "offered" in config.composer_of().options("data")
     with pytest.raises(ConfigError) as error:
         config.load(["data=offered"])
     assert str(error.value) == (
         "data.name=offered: it is offered by offered_package (entry point offered = "
-        "offered_broken:It); importing it failed with RuntimeError: no licence "
+        "offered_broken:It); importing it failed with RuntimeError: no license "
         f"({packages}/offered_broken.py:1)"
     )
 

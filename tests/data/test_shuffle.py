@@ -65,7 +65,7 @@ def test_all_orders_of_four_samples_occur():
     assert len(orders) == 24
 
 
-def test_neighbours_do_not_stay_neighbours():
+def test_neighbors_do_not_stay_neighbors():
     order = permute(np.arange(100_000), size=100_000, key=(0,))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert (np.abs(np.diff(order)) == 1).sum() < 10

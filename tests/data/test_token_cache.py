@@ -125,7 +125,7 @@ def test_rebuilt_shards_have_the_same_content(file: Path, tmp_path: Path) -> Non
     assert content(cache) == expected
 
 
-def test_interrupted_tokenisation_continues_within_file(file: Path, tmp_path: Path) -> None:
+def test_interrupted_tokenization_continues_within_file(file: Path, tmp_path: Path) -> None:
     expected, cache = tmp_path / "expected", tmp_path / "cache"
     list(shards_of(file, folder=expected))
 

@@ -1,4 +1,4 @@
-"""Where a model is split into stages: balanced by time, with unchanged names."""
+"""Splits of a model into stages: balanced by time, with unchanged names."""
 
 from __future__ import annotations
 

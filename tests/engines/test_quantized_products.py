@@ -120,7 +120,7 @@ def test_trained_weights_that_torchao_quantizes_give_the_outputs_of_training() -
     ("dtype", "moved"), [(torch.float32, 0.0), (torch.bfloat16, 0.02)], ids=str
 )
 @pytest.mark.filterwarnings("ignore")
-def test_torchao_makes_the_integers_of_training_or_in_bf16_neighbours_of_a_few(
+def test_torchao_makes_the_integers_of_training_or_in_bf16_neighbors_of_a_few(
     dtype: torch.dtype, moved: float
 ) -> None:
     """torchao computes integers in the dtype of the weights, and training computes them in fp32."""

@@ -159,7 +159,7 @@ def test_every_layout_has_the_losses_of_one_process(layout: str, name: str) -> N
     expected = losses([overrides[0], "strategy=single", *depth])
     actual = losses(overrides)
     assert actual[:1] == pytest.approx(expected[:1], rel=5e-5)
-    # Sums in another order differ by 1e-7. Once this rounds a factor to its other neighbour, losses
+    # Sums in another order differ by 1e-7. Once this rounds a factor to its other neighbor, losses
     # differ as much as after a change of the weights by 1e-7: by up to 9e-4.
     assert actual == pytest.approx(expected, rel=3e-3)
     without = losses(["strategy=single", *depth])

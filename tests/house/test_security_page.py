@@ -27,7 +27,7 @@ def test_pickles_are_read_only_in_these_files() -> None:
     }
     assert reading == {
         "launch/local/rank_process.py",  # from the parent
-        "data/texts/tokenise_ahead.py",  # from the pipe of the process that started it
+        "data/texts/tokenize_ahead.py",  # from the pipe of the process that started it
         "launch/multinode/rendezvous_state.py",  # what this process just pickled
         "system/processes/forked_call.py",  # its own pickle, and from the parent's pipe
         "system/processes/forked_map.py",  # from a child

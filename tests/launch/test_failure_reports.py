@@ -1,4 +1,4 @@
-"""Which rank is blamed for a failure, and which parts of the reports are shown."""
+"""The rank that is blamed for a failure, and the parts of reports that are shown."""
 
 from __future__ import annotations
 

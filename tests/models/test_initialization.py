@@ -199,7 +199,7 @@ def test_pipeline_stage_initialization_equals_full_model_with_tied_head():
         assert torch.equal(parameter, weights[name]), name
 
 
-def test_residual_output_projection_initialises_smaller():
+def test_residual_output_projection_initializes_smaller():
     model = build_model(LlamaConfig(hidden_size=256, num_attention_heads=8))
     block = model.layers[2]
     std = (0.4 / 256) ** 0.5

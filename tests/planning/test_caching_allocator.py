@@ -75,7 +75,7 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
     assert allocator.peak_reserved == 150 * MIB
 
 
-def test_free_neighbours_become_one_block_again() -> None:
+def test_free_neighbors_become_one_block_again() -> None:
     allocator = Allocator()
     allocator.replay([Change(0, 40 * MIB), Change(0, 0)])
     allocator.replay([Change(1, 20 * MIB), Change(2, 20 * MIB), Change(1, 0), Change(2, 0)])

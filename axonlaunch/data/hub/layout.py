@@ -226,7 +226,10 @@ def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str)
             split: [name for pattern in patterns for name in matching(pattern, inside)]
             for split, patterns in _patterns(described).items()
         }
-    return {split: _one_kind([inside[name] for name in names]) for split, names in found.items()}
+    return {
+        split: _files_of_main_format([inside[name] for name in names])
+        for split, names in found.items()
+    }
 
 
 def _is_below(name: str, folder: str) -> bool:
@@ -259,7 +262,7 @@ def _of_names(data: Sequence[str]) -> Splits:
     else:
         splits = _by_words(data, in_folders=True) or _by_words(data, in_folders=False)
         splits = splits or {_TRAIN: [*data]}
-    return {split: _one_kind(names) for split, names in splits.items()}
+    return {split: _files_of_main_format(names) for split, names in splits.items()}
 
 
 def _by_words(data: Sequence[str], *, in_folders: bool) -> dict[str, list[str]]:
@@ -289,7 +292,7 @@ def _converted_layout(data: Sequence[str]) -> HubLayout:
     return HubLayout(subsets, default if default in subsets else None)
 
 
-def _one_kind(names: Sequence[str]) -> list[str]:
+def _files_of_main_format(names: Sequence[str]) -> list[str]:
     """Return the files of the most frequent format; Parquet wins a tie."""
     kinds = Counter(kind for name in names if (kind := _KINDS.get(suffixes(name)[0])))
     if not kinds:

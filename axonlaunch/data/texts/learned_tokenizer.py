@@ -1,7 +1,7 @@
 """Learns a tokenizer from a run's text: byte-level BPE with a chat template.
 
 It is learned once for given files, fields and vocabulary size, and cached next to the tokens; a run
-keeps a copy. Invalid rows are skipped here and reported when they are tokenised.
+keeps a copy. Invalid rows are skipped here and reported when they are tokenized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, Unreadab
 from axonlaunch.data.files.selection import training_sources
 from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder, token_cache
-from axonlaunch.data.shards.encoding import OnProgress, Tokenising
+from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat
 from axonlaunch.data.texts.chats.named_templates import chat_template
 from axonlaunch.data.texts.chats.prompt_format import PromptFormat
@@ -138,7 +138,7 @@ def _learn(
     """
     for config, file in files[:1]:
         del config
-        report(Tokenising(file.name, 0.0, learns=True))
+        report(Tokenizing(file.name, 0.0, learns=True))
     copy = Isolated(files, is_bounded=False)
     try:
         copy.call(_learn_here, vocab_size, folder, seconds=_LONGEST_S)

@@ -38,7 +38,7 @@ def build_text(
     Args:
         config: The group ``data``.
         tokenizer: Tokenizer of the text.
-        report: Called from time to time while text is tokenised.
+        report: Called from time to time while text is tokenized.
         verifies: Whether to compare cached tokens with their checksums now.
 
     Raises:

@@ -45,6 +45,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     estimate_fsdp_memory,
 )
 from axonlaunch.engines.data_parallel.torch_internals import reduce_gradients_to
+from axonlaunch.engines.expert.experts import sharded_dim
 from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
@@ -343,13 +344,8 @@ def _shard_experts(
 
 
 def _expert_placement(parameter: nn.Parameter, *, shards: int) -> Shard:
-    """Return the dim to shard: the experts, or the next one if a rank has too few experts.
-
-    The last dim is never sharded, because optimizer states may be in 8 bits in blocks along it.
-    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    is_uneven = local.shape[0] % shards and local.ndim > 2 and local.shape[1] % shards == 0
-    return Shard(1 if is_uneven else 0)
+    return Shard(sharded_dim(local.shape, shards=shards))
 
 
 def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:

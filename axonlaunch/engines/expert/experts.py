@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -142,22 +142,42 @@ def _divide_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int)
             matrix.__dict__.update(_axis=axis, _sums_gradients=False, cuts={"weight": cut})
 
 
-def broken_expert_rows(model: nn.Module, names: Iterable[str], *, degree: int) -> Iterator[str]:
-    """Yield the parameters with rows that ranks of experts cut within blocks of ``BLOCK`` values.
+def sharded_dim(shape: Sequence[int], *, shards: int) -> int:
+    """Return the dim of a rank's experts that ``fully_shard`` divides: 0 if that is even, or 1.
+
+    Args:
+        shape: Shape of the rank's part, [experts, ...].
+        shards: Number of ranks that hold parts of the same experts.
+    """
+    return 1 if shape[0] % shards and len(shape) > 1 and shape[1] % shards == 0 else 0
+
+
+def broken_expert_rows(
+    model: nn.Module, names: Iterable[str], *, degree: int, shards: int
+) -> Iterator[str]:
+    """Yield the matrices with rows that ranks of experts cut within blocks of ``BLOCK`` values.
 
     Args:
         model: The full model, on any device.
         names: Names of the modules of experts.
         degree: Number of ranks that share the experts.
+        shards: Number of ranks that hold parts of the same experts.
     """
     for name in names:
         module = model.get_submodule(name)
-        if not isinstance(module, LoraExperts):
-            continue
         num_experts = module.num_experts
         assert isinstance(num_experts, int)
-        if num_experts // degree % BLOCK:
-            yield from (f"{name}.{key}{EXPERTS}.lora_B.weight" for key in module.matrices())
+        adapted = module.matrices() if isinstance(module, LoraExperts) else {}
+        by_columns = {f"{key}{EXPERTS}.lora_B.weight" for key in adapted}
+        for key, parameter in module.named_parameters():
+            if parameter.ndim != 2:
+                continue
+            rows, columns = parameter.shape
+            part = (rows, columns // degree) if key in by_columns else (rows // degree, columns)
+            is_cut = key in by_columns and num_experts // degree % BLOCK
+            is_sharded = sharded_dim(part, shards=shards) == 1 and part[1] // shards % BLOCK
+            if is_cut or is_sharded:
+                yield f"{name}.{key}"
 
 
 def dispatched_experts(module: nn.Module) -> list[nn.Module]:

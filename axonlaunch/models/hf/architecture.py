@@ -45,7 +45,7 @@ def architecture(config: TransformersModel) -> Any:
     if content and model_type != content.get("model_type"):
         message = f"model.path is {content.get('model_type')}; remove this setting"
         raise ConfigError([ConfigIssue("model.config.model_type", message, model_type)])
-    _refuse_quantised(content, config)
+    _refuse_quantized(content, config)
     _refuse_kernels(content, config)
     typed = _read_remote(config, content) if _is_remote(config, content) else None
     if typed is None:
@@ -223,7 +223,7 @@ def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
     return typed
 
 
-def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> None:
+def _refuse_quantized(content: Mapping[str, Any], config: TransformersModel) -> None:
     quantization = content.get("quantization_config") or {}
     if (
         method := quantization.get("quant_method")
@@ -231,7 +231,7 @@ def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> 
         else quantization
     ):
         message = (
-            f"its weights are quantised ({method}), which can't be trained; fp32, bf16 and fp16 "
+            f"its weights are quantized ({method}), which can't be trained; fp32, bf16 and fp16 "
             "are supported: give the model that it was made from"
         )
         raise ConfigError([ConfigIssue("model.path", message, config.path)])

@@ -111,14 +111,6 @@ def candidates(
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
-    experts = [
-        degree
-        for degree in experts
-        if degree == 1
-        or not any(
-            expert_state_problems(with_values(config, {keys.EXPERT_RANKS: degree}), spec, model)
-        )
-    ]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())
@@ -170,7 +162,9 @@ def candidates(
                 layout = Layout.of(candidate_config, world_size=devices)
                 if math.prod(layout.axes.values()) != devices:
                     continue  # replicas do not divide the ranks that read different samples
-                if not any(layout_problems(candidate_config, layout)):
+                if any(layout_problems(candidate_config, layout)):
+                    continue
+                if not any(expert_state_problems(candidate_config, spec, model)):
                     yield Candidate(candidate_config, layout, settings)
 
 

@@ -105,7 +105,7 @@ class _Copy:
         self._requests: SimpleQueue[tuple[_Request, Future[_Answer]] | None] = SimpleQueue()
         self._pid: int | None = None
         self._reaping = threading.Lock()
-        """Held while the process is signalled or reaped: its number may be another's afterwards."""
+        """Held while the process is signaled or reaped: its number may be another's afterwards."""
         self._is_killed = False
         self._failure = ""
         self._memory = max(_LEAST_MEMORY, free_memory_bytes() // 2) if is_bounded else None

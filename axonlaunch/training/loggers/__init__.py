@@ -7,8 +7,10 @@ separate thread (``background``). Its first problem is reported, and training co
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from axonlaunch.events import (
 from axonlaunch.system.storage.files import read_text, replace_text
 from axonlaunch.system.storage.run_files import EVENTS, METRICS
 from axonlaunch.system.text.units import Counted, named_by_unit
+from axonlaunch.training.loggers import trainjob
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -111,13 +114,16 @@ class RunLoggers:
         """Start the thread of every logger."""
         for config in self._configs:
             name = custom_target(config) or config.name
-            make = partial(_make_logger, config)
-            self._loggers.append(
-                BackgroundLogger(
-                    name, make, run=self._run, last_step=self._last, started=self._save_state
-                )
-            )
+            self._start(name, partial(_make_logger, config))
+        if trainjob.URL in os.environ:
+            self._start("TrainJob status", partial(trainjob.TrainJobLogger, os.environ))
         return self
+
+    def _start(self, name: str, make: Callable[[], Any]) -> None:
+        logger = BackgroundLogger(
+            name, make, run=self._run, last_step=self._last, started=self._save_state
+        )
+        self._loggers.append(logger)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait until the loggers have sent their queues, up to a common time limit."""

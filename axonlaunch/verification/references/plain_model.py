@@ -226,14 +226,14 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 def moves_buffers(model: nn.Module) -> bool:
     """Return whether results can depend on the micro-batch size or on earlier forwards.
 
-    Persistent buffers may be changed by a forward. Batch normalisation mixes samples even without
+    Persistent buffers may be changed by a forward. Batch normalization mixes samples even without
     running statistics.
     """
     return has_batch_norm(model) or bool(saved_buffers(model))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether a model normalises over samples."""
+    """Return whether a model normalizes over samples."""
     return any(isinstance(part, BatchNorm) for part in model.modules())
 
 

@@ -47,20 +47,21 @@ class Chat:
         tools: JSON schemas of functions that may be called; None: no tools.
         uncounted: Indices of messages of the assistant that the row excludes from the loss by a
             flag, such as ``training: false``.
-        context: Number of messages at the start that are the prompt, and excluded from the loss.
+        num_prompt_messages: Number of messages at the start that are the prompt, and excluded from
+            the loss.
         options: Values of further variables of the chat template, such as ``enable_thinking``.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     uncounted: frozenset[int] = frozenset()
-    context: int = 0
+    num_prompt_messages: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, number: int) -> bool:
         """Return whether message ``number`` is by the assistant and its tokens enter the loss."""
         is_said = self.messages[number]["role"] == "assistant"
-        return is_said and number >= self.context and number not in self.uncounted
+        return is_said and number >= self.num_prompt_messages and number not in self.uncounted
 
 
 def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
@@ -69,7 +70,7 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
     Args:
         row: Row of a file.
         fields: Names of columns and keys by their content (``data.fields``). Columns that it does
-            not name are recognised by their usual names.
+            not name are recognized by their usual names.
 
     Raises:
         ValueError: The row is not a chat; the message describes the row.
@@ -199,7 +200,7 @@ def _read_pair(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) ->
     asked, _ = _side(row, prompt, "user", fields)
     answered, uncounted = _side(row, completion, "assistant", fields)
     flagged = frozenset(len(asked) + number for number in uncounted)
-    return Chat([*asked, *answered], uncounted=flagged, context=len(asked))
+    return Chat([*asked, *answered], uncounted=flagged, num_prompt_messages=len(asked))
 
 
 def _side(
@@ -231,8 +232,8 @@ def _with_system(chat: Chat, system: str) -> Chat:
     message = {"role": "system", "content": system}
     if chat.messages[0]["role"] != "system":
         moved = frozenset(number + 1 for number in chat.uncounted)
-        context = chat.context + 1 if chat.context else 0
-        return Chat([message, *chat.messages], uncounted=moved, context=context)
+        num_prompt = chat.num_prompt_messages + 1 if chat.num_prompt_messages else 0
+        return Chat([message, *chat.messages], uncounted=moved, num_prompt_messages=num_prompt)
     if chat.messages[0] != message:
         raise ValueError("has a system field and begins with a system message; leave one out")
     return chat

@@ -214,7 +214,7 @@ class _Writer:
             tokens, masks = rendered["input_ids"], rendered["assistant_masks"]
             for number, (chat, text) in enumerate(written):
                 mask: npt.NDArray[np.uint8] | BadRow = np.array(masks[number], dtype=np.uint8)
-                if chat.uncounted or chat.context:
+                if chat.uncounted or chat.num_prompt_messages:
                     mask = self._some_marks(chat, text)
                 if isinstance(mask, BadRow):
                     yield mask

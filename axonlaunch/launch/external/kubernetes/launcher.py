@@ -80,7 +80,7 @@ def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
     """
     choices = config.launch.kubernetes
     patch = read_patch(choices)
-    objects = build_objects(config, pod_resources(config, options.context), patch)
+    objects = build_objects(config, pod_resources(config, options.fork_server), patch)
     if patch is None:
         return objects
     try:

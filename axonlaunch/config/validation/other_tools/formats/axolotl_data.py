@@ -115,7 +115,7 @@ _PROMPTS: dict[str, dict[str, Any]] = {
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
 _ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ()}
-"""Roles that may have one other name in the rows, and names of theirs that are recognised."""
+"""Roles that may have one other name in the rows, and names of theirs that are recognized."""
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),

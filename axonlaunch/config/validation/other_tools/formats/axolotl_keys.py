@@ -208,7 +208,7 @@ AXOLOTL_KEYS: Table = {
     "logging_steps": to("train.log_every", lambda steps: max(1, int(steps))),
     "lora_alpha": with_others(),
     "lora_dropout": with_others(),
-    "lora_fan_in_fan_out": not_needed("layers are recognised by their class"),
+    "lora_fan_in_fan_out": not_needed("layers are recognized by their class"),
     "lora_mlp_kernel": not_needed(reasons.EXACT_KERNEL),
     "lora_model_dir": to("adapter.path", str),
     "lora_modules_to_save": with_others(),

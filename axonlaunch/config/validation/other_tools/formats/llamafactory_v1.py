@@ -27,7 +27,7 @@ from axonlaunch.system.storage.files import read_text
 
 _LARGEST = 1 << 20
 _CONVERTERS = (None, "alpaca", "sharegpt")
-"""Forms of rows that are recognised here too; None: messages with parts."""
+"""Forms of rows that are recognized here too; None: messages with parts."""
 _OWN_OPTIMIZER = "there is no such optimizer; adamw is used: optimizer=custom takes any class"
 
 

@@ -103,7 +103,7 @@ _KEYS: Table = {
     "dataset.column": with_others(),
     "dataset.column_map.*": with_others(),
     "dataset.conversation_column": with_others(),
-    "dataset.conversation_style": not_needed("the keys of messages are recognised"),
+    "dataset.conversation_style": not_needed("the keys of messages are recognized"),
     "dataset.data_files": with_others(),
     "dataset.max_seq_len": with_others(),
     "dataset.name": with_others(),
