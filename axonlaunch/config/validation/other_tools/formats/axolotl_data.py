@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,6 +129,10 @@ _KNOWN = {
 _FLAGS = ("training", "train", "loss", "weight", "loss_weight")
 """Keys of messages that are read as flags by themselves."""
 _THINKING = "reasoning_content"
+_LONG_DOCUMENTS = (
+    "a document is cut off at sequence_len, which axolotl divides into rows; data.packing=concat "
+    "keeps the rest"
+)
 _CHANGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "drop_system_message": ((False,), "remove them from the rows"),
     "input_transform": ((), "is code; write the rows as they are read"),
@@ -154,11 +159,14 @@ def set_data(translation: Translation) -> bool:
     length = int(translation.number("sequence_len"))
     translation.set("data.sequence_length", length, "sequence_len")
     if translation.flag("sample_packing"):
-        translation.set("data.packing", "best_fit", "sample_packing")
+        packing = "best_fit" if has_chats else "concat"  # axolotl divides long documents
+        translation.set("data.packing", packing, "sample_packing")
     elif key == "pretraining_dataset":
         translation.set("data.packing", "concat", key)
     else:
         translation.set("data.packing", "none", "sample_packing")
+        if not has_chats:
+            translation.note(key, _LONG_DOCUMENTS)
     longer = translation.get("excess_length_strategy", "drop")
     if has_chats:
         chosen = {"drop": "drop", "truncate": "truncate"}.get(str(longer), "error")
@@ -237,6 +245,14 @@ def _source(
         source["files"] = [f"hf://datasets/{path}/{file}" for file in named]
     if entry.get("revision") and not files:
         source["files"] = [f"{path}@{entry['revision']}"]
+    is_old_id = source["files"] == [path] and re.fullmatch(r"[\w-]+", path) is not None
+    if is_old_id and not (translation.folder / path).exists():
+        text = "names no account of the Hub; write ORG/NAME in data.files, and data.subset"
+        translation.leave_out(f"{place}.path", text)
+        source["files"] = []
+        entry = {
+            theirs: value for theirs, value in entry.items() if theirs not in ("name", "split")
+        }
     is_hub_id = source["files"] == [path] and path.count("/") == 1 and not path.startswith(".")
     for theirs, ours in (("name", "subset"), ("split", "split")):
         if theirs in entry and (is_hub_id or entry[theirs] != "train"):

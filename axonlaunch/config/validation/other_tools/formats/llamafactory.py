@@ -341,7 +341,8 @@ def _set_data(translation: Translation) -> bool:
     length = int(translation.number("cutoff_len"))
     translation.set("data.sequence_length", length, "cutoff_len")
     if is_pretraining:
-        translation.set("data.packing", "concat", "stage")
+        packs = translation.flag("packing") or not translation.has("packing")
+        translation.set("data.packing", "concat" if packs else "none", "stage", "packing")
     else:
         packs = translation.flag("packing") or translation.flag("neat_packing")
         key = "neat_packing" if translation.has("neat_packing") else "packing"
