@@ -72,7 +72,10 @@ def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> No
         other, tensors=[*other.tensors[:4], *scaled(9.0, "second").tensors[4:]]
     )
     comparison = compared(BEGIN, worse)
-    assert [difference.ours.name for difference in comparison.differences] == ["first", "second"]
+    assert [difference.first_tensor.name for difference in comparison.differences] == [
+        "first",
+        "second",
+    ]
     assert comparison.differences[0].module == "first"
 
 

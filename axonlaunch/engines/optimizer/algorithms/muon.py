@@ -21,7 +21,7 @@ from axonlaunch.engines.optimizer.algorithms.owned_matrices import (
     OwnedMatrices,
     alike,
     divisions,
-    of_plain_tensors,
+    only_plain_tensors,
 )
 
 
@@ -36,12 +36,12 @@ class ShardedMuon(Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every matrix that has a gradient. All ranks that share a matrix must call it."""
         groups = self.param_groups
-        with of_plain_tensors(self):
+        with only_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
         for group in groups:
             divided = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
-            for places in alike(divided):
-                self._update(group, [divided[place] for place in places])
+            for indices in alike(divided):
+                self._update(group, [divided[index] for index in indices])
         return loss
 
     def _update(self, group: dict[str, Any], matrices: list[DTensor]) -> None:
