@@ -484,8 +484,9 @@ def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list
     """Return modules called before and after the blocks, if their weights are used only there."""
     if source_of(plan.config).code != "included":  # unknown for other models
         return [], []
-    before, after = around_blocks(plan.spec, model)
-    return before, after if plan.chunked is None else []  # a chunked head runs after forward
+    before_blocks, after_blocks = around_blocks(plan.spec, model)
+    # A chunked head runs after forward.
+    return before_blocks, after_blocks if plan.chunked is None else []
 
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
@@ -497,14 +498,14 @@ def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
-    before, after = _around_blocks(plan, model)
+    before_blocks, after_blocks = _around_blocks(plan, model)
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh, plan.layout),
         layers=[*plan.spec.blocks(model).values()],
-        before=before,
-        after=after,
+        before_blocks=before_blocks,
+        after_blocks=after_blocks,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(precision_of(config)),

@@ -420,7 +420,7 @@ def _dtype(entry: Any) -> torch.dtype | None:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
+    return next((name for name, candidate in _DTYPES.items() if candidate == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

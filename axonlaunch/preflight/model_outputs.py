@@ -130,8 +130,8 @@ def metric_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             yield ConfigIssue(f"metrics[{number}]", f"{message}; remove it", name)
     best = config.train.best_metric
     if best not in ("loss", *names):
-        known = one_of(["loss", *names])
-        message = f"no metric of the run has this name; use {known}, or add it to metrics"
+        metric_names = one_of(["loss", *names])
+        message = f"no metric of the run has this name; use {metric_names}, or add it to metrics"
         yield ConfigIssue("train.best_metric", message, best)
     try:
         metrics = build_metrics(config)

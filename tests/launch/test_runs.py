@@ -89,7 +89,7 @@ def test_a_run_is_composed_once_from_the_command_line_to_its_launch(
     assert not environment.is_rank(
         partial(request.compose, request.overrides), accelerators=pytest.fail
     )
-    [run] = runs.load_runs(request, environment.of_node(), options)
+    [run] = runs.load_runs(request, environment.for_node(), options)
     assert run.config.plugins == ["json"]
     assert run.config.launch.nnodes == (2 if variables else 1)
     assert run.composed is not None

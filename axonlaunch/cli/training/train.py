@@ -173,7 +173,7 @@ def command(
             # Hide torch's warnings about unknown connections to its store. Ranks still print
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            runs = load_runs(request, environment.of_node(), options)
+            runs = load_runs(request, environment.for_node(), options)
             shares: Sequence[NodeShare] = ()
             if parallel is not None:
                 from axonlaunch.launch.local.parallel_sweep import launch_at_once, share_node
@@ -237,7 +237,7 @@ def _dry_run(
             options = LaunchOptions(
                 fork_server=context, started=STARTED, render=render, dry_run=True, show=show
             )
-            runs = dry_runs(request, environment.of_node(), options)
+            runs = dry_runs(request, environment.for_node(), options)
         status = 2 if any(run.obstacles for run in runs) else 0
         if as_json:
             reports = [_to_json_dict(run, context) for run in runs]

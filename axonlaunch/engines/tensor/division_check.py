@@ -103,7 +103,7 @@ class _FirstRank(TensorAxis):
         group: Any = _AbsentGroup(range(degree), None)
         super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
 
-    def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _local_parameter(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         part = parameter.detach() if cut is None else self.part_of(parameter.detach(), cut)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 

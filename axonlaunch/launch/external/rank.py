@@ -217,7 +217,7 @@ def _rank_spec(config: RunConfig, environment: ClusterEnvironment, peers: Coordi
         local_world_size=config.launch.nproc,
         master_addr=environment.master_addr,
         port=environment.master_port,
-        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
+        credentials=peers.channel.credentials.with_sender(f"rank {environment.rank}"),
         listener=None,
         log=log_of(config, environment.rank),
         heartbeats=HeartbeatTable.of(config.launch.nproc),

@@ -115,11 +115,11 @@ def compare(
         # The loss that balances experts depends on other samples, but gradients are summed alike.
         config = with_values(config, source_of(config).without_router_loss())
     if hides_rounded_sums(config):
-        differences += _of_sums(config, world)
+        differences += _differences_of_sums(config, world)
     return RankReport(differences, draws)
 
 
-def _of_sums(config: RunConfig, world: World) -> list[Difference]:
+def _differences_of_sums(config: RunConfig, world: World) -> list[Difference]:
     """Return the differences of sums of gradients, of an engine that is only built for them."""
     engine, loader = prepared_engine(config, world)
     return [*sum_differences(engine, loader.batch(0), config, rank=world.rank)]

@@ -315,8 +315,8 @@ def plain_quantized(values: Tensor, base: str) -> tuple[Tensor, Tensor]:
     else:
         blocks = values.unflatten(-1, (-1, _BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True) / _LARGEST_INT8
-        whole = torch.where(scales > 0, blocks / scales, 0).round()
-        codes, kept = whole.to(torch.int8), (whole * scales).flatten(-2)
+        rounded = torch.where(scales > 0, blocks / scales, 0).round()
+        codes, kept = rounded.to(torch.int8), (rounded * scales).flatten(-2)
     size = values.shape[-1] // _BLOCK
     parts = (codes, scales.contiguous().view(torch.int32))
     stored = [part.view(torch.uint8).reshape(*values.shape[:-1], size, -1) for part in parts]

@@ -23,7 +23,7 @@ from axonlaunch.engines.optimizer.algorithms.owned_matrices import (
     OwnedMatrices,
     alike,
     divisions_of_matrix,
-    of_plain_tensors,
+    only_plain_tensors,
 )
 
 
@@ -48,7 +48,7 @@ class ShardedMuon(Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every matrix that has a gradient. All ranks that share a matrix must call it."""
         groups = self.param_groups
-        with of_plain_tensors(self, most_dims=2):
+        with only_plain_tensors(self, most_dims=2):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
         for group in groups:
             others = [
@@ -56,8 +56,8 @@ class ShardedMuon(Muon):
                 for p in group["params"]
                 if p.grad is not None and (p.ndim > 2 or isinstance(p, DTensor))
             ]
-            for places in alike(others):
-                self._update(group, [others[place] for place in places])
+            for indices in alike(others):
+                self._update(group, [others[index] for index in indices])
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -77,7 +77,7 @@ class ShardedMuon(Muon):
         sizes = [len(of_parameter) for of_parameter in parts]
         owned = OwnedMatrices(
             mesh,
-            [made for made, size in zip(divided, sizes, strict=True) for _ in range(size)],
+            [cuts for cuts, size in zip(divided, sizes, strict=True) for _ in range(size)],
             costs=[
                 _cost(*p.shape[-2:])
                 for p, size in zip(parameters, sizes, strict=True)

@@ -157,10 +157,10 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
     created: list[dict[str, Any]] = []
     try:
         for each in [*others, job]:
-            made = retry(partial(cluster.create, each), cluster, name)
+            reply = retry(partial(cluster.create, each), cluster, name)
             created.append(each)
-        about = {key: made[key] for key in ("apiVersion", "kind")}
-        owner = {**about, "name": objects.name, "uid": made["metadata"]["uid"]}
+        about = {key: reply[key] for key in ("apiVersion", "kind")}
+        owner = {**about, "name": objects.name, "uid": reply["metadata"]["uid"]}
         for each in others:
             change = {"metadata": {"ownerReferences": [owner]}}
             request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)

@@ -101,9 +101,9 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
     job = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": job}
     if patch is not None:
         job = merge_patch(job, patch)
-    for made in [job, *others]:
+    for manifest in [job, *others]:
         if options.namespace:
-            made["metadata"]["namespace"] = options.namespace
+            manifest["metadata"]["namespace"] = options.namespace
     return RunObjects(name, nnodes, job, others, secret)
 
 

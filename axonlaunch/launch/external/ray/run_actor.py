@@ -103,8 +103,8 @@ class RayRun:
             num_cpus=0,
             max_concurrency=CALLS,
         )
-        made = record.remote(self._spec, self._state, dict(self._outputs))
-        ray.get(made.state.remote())
+        record_actor = record.remote(self._spec, self._state, dict(self._outputs))
+        ray.get(record_actor.state.remote())
         _leave()
 
     def _run(self) -> JobState:
@@ -123,7 +123,7 @@ class RayRun:
                     return JobState("STOPPED", f"{name} was stopped before it began", _INTERRUPTED)
                 for number in range(self._spec.nnodes):
                     if number not in nodes:
-                        nodes[number] = self._place(number, group)
+                        nodes[number] = self._place_node(number, group)
                 self._lost_before = self._lost
                 statuses = self._attempt(nodes)
                 if (state := self._judge(statuses)) is not None:
@@ -150,20 +150,20 @@ class RayRun:
             self._state = JobState("PENDING", note)
         return False
 
-    def _place(self, number: int, group: Any) -> Any:
+    def _place_node(self, number: int, group: Any) -> Any:
         """Create the actor of a node, which Ray restarts if it is lost."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = {**self._spec.bundle}
-        place = PlacementGroupSchedulingStrategy(
+        strategy = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         )
         actor = ray.remote(Node).options(
             num_cpus=bundle.pop("CPU"),
             num_gpus=bundle.pop("GPU", 0),
             resources=bundle,
-            scheduling_strategy=place,
+            scheduling_strategy=strategy,
             max_restarts=-1,
             max_concurrency=CALLS,
         )

@@ -177,9 +177,9 @@ def _set_loggers(translation: Translation) -> None:
     if translation.flag("use_tensorboard"):
         names.append("tensorboard")
     wandb = {
-        ours: translation.get(theirs)
-        for theirs, ours in (("wandb_project", "project"), ("wandb_entity", "entity"))
-        if translation.has(theirs)
+        ours: translation.get(wandb_key)
+        for wandb_key, ours in (("wandb_project", "project"), ("wandb_entity", "entity"))
+        if translation.has(wandb_key)
     }
     key = "wandb_project" if translation.has("wandb_project") else "use_tensorboard"
     if names:

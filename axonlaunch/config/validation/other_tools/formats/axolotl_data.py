@@ -219,23 +219,23 @@ def _sources(translation: Translation, key: str) -> list[dict[str, Any]]:
 
 
 def _source(
-    translation: Translation, place: str, key: str, entry: dict[str, Any]
+    translation: Translation, key_prefix: str, key: str, entry: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of ``data`` for one entry of ``datasets``."""
     entry = {name: value for name, value in entry.items() if value is not None}
     for name in entry:
         if name in _PREFERENCES:
-            translation.leave_out(f"{place}.{name}", reasons.NO_PREFERENCES)
+            translation.leave_out(f"{key_prefix}.{name}", reasons.NO_PREFERENCES)
         elif name not in _KNOWN:
-            translation.report_unknown(f"{place}.{name}")
+            translation.report_unknown(f"{key_prefix}.{name}")
     roles = entry.get("roles_to_train", ["assistant"])
     if roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         text = "answers of the assistant count, or with data.train_on=all every token"
-        translation.leave_out(f"{place}.roles_to_train", text)
+        translation.leave_out(f"{key_prefix}.roles_to_train", text)
     for name in entry.keys() & _CHANGES.keys():
         same, text = _CHANGES[name]
         if entry[name] not in same:
-            translation.leave_out(f"{place}.{name}", text)
+            translation.leave_out(f"{key_prefix}.{name}", text)
     path, files = str(entry.get("path")), entry.get("data_files")
     source: dict[str, Any] = {"data": "chat", "files": [path]}
     if files and path in _FILE_KINDS:
@@ -254,16 +254,16 @@ def _source(
             theirs: value for theirs, value in entry.items() if theirs not in ("name", "split")
         }
     is_hub_id = source["files"] == [path] and path.count("/") == 1 and not path.startswith(".")
-    for theirs, ours in (("name", "subset"), ("split", "split")):
-        if theirs in entry and (is_hub_id or entry[theirs] != "train"):
-            source[ours] = str(entry[theirs])
-    _set_type(translation, place, key, entry, source)
+    for entry_key, ours in (("name", "subset"), ("split", "split")):
+        if entry_key in entry and (is_hub_id or entry[entry_key] != "train"):
+            source[ours] = str(entry[entry_key])
+    _set_type(translation, key_prefix, key, entry, source)
     return source
 
 
 def _set_type(
     translation: Translation,
-    place: str,
+    key_prefix: str,
     key: str,
     entry: dict[str, Any],
     source: dict[str, Any],
@@ -272,7 +272,7 @@ def _set_type(
     if isinstance(kind, Mapping):
         source.update(_custom_prompt(kind))
     elif kind in _CHATS:
-        if fields := _message_fields(translation, place, entry):
+        if fields := _message_fields(translation, key_prefix, entry):
             source["fields"] = fields
     elif kind in _DOCUMENTS:
         source["data"] = "documents"
@@ -281,11 +281,11 @@ def _set_type(
         source.update(_PROMPTS[kind])
     elif not translation.flag("rl"):  # which is reported
         text = "has no counterpart; write the prompt in data.prompt_format, or name data.fields"
-        translation.leave_out(f"{place}.type", text)
+        translation.leave_out(f"{key_prefix}.type", text)
 
 
 def _message_fields(
-    translation: Translation, place: str, entry: Mapping[str, Any]
+    translation: Translation, key_prefix: str, entry: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the names of columns, of keys of messages and of roles that differ from the usual."""
     mapping = entry.get("message_property_mappings", {})
@@ -300,12 +300,12 @@ def _message_fields(
     mapping[thinking] = entry.get("field_thinking", mapping.get(thinking, thinking))
     if other := [f"{key}: {name}" for key, name in mapping.items() if key != name]:
         text = f"name the key in the rows as the template does ({', '.join(other)})"
-        translation.leave_out(f"{place}.message_property_mappings", text)
-    roles = _roles(translation, place, entry)
+        translation.leave_out(f"{key_prefix}.message_property_mappings", text)
+    roles = _roles(translation, key_prefix, entry)
     return {name: str(column) for name, column in {**named, **roles}.items() if column}
 
 
-def _roles(translation: Translation, place: str, entry: Mapping[str, Any]) -> dict[str, str]:
+def _roles(translation: Translation, key_prefix: str, entry: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of roles in rows that differ from the usual ones; each role has one."""
     roles = entry.get("roles", {})
     other: dict[str, str] = {}
@@ -314,7 +314,7 @@ def _roles(translation: Translation, place: str, entry: Mapping[str, Any]) -> di
         unusual = [name for name in every if name not in (role, *_ROLES.get(role, ()))]
         if len(unusual) > 1 or (unusual and role not in _ROLES):
             text = f"rename them to {role} in the rows ({', '.join(unusual)})"
-            translation.leave_out(f"{place}.roles", text)
+            translation.leave_out(f"{key_prefix}.roles", text)
         elif unusual:
             other[role] = unusual[0]
     return other
