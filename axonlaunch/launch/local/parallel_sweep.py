@@ -129,7 +129,9 @@ def launch_at_once(
     ordered = [result for _, result in sorted(results, key=lambda pair: pair[0])]
     if is_stopping:
         name = name_of_sweep([run.config for run in runs])
-        again = resuming_command(runs[0].config, request.words(), name=name)
+        again = resuming_command(
+            runs[0].config, request.words(), composed=runs[0].composed, name=name
+        )
         console_on(stream).print(Text(f"to resume  {again}"), soft_wrap=True)
         ordered.append(RunResult(INTERRUPTED, None))
     return ordered
