@@ -36,7 +36,7 @@ from axonlaunch.config.precision import (
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
-from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
@@ -174,7 +174,8 @@ def first_row_at(config: RunConfig, dataset: Dataset) -> int:
     checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None:
         return 0
-    is_changed = saved is not None and any(find_differences(saved, current))
+    restarts = config.checkpoint.changed_data == "restart"
+    is_changed = is_other_data(saved, current, restarts=restarts)
     return checkpoint.samples if is_changed else checkpoint.first_row_at
 
 
@@ -183,9 +184,9 @@ def _origins(
 ) -> tuple[Checkpoint | None, Origin | None, Origin | None]:
     """Return the checkpoint to resume from and descriptions of its data and the current data."""
     checkpoint = _newest(config)
-    if checkpoint is None or checkpoint.origin is None:
-        return checkpoint, None, None
-    saved = Origin.from_dict(checkpoint.origin)
+    if checkpoint is None:
+        return None, None, None
+    saved = None if checkpoint.origin is None else Origin.from_dict(checkpoint.origin)
     return checkpoint, saved, describe_rows(config, dataset, like=saved)
 
 

@@ -257,3 +257,13 @@ def test_a_checkpoint_without_a_description_of_its_data_resumes(
         run(*documents)
     assert newest(tmp_path).origin is None
     assert run(*documents, "data.sequence_length=8", steps=4)[:4] == [8, 9, 10, 11]
+
+
+def test_restart_after_a_user_dataset_reads_the_first_row(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
+        run(*documents)
+    assert run(*documents, "checkpoint.changed_data=restart", steps=4)[:4] == [0, 1, 2, 3]
+    assert newest(tmp_path).first_row_at == 8
