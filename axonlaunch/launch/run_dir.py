@@ -20,7 +20,6 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.checkpoint.loading.resume_source import (
     is_launched_by,
-    is_of,
     resume_of,
     resume_of_restart,
 )
@@ -422,14 +421,33 @@ def _refuse_overwriting(config: RunConfig) -> None:
             f"{config.run_dir} already contains a run; choose another name, continue it with "
             "checkpoint.resume=auto, or move it aside with checkpoint.overwrite=true"
         )
-    is_path = resume not in ("auto", "never")
-    if overwrite and is_path and is_of(storage.storage_path(resume), Path(config.run_dir)):
+    if message:
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
+    folder = Path(config.run_dir).resolve()
+    moved = {
+        key: path
+        for key, path in (_paths_to_read(config) if overwrite else {}).items()
+        if not is_url(path) and Path(path).expanduser().resolve().is_relative_to(folder)
+    }
+    if moved:
         message = (
             "is in the run that checkpoint.overwrite=true moves aside; remove that setting, or "
             "choose another name"
         )
-    if message:
-        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
+        raise ConfigError([ConfigIssue(key, message, path) for key, path in moved.items()])
+
+
+def _paths_to_read(config: RunConfig) -> dict[str, str]:
+    """Return the paths of the checkpoint, the weights and the tokenizer that a run starts from."""
+    resume = config.checkpoint.resume
+    paths = {
+        "checkpoint.resume": None if resume in ("auto", "never") else resume,
+        "model.weights": getattr(config.model, "weights", None),
+        "model.path": config.model_path,
+        "adapter.path": None if config.adapter is None else config.adapter.path,
+        "tokenizer.path": config.tokenizer.path,
+    }
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

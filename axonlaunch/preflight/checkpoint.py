@@ -293,8 +293,8 @@ def _resumable(
         yield from _other_types(config, checkpoint, model)
     else:
         message = (
-            f"{checkpoint.path} contains weights only (no optimizer state); "
-            f"use never, and model.weights={checkpoint.path}"
+            f"{checkpoint.path} contains weights only (no optimizer state); use auto, and "
+            f"model.weights={checkpoint.path} with another name"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)

@@ -79,9 +79,13 @@ def test_run_that_trains_is_not_moved_aside(folder: Path) -> None:
     assert (folder / "kept").exists()
 
 
-def test_resuming_from_overwritten_run_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is in the run that checkpoint\.overwrite=true moves"):
-        start(OVERWRITE, "checkpoint.resume=runs/run")
+@pytest.mark.parametrize(
+    "override", ["checkpoint.resume=runs/run", "model.weights=runs/run/checkpoints/step_2"]
+)
+def test_reading_from_overwritten_run_is_refused(override: str, folder: Path) -> None:
+    message = f"{override}: is in the run that checkpoint.overwrite=true moves aside"
+    with pytest.raises(ConfigError, match=message):
+        start(OVERWRITE, override)
     assert (folder / "kept").exists()
 
 
