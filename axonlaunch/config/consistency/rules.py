@@ -464,6 +464,12 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    elif config.checkpoint.keep_best and not config.train.eval_every:
+        message = "nothing is evaluated before the end: train.eval_every is 0; use 0, or evaluate"
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    elif config.checkpoint.keep_best and not config.checkpoint.every:
+        message = "no checkpoint is saved; use 0, or set checkpoint.every"
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
     push = config.checkpoint.push
     if push is not None and (reason := why_no_repo(push)) is not None:
         yield ConfigIssue("checkpoint.push", reason, push)
