@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -145,7 +146,8 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
     train = config.train
     if train.epochs is None:
         return config
-    samples = first_row_at + train.epochs * dataset.num_samples
+    # As a decimal: 1.1 * 100 is above 110 in binary, which would add a step.
+    samples = first_row_at + Fraction(str(train.epochs)) * dataset.num_samples
     steps = math.ceil(samples / train.global_batch_size)
     return with_values(config, {"train.steps": steps, "train.epochs": None})
 
