@@ -45,6 +45,7 @@ from axonlaunch.config.values.plain import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.output.console import shortened
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
@@ -264,7 +265,7 @@ def _differences(config: RunConfig) -> list[str]:
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of a run that has already trained all steps of this configuration.
 
-    Return None if there is no such run.
+    Return None if there is no such run. A run that early stopping ended has no steps left either.
 
     Raises:
         ConfigError: The run has trained the same number of steps with other settings.
@@ -274,11 +275,12 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     folder = Path(with_run_dir(config).run_dir)
     try:
         summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
-        is_done = summary["status"] == "done" and summary["steps"] == config.train.steps
+        steps = summary["steps"] if summary["status"] == "done" else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not is_done:
-        return None
+    if steps != config.train.steps:
+        is_stopped = steps is not None and _is_stopped_early(config, step=steps)
+        return summary if is_stopped else None
     try:
         previous = frozen_settings(folder / CONFIG)
         changed = settings_unlike_resumed(with_absolute_paths(config), previous)
@@ -295,11 +297,39 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
 
 def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
     """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
-    return (
-        f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
-        "steps; to continue, use more train.steps; to start over, use another name "
-        "or checkpoint.overwrite=true"
+    steps, patience = summary["steps"], config.train.early_stop
+    reason = f"it has trained all of its {steps} steps; to continue, use more train.steps"
+    if steps != config.train.steps:
+        reason = (
+            f"train.early_stop={patience} ended it after {steps} steps; to continue, use more "
+            "evaluations, or null"
+        )
+    text = (
+        f"{with_run_dir(config).name} is finished: {reason}; to start over, use another name or "
+        "checkpoint.overwrite=true"
     )
+    if config.checkpoint.push is None or summary.get("pushed") is not None:
+        return text
+    return f"{text}; to upload its weights, use {pushing_command(with_run_dir(config))}"
+
+
+def pushing_command(config: RunConfig) -> str:
+    """Return the command that uploads the weights of a run to ``checkpoint.push``."""
+    private = " --private" if config.checkpoint.push_private else ""
+    folder = shortened(config.run_dir)
+    return f"axonlaunch checkpoint export {folder} --push {config.checkpoint.push}{private}"
+
+
+def _is_stopped_early(config: RunConfig, *, step: int) -> bool:
+    """Return whether the newest checkpoint of a run ended it by ``train.early_stop``."""
+    patience = config.train.early_stop
+    if patience is None:
+        return False
+    try:
+        saved = last_saved(with_run_dir(config))
+    except OSError:  # reported where the run is resumed
+        return False
+    return saved is not None and saved.step == step and saved.evaluations_since >= patience
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:

@@ -212,8 +212,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
             page = forked_call.call(context, target, config, task="uploading the weights")
     except Exception as error:  # the run is done, and its report must not be lost
         console.stop()
-        private = " --private" if config.checkpoint.push_private else ""
-        again = f"axonlaunch checkpoint export {shortened(config.run_dir)} --push {repo}{private}"
+        again = run_dir.pushing_command(config)
         print(f"error: {error}; the weights are saved, and {again} uploads them", file=sys.stderr)
         return None
     console.stop()
