@@ -34,6 +34,8 @@ from axonlaunch.config.precision import (
     state_format,
 )
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.schema import CheckpointConfig
+from axonlaunch.config.values.plain import flatten
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data
@@ -53,6 +55,7 @@ _DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
     EIGHT_BITS: torch.uint8
 }
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
+_OF_ADDED_TOKENS = ("tokenizer.add_tokens", "tokenizer.special")
 
 
 def with_resumed_precision(config: RunConfig) -> RunConfig:
@@ -137,7 +140,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     resume = resume_of(config)
     if resume == "never":
-        yield from _overwritten(config.checkpoint.path)
+        yield from _overwritten(config.checkpoint)
         return
     folder = _resumed_from(config)
     if folder is None:
@@ -244,7 +247,9 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
         return  # the check of the data reports this error
     if saved is None or saved.fingerprint == current.fingerprint:
         return
-    if config.tokenizer.name == "train":
+    if changed := [*_other_added_tokens(config, run_dir)]:
+        yield from changed
+    elif config.tokenizer.name == "train":
         message = (
             "data.files have changed, so training the tokenizer again gives another one than the "
             f"run used; use tokenizer=auto tokenizer.path={run_dir / FOLDER}"
@@ -255,13 +260,34 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
         yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 
 
-def _overwritten(path: str | None) -> Iterator[ConfigIssue]:
+def _other_added_tokens(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
+    """Yield a problem if the run to resume has added other tokens to its tokenizer."""
+    try:
+        began = frozen_settings(run_dir / CONFIG)
+    except (OSError, ValueError):
+        return  # reported where the run is resumed
+    now = flatten(config.tokenizer, "tokenizer")
+    for key in sorted({*began, *now}):
+        was, chosen = began.get(key) or None, now.get(key) or None  # empty: no token
+        if key.startswith(_OF_ADDED_TOKENS) and was != chosen:
+            how = "without it; remove it" if was is None else f"with {plain(was)}; use that"
+            yield ConfigIssue(key, f"{run_dir} was trained {how}", chosen)
+
+
+def _overwritten(saving: CheckpointConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if a run from step 0 would write to another run's checkpoint folder."""
+    path = saving.path
     if path is None:
         return
     with reaching(storage_path(path)):
         checkpoint = step_folders.latest(storage_path(path))
-    if checkpoint is not None:
+    if checkpoint is not None and saving.overwrite:
+        message = (
+            f"{checkpoint.path} exists, and checkpoint.path is not moved aside; use another "
+            "checkpoint.path, or false"
+        )
+        yield ConfigIssue("checkpoint.overwrite", message, True)
+    elif checkpoint is not None:
         message = (
             f"{checkpoint.path} exists; use another checkpoint.path, or resume from it with auto"
         )
