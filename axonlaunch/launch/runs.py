@@ -148,9 +148,11 @@ def prepare_runs(runs: Sequence[Run]) -> list[Run]:
         runs = _check(runs)
         is_alone = len(runs) == 1 or runs[0].options.render
         return runs if is_alone else _with_headers(runs)
-    runs = [dataclasses.replace(run, finished=run_dir.finished_summary(run.config)) for run in runs]
+    runs = [_with_finished(run) for run in runs]
     with spinner("checking") as show:
         runs = _check([_with_options(run, show=show) for run in runs])
+    # Steps of train.epochs are known only now.
+    runs = [_with_finished(run) for run in runs]
     runs = _prove(runs)
     return runs if len(runs) == 1 else _with_headers(runs)
 
@@ -249,6 +251,12 @@ def _with_headers(runs: Sequence[Run]) -> list[Run]:
         )
         for index, (run, variation) in enumerate(zip(runs, variations, strict=True))
     ]
+
+
+def _with_finished(run: Run) -> Run:
+    if run.finished is not None:
+        return run
+    return dataclasses.replace(run, finished=run_dir.finished_summary(run.config))
 
 
 def _with_options(run: Run, **changed: Any) -> Run:

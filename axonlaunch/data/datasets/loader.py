@@ -404,7 +404,7 @@ class StreamLoader(Loader):
                 self._keep_state(piece.state["step"], piece.state["state"])
 
     def _read_step(self, step: int) -> Samples:
-        first = step * self.global_batch_size
+        first = step * self.global_batch_size - self.first_row_at
         if first < self._samples:
             raise ValueError(f"step {step} of a stream that was read up to {self._samples} samples")
         with kept_generators():

@@ -139,7 +139,9 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                     )
         finally:
             console.stop()
-        again = resuming_command(config, options.command, name=options.resumed_name)
+        again = resuming_command(
+            config, options.command, composed=options.composed, name=options.resumed_name
+        )
         return finish_run(config, outcome, record, console, context=context, again=again)
 
 

@@ -142,7 +142,8 @@ def _remaining(runs: Sequence[Run], waiting: Sequence[tuple[int, Run]], request:
         left = f"{len(waiting)} of {len(runs)} runs were not submitted"
         return f"{left}; axonlaunch jobs lists the others"
     name = name_of_sweep([run.config for run in runs])
-    return f"to resume  {resuming_command(runs[0].config, request.words(), name=name)}"
+    again = resuming_command(runs[0].config, request.words(), composed=runs[0].composed, name=name)
+    return f"to resume  {again}"
 
 
 @contextmanager

@@ -165,6 +165,14 @@ class ModelSource:
         del size
         return {}
 
+    def has_grown_vocabulary(self) -> bool:
+        """Return whether the vocabulary is larger than that of the pretrained weights.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        return False
+
     def vocabulary_parameters(self) -> list[str]:
         """Return the names of parameters that ``with_vocabulary`` grows, tied ones once.
 

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, one_of
@@ -137,6 +138,13 @@ def prompt_format(value: str) -> str:
     if "{" in value:
         return value
     return _read(value, "data.prompt_format", [*PROMPT_FORMATS])
+
+
+def ignored_columns(value: str, fields: Mapping[str, str]) -> frozenset[str]:
+    """Return the columns that an included format would prefer to ``data.fields={prompt: NAME}``."""
+    if value not in PROMPT_FORMATS or "prompt" not in fields:
+        return frozenset()
+    return frozenset({"instruction", "question"} - fields.keys())
 
 
 def is_jinja(text: str) -> bool:
