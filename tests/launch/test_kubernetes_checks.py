@@ -101,6 +101,14 @@ def test_run_folder_is_on_the_first_writable_volume() -> None:
         loaded("launch.nproc=1", "run_dir=/elsewhere", RUNS)
 
 
+def test_folder_of_checkpoints_must_be_on_a_volume_too() -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded("launch.nproc=1", RUNS, "checkpoint.path=/ckpt")
+    (problem,) = caught.value.problems
+    assert str(problem).startswith("checkpoint.path=/ckpt: the disk of a pod ends with it")
+    assert loaded("launch.nproc=1", RUNS, "checkpoint.path=/runs/big/ckpt").run_dir == "/runs/big"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
