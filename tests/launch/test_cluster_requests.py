@@ -16,7 +16,7 @@ from pod_runs import loaded
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
-from axonlaunch.launch.external.kubernetes.cluster_job import retry
+from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retry
 from axonlaunch.launch.external.kubernetes.launcher import create_all
 from axonlaunch.launch.external.kubernetes.manifests import build_objects
 from axonlaunch.launch.external.kubernetes.resources import PodResources
@@ -29,12 +29,14 @@ class Requests(BaseHTTPRequestHandler):
         seen: Method, path, query and body of each request.
         objects: Objects by path.
         refused: Kinds that are refused with HTTP status 403.
+        unlisted: Plural names of kinds whose lists are refused with HTTP status 403.
         status: Status of all answers if not 0.
     """
 
     seen: list[tuple[str, str, dict[str, str], Any]]
     objects: dict[str, Any]
     refused: set[str]
+    unlisted: set[str]
     status: int
 
     def reply(self, method: str) -> None:
@@ -47,6 +49,8 @@ class Requests(BaseHTTPRequestHandler):
             self.answer(401, {"message": "Unauthorized"})
         elif self.status:
             self.answer(self.status, {"message": "overloaded"})
+        elif method == "GET" and parsed.path.rpartition("/")[2] in self.unlisted:
+            self.answer(403, {"message": "User eve cannot list", "details": {}})
         elif not parsed.path.startswith(("/api/v1", "/apis/batch/v1")):
             self.answer(404, "404 page not found")
         elif method == "POST":
@@ -102,7 +106,7 @@ class Requests(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Requests]]:
     """Return a server that the kubeconfig of the environment names."""
-    state = {"seen": [], "objects": {}, "refused": set(), "status": 0}
+    state = {"seen": [], "objects": {}, "refused": set(), "unlisted": set(), "status": 0}
     handler: type[Requests] = type("Handler", (Requests,), state)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
@@ -181,6 +185,17 @@ def test_job_of_the_same_name_is_refused(server: type[Requests]) -> None:
     submitted(server)
     (line,) = refusals(server)
     assert line.startswith("name=big: research has one of this name already")
+
+
+def test_role_for_jobs_only_submits_and_lists_jobs(server: type[Requests]) -> None:
+    """The API server authorizes a request before it looks for the kind."""
+    server.unlisted |= {"jobsets", "trainjobs"}
+    submitted(server)
+    cluster = Cluster()
+    assert [job.name for job in cluster_jobs(cluster)] == ["big"]
+    server.unlisted.add("jobs")
+    with pytest.raises(RefusedError, match="403"):
+        cluster_jobs(cluster)
 
 
 def test_unknown_kind_of_job_names_those_that_work(server: type[Requests]) -> None:

@@ -211,19 +211,26 @@ class ClusterJob:
 def cluster_jobs(cluster: Cluster) -> list[ClusterJob]:
     """Return the runs of a namespace, the oldest first.
 
+    Kinds that the server does not know, or that the user may not list, are left out: a role for
+    Jobs only is refused JobSets even where the server has none.
+
     Raises:
-        RefusedError: The server does not allow to list them.
+        RefusedError: The server does not allow to list any kind.
         UnreachableError: The server does not answer.
     """
     ((label, value),) = MANAGED_BY.items()
     found: list[dict[str, Any]] = []
+    refusals: list[RefusedError] = []
     for kind in KEYS:
         try:
             # An entry of a list has no kind.
             found += [{**job, "kind": kind} for job in cluster.find(kind, f"{label}={value}")]
         except RefusedError as refused:
-            if not refused.is_unknown_kind:
+            if refused.status != 403 and not refused.is_unknown_kind:
                 raise
+            refusals.append(refused)
+    if len(refusals) == len(KEYS):
+        raise refusals[0]
     found.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
     return [ClusterJob.of_object(cluster, job) for job in found]
 
