@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from axonlaunch import config as configuration
@@ -16,6 +17,7 @@ from axonlaunch.config.options.launch import KubernetesConfig
 from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.multinode.token import POD_FILE
 
 RUN_LABEL = "axonlaunch/run"
 """Label of all objects of a run; its value is the name of the object."""
@@ -28,7 +30,7 @@ NPROC = "axonlaunch/nproc"
 CONTAINER = "node"
 """Name of the container, which Kubeflow's runtimes use too."""
 PORT = 29500
-_CONFIG, _TOKEN = "/run/axonlaunch/config", "/run/axonlaunch/token"
+_CONFIG = "/run/axonlaunch/config"
 _API = {
     "job": ("batch/v1", "Job"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
@@ -149,7 +151,7 @@ def _config_map(config: RunConfig, name: str, secret: str) -> dict[str, Any]:
             "launch.master_port": PORT if port == "auto" else port,
         }
     if secret:
-        settings["launch.token_file"] = f"{_TOKEN}/token"
+        settings["launch.token_file"] = POD_FILE
     # Pods don't need the options of the cluster.
     settings["launch.kubernetes"] = KubernetesConfig()
     text = configuration.to_yaml(configuration.with_values(config, settings))
@@ -189,9 +191,10 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if secret:
-        # Only the owner may read the file of a token.
-        volumes.append({"name": "token", "secret": {"secretName": secret, "defaultMode": 0o400}})
-        mounts.append({"name": "token", "mountPath": _TOKEN, "readOnly": True})
+        # The file belongs to root, and the image may have another user.
+        volumes.append({"name": "token", "secret": {"secretName": secret, "defaultMode": 0o444}})
+        folder = str(PurePosixPath(POD_FILE).parent)
+        mounts.append({"name": "token", "mountPath": folder, "readOnly": True})
     for number, text in enumerate(options.volumes):
         volume, label = Volume.parse(text), f"claim-{number}"
         volumes.append({"name": label, "persistentVolumeClaim": {"claimName": volume.claim}})
