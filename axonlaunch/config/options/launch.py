@@ -213,6 +213,7 @@ class Launcher:
             finished runs are skipped, and the runs of a sweep are compared.
         sweeps: Whether the launcher supports several runs in one command.
         renders: Whether ``launch`` can print the job instead of submitting it.
+        resolves_folders: Whether ``check`` resolves ``run_dir``, because it is not on this node.
     """
 
     check: str | Callable[..., Any]
@@ -220,6 +221,7 @@ class Launcher:
     on_this_node: bool = False
     sweeps: bool = True
     renders: bool = False
+    resolves_folders: bool = False
 
 
 LAUNCHERS: Registry[Any, Launcher] = Registry(
@@ -255,6 +257,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.kubernetes.launcher:check",
                 launch="axonlaunch.launch.external.kubernetes.launcher:launch",
                 renders=True,
+                resolves_folders=True,
             ),
         ),
         "ray": Entry(
@@ -264,6 +267,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             Launcher(
                 check="axonlaunch.launch.external.ray.launcher:check",
                 launch="axonlaunch.launch.external.ray.launcher:launch",
+                resolves_folders=True,
             ),
         ),
         "skypilot": Entry(
@@ -274,6 +278,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.cloud_tasks:check",
                 launch="axonlaunch.launch.external.cloud_tasks:launch",
                 renders=True,
+                resolves_folders=True,
             ),
         ),
         "dstack": Entry(
@@ -284,6 +289,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.cloud_tasks:check",
                 launch="axonlaunch.launch.external.cloud_tasks:launch",
                 renders=True,
+                resolves_folders=True,
             ),
         ),
     },
