@@ -62,6 +62,12 @@ def test_manifest_equals_stored_file(job: str) -> None:
     assert text == path.read_text(), f"these objects are no longer those of {path}:\n\n{text}"
 
 
+def test_manifests_of_several_runs_are_separate_documents() -> None:
+    objects = built("launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']")
+    documents = [each for each in yaml.safe_load_all(to_text(objects) * 2) if each]
+    assert [document["kind"] for document in documents] == ["ConfigMap", "Job"] * 2
+
+
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
 @pytest.mark.parametrize("job", JOBS)
 def test_manifest_follows_the_strict_schema_of_kubernetes(job: str, version: str) -> None:

@@ -77,6 +77,7 @@ def test_runs_of_a_sweep_have_numbered_folders_where_the_launcher_keeps_them(
             "launch.name=auto: --render prints what would be submitted; use slurm, kubernetes, "
             "skypilot or dstack",
         ),
+        ([SLURM, SLURM], True, "launch.name=slurm: --render prints one job of slurm; print those "),
     ],
 )
 def test_unsupported_launcher_options_are_refused_first(

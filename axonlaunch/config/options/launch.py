@@ -213,6 +213,7 @@ class Launcher:
             finished runs are skipped, and the runs of a sweep are compared.
         sweeps: Whether the launcher supports several runs in one command.
         renders: Whether ``launch`` can print the job instead of submitting it.
+        renders_sweeps: Whether the printed jobs of several runs can be submitted as one text.
         resolves_folders: Whether ``check`` resolves ``run_dir``, because it is not on this node.
     """
 
@@ -221,6 +222,7 @@ class Launcher:
     on_this_node: bool = False
     sweeps: bool = True
     renders: bool = False
+    renders_sweeps: bool = False
     resolves_folders: bool = False
 
 
@@ -257,6 +259,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.kubernetes.launcher:check",
                 launch="axonlaunch.launch.external.kubernetes.launcher:launch",
                 renders=True,
+                renders_sweeps=True,
                 resolves_folders=True,
             ),
         ),

@@ -98,7 +98,10 @@ def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
 
 
 def to_text(objects: RunObjects) -> str:
-    """Return the objects as YAML for ``kubectl apply``, without the Secret."""
+    """Return the objects as YAML for ``kubectl apply``, without the Secret.
+
+    Texts of several runs can be joined.
+    """
     header = ""
     if objects.secret:
         namespace = objects.job["metadata"].get("namespace")
@@ -109,7 +112,7 @@ def to_text(objects: RunObjects) -> str:
             '--from-literal=token="$(openssl rand -hex 32)"\n'
         )
     texts = [to_block_yaml(each) for each in [*objects.others, objects.job]]
-    return header + "---\n".join(texts)
+    return f"---\n{header}" + "---\n".join(texts)
 
 
 def submit_objects(
