@@ -42,7 +42,8 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if not options.render and not options.dry_run:
         message = f"only prints the task: add --render, and submit it with {_SUBMIT[name]}"
         issues.append(ConfigIssue("launch.name", message, name))
-    issues += submission_issues(launch, target="task", run="a task", node="node")
+    origin = f"{name} sets it on each node"
+    issues += submission_issues(launch, target="task", run="a task", node="node", origin=origin)
     if not is_on_cpu(launch) and _options(launch).gpu is None:
         message = "is required, as H100; or write launch.device=cpu"
         issues.append(ConfigIssue(f"launch.{name}.gpu", message))

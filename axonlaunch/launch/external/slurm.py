@@ -21,7 +21,12 @@ from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.launch.launcher import (
+    RESOLVED_SETTINGS,
+    LaunchOptions,
+    check_anywhere,
+    submission_issues,
+)
 from axonlaunch.launch.multinode import token
 from axonlaunch.system.storage.files import read_text, replace_text
 
@@ -106,7 +111,16 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
         ConfigError: No such node can run the configuration, it can't be submitted here, or a
             setting that a job needs is missing.
     """
-    issues = _job_issues(config)
+    issues = list(
+        submission_issues(
+            config.launch,
+            target="job",
+            run="a job",
+            node="node",
+            origin="SLURM sets it on each node",
+            resolved=[key for key in RESOLVED_SETTINGS if key != "token_file"],
+        )
+    )
     if not issues:
         with gathering(issues):
             config = check_anywhere(config, options)
@@ -209,18 +223,6 @@ def _write(config: RunConfig, folder: Path) -> None:
     replace_text(folder / JOB, configuration.to_yaml(config))
     (folder / CONFIG).unlink()  # the run has not begun yet
     replace_text(folder / SCRIPT, render(config))
-
-
-def _job_issues(config: RunConfig) -> list[ConfigIssue]:
-    """Return problems with settings that must be explicit, because this node can't resolve them."""
-    issues: list[ConfigIssue] = []
-    if config.launch.nproc == "auto":
-        message = "is required for a job; write the number of devices per node"
-        issues.append(ConfigIssue("launch.nproc", message, "auto"))
-    if config.launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, gloo or nccl"
-        issues.append(ConfigIssue("launch.backend", message, "mock"))
-    return issues
 
 
 @dataclass

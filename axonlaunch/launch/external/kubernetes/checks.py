@@ -19,7 +19,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     is_quantity,
     toleration,
 )
-from axonlaunch.launch.launcher import submission_issues
+from axonlaunch.launch.launcher import RESOLVED_SETTINGS, submission_issues
 from axonlaunch.launch.run_dir import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
@@ -41,6 +41,11 @@ def _job_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         run="a job",
         node="pod",
         origin="the job sets it in each pod",
+        resolved=[
+            key
+            for key in RESOLVED_SETTINGS
+            if key != "master_port" or config.launch.kubernetes.kind == "trainjob"
+        ],
     )
     if resume == "never":
         message = "a pod that is replaced could not resume; use auto, and another name to start new"
