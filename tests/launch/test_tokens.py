@@ -110,7 +110,6 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
 def test_job_token_is_readable_only_by_owner(tmp_path: Path) -> None:
     config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
     for _ in range(2):  # kept when the job is requeued or submitted again
-        (tmp_path / "config.yaml").touch()
         slurm._write(config, tmp_path)
         launch = configuration.read_frozen(tmp_path / "job.yaml").launch
         assert launch.token_file == str(tmp_path / "token")

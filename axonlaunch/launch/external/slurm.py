@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
@@ -171,9 +171,10 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     Raises:
         ConfigError: ``sbatch`` failed.
     """
+    # Before an existing run is moved aside for checkpoint.overwrite.
+    refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
     with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
-        refuse_second_job(folder)
         _write(config, folder)
     job = _submit_script(folder)
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
@@ -221,7 +222,6 @@ def _write(config: RunConfig, folder: Path) -> None:
             config, {"launch.token_file": str((folder / TOKEN).absolute())}
         )
     replace_text(folder / JOB, configuration.to_yaml(config))
-    (folder / CONFIG).unlink()  # the run has not begun yet
     replace_text(folder / SCRIPT, render(config))
 
 
