@@ -134,8 +134,9 @@ def write_kubeconfig(path: Path, port: int) -> None:
     path.write_text(yaml.safe_dump(content))
 
 
-def submitted(server: type[Requests]) -> None:
-    config = loaded("launch.nproc=1", "launch.nnodes=2", "launch.kubernetes.volumes=['r:/runs']")
+def submitted(server: type[Requests], *overrides: str) -> None:
+    words = ["launch.nproc=1", "launch.nnodes=2", "launch.kubernetes.volumes=['r:/runs']"]
+    config = loaded(*words, *overrides)
     objects = build_objects(config, PodResources(memory="1Gi", cpus=1, gpus=0, grace_s=60))
     create_all(objects, Cluster(), "big")
 
@@ -179,6 +180,18 @@ def test_second_job_in_a_run_folder_is_refused(server: type[Requests]) -> None:
     assert refusals(server) == [
         "run_dir=/runs/big: Job other uses it; stop and delete that one, or choose another"
     ]
+
+
+def test_second_job_with_the_checkpoints_of_another_is_refused(server: type[Requests]) -> None:
+    """Nothing locks a bucket, and runs delete the old checkpoints that they find there."""
+    submitted(server, "checkpoint.path=s3://bucket/run")
+    with pytest.raises(ConfigError) as caught:
+        submitted(server, "checkpoint.path=s3://bucket/run/", "name=other")
+    assert [str(problem) for problem in caught.value.problems] == [
+        "checkpoint.path=s3://bucket/run/: Job big uses it; stop and delete that one, or choose "
+        "another"
+    ]
+    submitted(server, "checkpoint.path=s3://bucket/more", "name=other")
 
 
 def test_job_of_the_same_name_is_refused(server: type[Requests]) -> None:

@@ -19,6 +19,7 @@ from axonlaunch.launch.external.kubernetes.cluster import (
     UnreachableError,
 )
 from axonlaunch.launch.external.kubernetes.manifests import (
+    CHECKPOINTS,
     CONTAINER,
     MANAGED_BY,
     NPROC,
@@ -42,6 +43,7 @@ class ClusterJob:
         name: Name of the object.
         run_dir: Run folder, as the pods see it.
         nproc: Number of ranks of a pod.
+        checkpoints: Folder or URL of the checkpoints; empty for the run folder.
     """
 
     cluster: Cluster
@@ -49,6 +51,7 @@ class ClusterJob:
     name: str
     run_dir: str = ""
     nproc: int = 1
+    checkpoints: str = ""
     _times: dict[str, tuple[datetime, str]] = field(default_factory=dict)
     _is_lost: bool = False
 
@@ -57,8 +60,14 @@ class ClusterJob:
         """Return the run of an object that axonlaunch has made."""
         metadata = job["metadata"]
         about = metadata.get("annotations") or {}
-        nproc = int(about.get(NPROC, 1))
-        return cls(cluster, job["kind"], metadata["name"], about.get(RUN_DIR, ""), nproc)
+        return cls(
+            cluster,
+            job["kind"],
+            metadata["name"],
+            about.get(RUN_DIR, ""),
+            int(about.get(NPROC, 1)),
+            about.get(CHECKPOINTS, ""),
+        )
 
     @property
     def scheduler(self) -> str:
