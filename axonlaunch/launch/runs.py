@@ -295,14 +295,11 @@ def _with_folders(runs: list[Run]) -> list[Run]:
     if name == parent == "auto":
         name = run_dir.free_name(f"{first.model.name}-sweep")
     name = Path(parent).name if name == "auto" else name
-    if parent == "auto" and not launcher(launcher_of(first)).resolves_folders:
-        parent = str(Path("runs", name))
     numbered = []
     for index, run in enumerate(runs):
-        settings: dict[str, Any] = {
-            "name": f"{name}/{index}",
-            "run_dir": "auto" if parent == "auto" else str(Path(parent, str(index))),
-        }
+        settings: dict[str, Any] = {"name": f"{name}/{index}"}
+        if parent != "auto":  # otherwise the launcher finds the folder of the name
+            settings["run_dir"] = str(Path(parent, str(index)))
         if run.config.checkpoint.path is not None:
             settings["checkpoint.path"] = f"{run.config.checkpoint.path.rstrip('/')}/{index}"
         config = configuration.with_values(run.config, settings)

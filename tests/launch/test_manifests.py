@@ -14,10 +14,11 @@ import yaml
 from pod_runs import loaded
 
 from axonlaunch import config as configuration
-from axonlaunch.launch.external.kubernetes import manifests
+from axonlaunch.launch.external.kubernetes import launcher, manifests
 from axonlaunch.launch.external.kubernetes.checks import read_patch
 from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.launcher import LaunchOptions
 
 FOLDER = Path(__file__).with_name("manifests")
 PODS = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32", "strategy=hsdp"]
@@ -62,9 +63,16 @@ def test_manifest_equals_stored_file(job: str) -> None:
     assert text == path.read_text(), f"these objects are no longer those of {path}:\n\n{text}"
 
 
-def test_manifests_of_several_runs_are_separate_documents() -> None:
-    objects = built("launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']")
-    documents = [each for each in yaml.safe_load_all(to_text(objects) * 2) if each]
+def test_manifests_of_several_runs_are_separate_documents(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resources = PodResources(memory="40Gi", cpus=8, gpus=8, grace_s=90)
+    monkeypatch.setattr(launcher, "pod_resources", lambda *arguments: resources)
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    for name in ("lr/0", "lr/1"):
+        words = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']", f"name={name}"]
+        launcher.launch(loaded(*words), options)
+    documents = [each for each in yaml.safe_load_all(capsys.readouterr().out) if each]
     assert [document["kind"] for document in documents] == ["ConfigMap", "Job"] * 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from axonlaunch.launch.launcher import (
     launch_function,
     launcher_of,
 )
+from axonlaunch.launch.run_dir import with_run_dir
 from axonlaunch.launch.runs import Run, load_runs, prepare_runs
 
 SLURM = ["launch=slurm", "launch.nproc=2"]
@@ -62,7 +64,11 @@ def test_runs_of_a_sweep_have_numbered_folders_where_the_launcher_keeps_them(
     configs = [run.config for run in load_runs(request, environment, options)]
     if name == "kubernetes":
         configs = [with_folder_of_pods(config) for config in configs]
-    assert [config.run_dir for config in configs] == folders
+    else:
+        configs = [with_run_dir(config) for config in configs]
+    assert [config.run_dir for config in configs] == [
+        str(Path(folder).absolute()) for folder in folders
+    ]
     assert [config.name for config in configs] == ["lr/0", "lr/1"]
 
 

@@ -214,7 +214,6 @@ class Launcher:
         sweeps: Whether the launcher supports several runs in one command.
         renders: Whether ``launch`` can print the job instead of submitting it.
         renders_sweeps: Whether the printed jobs of several runs can be submitted as one text.
-        resolves_folders: Whether ``check`` resolves ``run_dir``, because it is not on this node.
     """
 
     check: str | Callable[..., Any]
@@ -223,7 +222,6 @@ class Launcher:
     sweeps: bool = True
     renders: bool = False
     renders_sweeps: bool = False
-    resolves_folders: bool = False
 
 
 LAUNCHERS: Registry[Any, Launcher] = Registry(
@@ -260,7 +258,6 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 launch="axonlaunch.launch.external.kubernetes.launcher:launch",
                 renders=True,
                 renders_sweeps=True,
-                resolves_folders=True,
             ),
         ),
         "ray": Entry(
@@ -270,7 +267,6 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             Launcher(
                 check="axonlaunch.launch.external.ray.launcher:check",
                 launch="axonlaunch.launch.external.ray.launcher:launch",
-                resolves_folders=True,
             ),
         ),
         "skypilot": Entry(
@@ -281,7 +277,6 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.cloud_tasks:check",
                 launch="axonlaunch.launch.external.cloud_tasks:launch",
                 renders=True,
-                resolves_folders=True,
             ),
         ),
         "dstack": Entry(
@@ -292,7 +287,6 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.cloud_tasks:check",
                 launch="axonlaunch.launch.external.cloud_tasks:launch",
                 renders=True,
-                resolves_folders=True,
             ),
         ),
     },

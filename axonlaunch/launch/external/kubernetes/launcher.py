@@ -65,7 +65,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     """
     objects = _objects(config, options)
     if options.render:
-        print(to_text(objects), end="")
+        print("---", to_text(objects), sep="\n", end="")  # a sweep prints several
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     cluster = Cluster.of(config.launch.kubernetes)
@@ -98,10 +98,7 @@ def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
 
 
 def to_text(objects: RunObjects) -> str:
-    """Return the objects as YAML for ``kubectl apply``, without the Secret.
-
-    Texts of several runs can be joined.
-    """
+    """Return the objects as YAML for ``kubectl apply``, without the Secret."""
     header = ""
     if objects.secret:
         namespace = objects.job["metadata"].get("namespace")
@@ -112,7 +109,7 @@ def to_text(objects: RunObjects) -> str:
             '--from-literal=token="$(openssl rand -hex 32)"\n'
         )
     texts = [to_block_yaml(each) for each in [*objects.others, objects.job]]
-    return f"---\n{header}" + "---\n".join(texts)
+    return header + "---\n".join(texts)
 
 
 def submit_objects(
