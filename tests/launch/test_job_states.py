@@ -53,6 +53,23 @@ def test_incomplete_job_counts_as_failed(state: str, programs: Path) -> None:
     assert ended == (1, state, [f"job 7: {state.lower()}"])
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "note"),
+    [
+        ("1:0", 1, "failed"),
+        ("2:0", 2, "failed (configuration error)"),
+        ("75:0", 75, "failed (it could not start); axonlaunch resume job tries again"),
+        ("130:0", 130, "is stopped; resume it with axonlaunch resume job"),
+        ("2:9", 1, "failed"),
+    ],
+)
+def test_failed_job_has_the_exit_status_of_the_run(
+    code: str, status: int, note: str, programs: Path
+) -> None:
+    ended = submitted(programs, scontrol=says("FAILED", code))
+    assert ended == (status, "FAILED", [f"job 7: {note}"])
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_failed_submission_leaves_the_frozen_configuration_of_the_run(
     has_run: bool, programs: Path

@@ -18,7 +18,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.problems.errors import gathering
+from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
 from axonlaunch.launch.launcher import (
@@ -43,6 +43,12 @@ _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
+_NOTES = {
+    str(INVALID): "failed (configuration error)",
+    str(TRANSIENT): "failed (it could not start); axonlaunch resume {name} tries again",
+    "130": "is stopped; resume it with axonlaunch resume {name}",
+}
+"""Notes on failed jobs by the exit status of the command."""
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
@@ -338,10 +344,14 @@ class SlurmJob:
             return JobState(name, f"job {self.number} is pending")
         if name not in _ENDED:
             return JobState(name)
+        # The number before the colon is the exit status of the script, which is that of the run.
+        status, _, number_of_signal = code.partition(":")
+        if name == "FAILED" and number_of_signal == "0" and status in _NOTES:
+            note = _NOTES[status].format(name=self.name)
+            return JobState(name, f"job {self.number}: {note}", int(status))
         if name == "COMPLETED" and code not in ("", "0:0"):
             return JobState(name, f"job {self.number}: completed with exit code {code}", 1)
-        status = 0 if name == "COMPLETED" else 1
-        return JobState(name, f"job {self.number}: {name.lower()}", status)
+        return JobState(name, f"job {self.number}: {name.lower()}", int(name != "COMPLETED"))
 
 
 def _ask(*command: str) -> tuple[str, str]:
