@@ -20,6 +20,7 @@ from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retr
 from axonlaunch.launch.external.kubernetes.launcher import create_all
 from axonlaunch.launch.external.kubernetes.manifests import build_objects
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.external.submitted_jobs import find_job, find_jobs
 
 
 class Requests(BaseHTTPRequestHandler):
@@ -247,6 +248,24 @@ def test_unreachable_server_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (problem,) = caught.value.problems
     assert "http://127.0.0.1:1 does not answer" in str(problem)
     assert "Connection refused" in str(problem)
+
+
+def test_unreachable_server_hides_no_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kubeconfig may be that of a cluster which is gone."""
+    write_kubeconfig(tmp_path / "kubeconfig", 1)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    (folder / "job.number").write_text("7\n")
+    assert [job.scheduler for job in find_jobs(folder.parent, Cluster())] == ["SLURM job 7"]
+    note = "note: jobs on Kubernetes are left out: launch.kubernetes.context: http://127.0.0.1:1 "
+    assert capsys.readouterr().err.startswith(f"{note}does not answer")
+    with pytest.raises(ConfigError, match="gone: no run folder has a job of SLURM of this name"):
+        find_job("gone", Cluster())
+    with pytest.raises(ConfigError, match="does not answer"):
+        find_jobs(folder.parent, Cluster(), needs_cluster=True)
 
 
 def test_missing_kubeconfig_and_unknown_context_are_reported(
