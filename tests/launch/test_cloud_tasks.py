@@ -37,7 +37,6 @@ def test_skypilot_task_names_nodes_accelerators_and_the_secret() -> None:
         "resources": {
             "accelerators": "H100:8",
             "image_id": "docker:registry.example/train:1",
-            "job_recovery": {"max_restarts_on_errors": 3},
         },
         "secrets": {"AXONLAUNCH_TOKEN": None},
         "run": None,

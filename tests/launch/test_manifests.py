@@ -63,6 +63,18 @@ def test_manifest_equals_stored_file(job: str) -> None:
     assert text == path.read_text(), f"these objects are no longer those of {path}:\n\n{text}"
 
 
+def test_failed_run_ends_the_job_and_lost_pods_are_replaced() -> None:
+    """Pods restart a failed run themselves; the job must not multiply their restarts."""
+    settings = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32"]
+    settings += ["launch.max_restarts=3", "launch.kubernetes.volumes=['runs:/runs']"]
+    spec = built(*settings).job["spec"]
+    assert spec["backoffLimit"] == 12
+    ended, disrupted, stopped = spec["podFailurePolicy"]["rules"]
+    assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [1, 2])
+    assert disrupted["action"] == stopped["action"] == "Ignore"
+    assert stopped["onExitCodes"]["values"] == [130]
+
+
 def test_manifests_of_several_runs_are_separate_documents(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

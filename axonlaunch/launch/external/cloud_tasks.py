@@ -124,8 +124,8 @@ def _sky_task(config: RunConfig, name: str) -> dict[str, Any]:
         resources["accelerators"] = f"{options.gpu}:{launch.nproc}"
     if options.image:
         resources["image_id"] = f"docker:{options.image}"
-    # A configuration error ends the job; a lost node is replaced, and the run resumes.
-    resources["job_recovery"] = {"max_restarts_on_errors": launch.max_restarts}
+    # SkyPilot replaces lost nodes by default. A failure ends the job, because the nodes have
+    # restarted the run before; SkyPilot would also repeat configuration errors.
     task: dict[str, Any] = {"name": name, "num_nodes": int(launch.nnodes), "resources": resources}
     if int(launch.nnodes) > 1:
         task["secrets"] = {SECRET_VARIABLE: None}

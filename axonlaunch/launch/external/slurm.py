@@ -45,7 +45,7 @@ _ENDED = (
 )
 _NOTES = {
     str(INVALID): "failed (configuration error)",
-    str(TRANSIENT): "failed (it could not start); axonlaunch resume {name} tries again",
+    str(TRANSIENT): "failed (a node was lost, or it could not start); axonlaunch resume {name}",
     "130": "is stopped; resume it with axonlaunch resume {name}",
 }
 """Notes on failed jobs by the exit status of the command."""

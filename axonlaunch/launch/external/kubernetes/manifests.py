@@ -38,8 +38,8 @@ _API = {
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }
-_INTERRUPTED = 130
-"""Exit status of a command that was stopped."""
+_FAILED, _INTERRUPTED = 1, 130
+"""Exit statuses of the command."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": nnodes,
         "parallelism": nnodes,
-        # After a failure all nodes may exit, and each of their pods counts.
+        # For lost pods. If it is that of node 0, all nodes exit, and each of their pods counts.
         "backoffLimit": config.launch.max_restarts * nnodes,
         "podFailurePolicy": _failure_policy(),
         "template": {
@@ -260,7 +260,9 @@ def _failure_policy() -> dict[str, Any]:
                 "onExitCodes": {
                     "containerName": CONTAINER,
                     "operator": "In",
-                    "values": [INVALID],
+                    # The run has failed, after its restarts in the pods; or the configuration is
+                    # wrong.
+                    "values": [_FAILED, INVALID],
                 },
             },
             # The node was lost, drained or pre-empted.
@@ -290,7 +292,7 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
             "maxRestarts": config.launch.max_restarts,
             "rules": [
                 {
-                    "name": "configurationError",
+                    "name": "runFailed",
                     "action": "FailJobSet",
                     "onJobFailureReasons": ["PodFailurePolicy"],
                 }
