@@ -96,7 +96,8 @@ def open_run_dir(
         composed: Composed files, overrides and environment of the run; None if unknown.
         sharing: Number of ranks that share the cores available to this process; None: all ranks of
             the node.
-        is_submitted: Whether the run waits in a queue and is launched from this folder later.
+        is_submitted: Whether the run waits in a queue and is launched from this folder later; the
+            configuration is not frozen yet.
         launched_by: Name that is the same in all starts of the run by its launcher or scheduler.
 
     Raises:
@@ -120,12 +121,14 @@ def open_run_dir(
             )
         for note in _differences(config):
             announce(note)
+        if is_submitted:  # the job freezes it; until then the folder has that of the last launch
+            yield config
+            return
         try:
             # The event comes first: if it can't be written, no frozen configuration is left that
             # would make the next start refuse the folder.
-            if not is_submitted:
-                about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
-                append_event(folder, "launched", {**about, "by": launched_by or None})
+            about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
+            append_event(folder, "launched", {**about, "by": launched_by or None})
             frozen = to_yaml(config)
             replace_text(folder / CONFIG, frozen)
             mark_trusted(folder / CONFIG, frozen)

@@ -174,6 +174,9 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
                 "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
             )
             raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+        if runs[0].options.render and len(runs) > 1 and not launcher(name).renders_sweeps:
+            message = f"--render prints one job of {name}; print those of the sweep one by one"
+            raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
     if len(names) > 1:
         message = "all runs of a sweep need the same launcher; start the others separately"
         raise ConfigError([ConfigIssue("launch.name", message, launch.name)])

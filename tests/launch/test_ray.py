@@ -302,11 +302,13 @@ def problems(*overrides: str) -> list[str]:
 
 def test_settings_that_a_run_on_ray_needs_are_all_reported(tmp_path: Path) -> None:
     words = ["launch.nnodes=2:4", "launch.node_rank=1", "launch.backend=mock"]
+    words.append("launch.master_port=29500")
     assert problems(*words, "checkpoint.resume=never") == [
         "launch.nproc=auto: is required for a cluster; write the number of devices per node",
         "launch.nnodes=2:4: a run on Ray has a fixed number of nodes; write one number",
         "launch.backend=mock: its ranks are threads of one process; use auto, gloo or nccl",
         "launch.node_rank=1: Ray's nodes get it from the run; remove this setting",
+        "launch.master_port=29500: Ray's nodes get it from the run; remove this setting",
         "checkpoint.resume=never: a node that is replaced would start over; use another name to "
         "start new",
         "run_dir=auto: all nodes of the cluster must share the folder; write run_dir=/shared/run, "

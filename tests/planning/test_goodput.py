@@ -154,6 +154,15 @@ def test_background_saves_cost_less_and_are_written_before_the_next_one() -> Non
     assert best_interval_s(background, mtbf_s=HOUR) >= background.unsaved_s
 
 
+def test_background_save_waits_until_the_previous_one_is_written() -> None:
+    """64 devices write 100 GB in 12.5 s, and a step takes 2 s."""
+    forecast = trained("checkpoint.async_save=true", "checkpoint.every=1")
+    assert forecast.save_s == pytest.approx(12.5)
+    assert forecast.configured_goodput == pytest.approx(2 / 12.5, rel=0.01)
+    forecast = trained("checkpoint.async_save=true", "checkpoint.every=7")
+    assert forecast.configured_goodput == pytest.approx(14 / (14 + forecast.stalled_s), rel=0.01)
+
+
 def test_forecast_adds_up() -> None:
     forecast = trained("hardware.price_per_hour=2.5", "checkpoint.every=10")
     assert forecast.steps == math.ceil(3e12 / (128 * 8192))

@@ -31,7 +31,7 @@ from axonlaunch.system import gpus
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
-"""Timeout in seconds until all ranks have joined."""
+"""Timeout in seconds until all ranks have joined, and of the silence of rank 0 after that."""
 _AGENT_S = 10.0
 """Timeout in seconds for torchrun's agent, which listens before it starts a rank."""
 _REPORT_S = 1.0
@@ -194,7 +194,10 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except (TimeoutError, dist.DistNetworkError, dist.DistStoreError):
-        message = f"rank 0 sent no configuration within {JOIN_S:g} s"
+        message = (
+            "rank 0, which prepares the run, is gone or has given no sign of life for "
+            f"{JOIN_S:g} s; see its output, and start all ranks again"
+        )
         raise ConfigError([ConfigIssue("", message, is_transient=True)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None

@@ -95,15 +95,19 @@ def main(
     with ExitStack() as folder:
         if environment.rank == 0:
             try:
-                composed, resolved = resolve(with_node_counts(environment, members))
-                if (summary := run_dir.finished_summary(resolved)) is not None:
+                # The other ranks wait for the configuration as long as this rank lives. No rank
+                # uses a device yet.
+                with peers.preparing():
+                    composed, resolved = resolve(with_node_counts(environment, members))
+                    summary = run_dir.finished_summary(resolved)
+                    if summary is None:
+                        proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
+                if summary is not None:
                     _launch_nothing(peers, status=0)
                     text = run_dir.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
-                # The other ranks wait for the configuration. No rank uses a device yet.
-                proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if proof is not None:
                     announce(proof)
                 opened = run_dir.open_run_dir(

@@ -316,6 +316,12 @@ class NodeMembership:
         self.attempts += again
         return again
 
+    @property
+    def has_lost_node_0(self) -> bool:
+        """Whether node 0 was lost before it determined how the run ended."""
+        peers = self._peers
+        return peers is not None and peers.is_headless and not peers.is_judged
+
     def leave(self, outcome: Outcome | None = None) -> None:
         """Leave the run. Nodes that wait or come later learn how it ended.
 

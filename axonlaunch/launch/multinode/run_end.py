@@ -6,6 +6,7 @@ import socket
 from contextlib import suppress
 
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.problems.errors import TRANSIENT
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.multinode.node_settings import is_elastic, is_first, meeting_port
@@ -32,7 +33,7 @@ def exit_status_and_line(status: str, *, address: str) -> tuple[int, str]:
         return 0, f"the run at {address} is done: no step is left for this node"
     if status:
         return 1, f"the run at {address} has ended ({status}); start all nodes again to resume it"
-    return 1, f"node 0 at {address} is gone; start all nodes again to resume the run"
+    return TRANSIENT, f"node 0 at {address} is gone; start all nodes again to resume the run"
 
 
 def finished_without_node_0(config: RunConfig) -> str | None:

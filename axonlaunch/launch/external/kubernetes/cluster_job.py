@@ -19,6 +19,7 @@ from axonlaunch.launch.external.kubernetes.cluster import (
     UnreachableError,
 )
 from axonlaunch.launch.external.kubernetes.manifests import (
+    CHECKPOINTS,
     CONTAINER,
     MANAGED_BY,
     NPROC,
@@ -42,6 +43,7 @@ class ClusterJob:
         name: Name of the object.
         run_dir: Run folder, as the pods see it.
         nproc: Number of ranks of a pod.
+        checkpoints: Folder or URL of the checkpoints; empty for the run folder.
     """
 
     cluster: Cluster
@@ -49,6 +51,7 @@ class ClusterJob:
     name: str
     run_dir: str = ""
     nproc: int = 1
+    checkpoints: str = ""
     _times: dict[str, tuple[datetime, str]] = field(default_factory=dict)
     _is_lost: bool = False
 
@@ -57,8 +60,14 @@ class ClusterJob:
         """Return the run of an object that axonlaunch has made."""
         metadata = job["metadata"]
         about = metadata.get("annotations") or {}
-        nproc = int(about.get(NPROC, 1))
-        return cls(cluster, job["kind"], metadata["name"], about.get(RUN_DIR, ""), nproc)
+        return cls(
+            cluster,
+            job["kind"],
+            metadata["name"],
+            about.get(RUN_DIR, ""),
+            int(about.get(NPROC, 1)),
+            about.get(CHECKPOINTS, ""),
+        )
 
     @property
     def scheduler(self) -> str:
@@ -211,19 +220,26 @@ class ClusterJob:
 def cluster_jobs(cluster: Cluster) -> list[ClusterJob]:
     """Return the runs of a namespace, the oldest first.
 
+    Kinds that the server does not know, or that the user may not list, are left out: a role for
+    Jobs only is refused JobSets even where the server has none.
+
     Raises:
-        RefusedError: The server does not allow to list them.
+        RefusedError: The server does not allow to list any kind.
         UnreachableError: The server does not answer.
     """
     ((label, value),) = MANAGED_BY.items()
     found: list[dict[str, Any]] = []
+    refusals: list[RefusedError] = []
     for kind in KEYS:
         try:
             # An entry of a list has no kind.
             found += [{**job, "kind": kind} for job in cluster.find(kind, f"{label}={value}")]
         except RefusedError as refused:
-            if not refused.is_unknown_kind:
+            if refused.status != 403 and not refused.is_unknown_kind:
                 raise
+            refusals.append(refused)
+    if len(refusals) == len(KEYS):
+        raise refusals[0]
     found.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
     return [ClusterJob.of_object(cluster, job) for job in found]
 
