@@ -35,7 +35,7 @@ from axonlaunch.config.precision import (
 )
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import CheckpointConfig
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data

@@ -248,7 +248,7 @@ def _source(
     is_old_id = source["files"] == [path] and re.fullmatch(r"[\w-]+", path) is not None
     if is_old_id and not (translation.folder / path).exists():
         text = "names no account of the Hub; write ORG/NAME in data.files, and data.subset"
-        translation.leave_out(f"{place}.path", text)
+        translation.leave_out(f"{key_prefix}.path", text)
         source["files"] = []
         entry = {
             theirs: value for theirs, value in entry.items() if theirs not in ("name", "split")
