@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -38,6 +38,7 @@ class Submission:
     """
 
     _ports = iter(range(23100, 23900))
+    _whole: ClassVar[list[float]] = []
 
     def __init__(self, axonlaunch: Command, cluster: Path, faulty: list[str]) -> None:
         self.folder, self.local, self.faulty = axonlaunch.folder, axonlaunch, faulty
@@ -78,12 +79,14 @@ class Submission:
         return self.command.start(*self.arguments(name, *overrides))
 
     def whole(self) -> list[float]:
-        """Return the losses of an undisturbed run on this node."""
-        self.local(
-            *("train", *self.faulty, "strategy=fsdp", "train.steps=30", "name=whole"),
-            *("launch.device=cpu", "launch.threads=1"),
-        )
-        return self.local.losses("whole")
+        """Return the losses of an undisturbed run on this node, which tests share."""
+        if not self._whole:
+            self.local(
+                *("train", *self.faulty, "strategy=fsdp", "train.steps=30", "name=whole"),
+                *("launch.device=cpu", "launch.threads=1"),
+            )
+            self._whole.extend(self.local.losses("whole"))
+        return self._whole
 
     @contextmanager
     def without_server(self, *, is_frozen: bool = False) -> Iterator[None]:
