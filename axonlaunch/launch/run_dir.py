@@ -57,7 +57,6 @@ from axonlaunch.system.storage.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.storage.own_files import mark_own
 from axonlaunch.system.storage.run_files import (
     CRASH,
     EVENTS,
@@ -67,6 +66,7 @@ from axonlaunch.system.storage.run_files import (
     TOKENIZER,
     append_event,
 )
+from axonlaunch.system.storage.trusted_files import mark_trusted
 from axonlaunch.system.storage.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -128,7 +128,7 @@ def open_run_dir(
                 append_event(folder, "launched", {**about, "by": launched_by or None})
             frozen = to_yaml(config)
             replace_text(folder / CONFIG, frozen)
-            mark_own(folder / CONFIG, frozen)
+            mark_trusted(folder / CONFIG, frozen)
             (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
@@ -223,7 +223,7 @@ def _refuse_special_files(folder: Path) -> None:
     """Refuse a folder in which a file that ranks write is a link or a special file, like a FIFO.
 
     Raises:
-        ConfigError: There is such a file, or a file can't be opened.
+        ConfigError: A file is a link or a special file, or can't be opened.
     """
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"

@@ -1,4 +1,4 @@
-"""What is said about a run on Kubernetes: its states, its log and the refusals of the server."""
+"""Messages about a run on Kubernetes: its states, its log and the refusals of the server."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.problems.errors import failure_text
 from axonlaunch.events import (
@@ -69,7 +70,7 @@ class RunLoggers:
             world_size: Number of ranks of the run.
             resumed_at: Step of the checkpoint that was loaded; None if none was.
             report: Receives every event, and a note on each logger that fails.
-            counted: What the loss counts; it names metrics.
+            counted: Unit that the loss counts, used in names of metrics.
 
         Raises:
             OSError: The run folder can't be read or written.
@@ -112,7 +113,7 @@ class RunLoggers:
     def __enter__(self) -> RunLoggers:
         """Start the thread of every logger."""
         for config in self._configs:
-            name = str(getattr(config, "target", config.name))
+            name = custom_target(config) or config.name
             self._start(name, partial(_make_logger, config))
         if trainjob.URL in os.environ:
             self._start("TrainJob status", partial(trainjob.TrainJobLogger, os.environ))

@@ -89,7 +89,7 @@ class TrainJobLogger(Logger):
 
         Raises:
             OSError: The server is not reachable.
-            ValueError: It refuses the status.
+            ValueError: The server refuses the status.
         """
         self._sent_at = time.monotonic()
         # Redirects are not followed, and the token, which changes, goes to no other server.

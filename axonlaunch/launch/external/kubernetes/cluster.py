@@ -46,7 +46,7 @@ class RefusedError(Exception):
     Attributes:
         status: HTTP status.
         content: Content of the answer: a ``Status`` of Kubernetes, or plain text as ``message``.
-        action: What was requested, for a message.
+        action: Requested action, for a message.
         kind: Kind of the object.
     """
 

@@ -94,9 +94,9 @@ class ClusterJob:
         return now
 
     def read_log(self, *, rank: int = 0) -> str:
-        """Return what was added since the last call to the log of the pod of a rank.
+        """Return the text added to the log of a rank's pod since the last call.
 
-        It is empty while the pod has no log and while the server does not answer.
+        The text is empty if there is none, and while the server does not answer.
         """
         try:
             pods, node = self.pods(), rank // self.nproc
