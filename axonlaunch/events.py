@@ -91,7 +91,7 @@ class StepLogged:
         temperature_c: Temperature of the device in degrees Celsius.
         expert_load: Largest number of tokens of an expert in the step, divided by the mean over
             the experts of its layer; the largest of all layers. None without experts.
-        expert_loads: The same for each layer with experts, by the number of its block.
+        expert_loads: ``expert_load`` of each layer with experts, by the number of its block.
     """
 
     step: int
@@ -250,4 +250,4 @@ class Monitor:
     stop: Callable[[], bool] = lambda: False
 
 
-NOBODY = Monitor()
+NULL_MONITOR = Monitor()

@@ -7,12 +7,16 @@ file. ``StoragePlace`` is pickled under torch's name in ``.metadata``.
 from __future__ import annotations
 
 from torch._utils import _rebuild_tensor_v3 as rebuild_tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.filesystem import _OverlappingCpuLoader as OverlappingCpuLoader
-from torch.distributed.checkpoint.filesystem import _SerialCpuLoader as SerialCpuLoader
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StoragePlace
-from torch.distributed.checkpoint.filesystem import _TensorLoader as TensorLoader
+from torch.distributed.checkpoint._fsspec_filesystem import (
+    FileSystem as RemoteFileSystem,
+    FsspecReader,
+)
+from torch.distributed.checkpoint.filesystem import (
+    _OverlappingCpuLoader as OverlappingCpuLoader,
+    _SerialCpuLoader as SerialCpuLoader,
+    _StorageInfo as StoragePlace,
+    _TensorLoader as TensorLoader,
+)
 
 __all__ = [
     "FsspecReader",

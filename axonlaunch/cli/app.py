@@ -12,8 +12,16 @@ import typer
 
 from axonlaunch.cli import checkpoint
 from axonlaunch.cli.command_help import Command, CommandGroups
-from axonlaunch.cli.configuration import completion, config, data, doctor, init, inspect, ls
-from axonlaunch.cli.configuration import help as help_pages
+from axonlaunch.cli.configuration import (
+    completion,
+    config,
+    data,
+    doctor,
+    help as help_pages,
+    init,
+    inspect,
+    ls,
+)
 from axonlaunch.cli.conversion import convert
 from axonlaunch.cli.jobs import jobs, logs, resume, stop
 from axonlaunch.cli.planning import estimate, plan, schedule, verify

@@ -23,7 +23,7 @@ from axonlaunch.comm.process_group import (
 class Mesh:
     """Coordinates of this rank on each axis, and the groups along the axes.
 
-    Consecutive ranks are neighbours along the last axis, so that its groups stay within a node.
+    Consecutive ranks are neighbors along the last axis, so that its groups stay within a node.
 
     Attributes:
         sizes: Number of ranks along each axis, outermost first; their product is the world size.

@@ -228,7 +228,7 @@ class World:
     def mesh(self, **sizes: int) -> Mesh:
         """Arrange the world's ranks on named axes, for example ``mesh(pp=2, dp_shard=2, tp=2)``.
 
-        Consecutive ranks are neighbours along the last axis. Every rank must call this.
+        Consecutive ranks are neighbors along the last axis. Every rank must call this.
 
         Raises:
             ValueError: The product of the sizes is not the world size.

@@ -31,7 +31,7 @@ from axonlaunch.config.values.plain import (
     with_values,
 )
 from axonlaunch.system.storage.files import read_text
-from axonlaunch.system.storage.own_files import is_marked_own
+from axonlaunch.system.storage.trusted_files import is_trusted
 
 __all__ = [
     "CONFIG",
@@ -248,7 +248,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
-    trusted = trusted or (isinstance(file, Path) and is_marked_own(file, text))
+    trusted = trusted or (isinstance(file, Path) and is_trusted(file, text))
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)

@@ -31,7 +31,7 @@ class Axis:
         name: Name of the mesh axis.
         word: Section of ``strategy`` with the degree, and the word for the axis in messages.
         depth: Position in the mesh, outermost first; the data axes are at 0.
-        divides: What is divided among the ranks of the axis.
+        divides: Kind of content that is divided among the ranks of the axis.
         ranks: Description of these ranks for messages.
         same_parameters: Whether these ranks hold the same parameters. Data parallelism then treats
             them like data-parallel ranks: it sums their gradients and can shard over them.

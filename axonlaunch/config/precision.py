@@ -23,6 +23,8 @@ GradientFormatName = Literal["parameter", "fp32"]
 """Values of ``train.grad_dtype``."""
 StateFormatName = Literal["parameter", "fp32", "bf16", "8bit"]
 """Values of ``optimizer.state_dtype``."""
+SIXTEEN_BITS = "bf16"
+"""Value of ``optimizer.state_dtype`` that rounds states to bf16, up or down at random."""
 EIGHT_BITS = "8bit"
 """Value of ``optimizer.state_dtype`` that stores states in blocks of 8-bit codes."""
 BLOCK = 64
@@ -181,8 +183,8 @@ class Precision:
             (``strategy.reduce_dtype``).
         masters: Format of the copies of parameters that the optimizer updates, and that checkpoints
             hold in place of the parameters (``optimizer.master_weights``); None without copies.
-        products: How the factors of linear layers' products are rounded (``train.matmul_dtype``);
-            None if they aren't.
+        products: Format that factors of linear layers' products are rounded to
+            (``train.matmul_dtype``); None if they are not rounded.
     """
 
     name: PrecisionName
@@ -272,8 +274,8 @@ def master_format(optimizer: Any) -> NumberFormat | None:
 def state_format(optimizer: Any) -> NumberFormat | None:
     """Return the format of an optimizer's states with the shape of the parameter.
 
-    None means the format of each parameter. States in 8 bits have the format of those that are too
-    small to be quantized. Registered optimizers may have no ``state_dtype``.
+    None means the format of each parameter. With ``state_dtype=8bit`` it is fp32, the format of
+    states that are too small to be quantized. Registered optimizers may have no ``state_dtype``.
     """
     if quantizes_states(optimizer):
         return FP32

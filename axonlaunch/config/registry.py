@@ -194,7 +194,7 @@ class Registry(Generic[_T, F]):
         """Check that a configuration is a dataclass with a field ``name``.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The configuration is not a dataclass, or has no field ``name``.
         """
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         if config is not None and "name" not in [field.name for field in fields]:

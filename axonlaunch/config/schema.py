@@ -193,13 +193,13 @@ class StrategyConfig:
 class TrainConfig:
     """Length of a run, batch sizes, numerics and evaluation."""
 
-    steps: int | Literal["auto"] = field(default=1000, metadata={"min": 1})
+    steps: int | Literal["auto"] = field(default=450, metadata={"min": 1})
     """number of optimizer steps; auto: computed from epochs"""
     epochs: float | None = field(default=None, metadata={"above": 0})
     """number of passes over the training rows, rounded up to whole global batches; replaces steps;
     null: set by steps
     """
-    global_batch_size: int = field(default=32, metadata={"min": 1, "max": 10_000_000})
+    global_batch_size: int = field(default=16, metadata={"min": 1, "max": 10_000_000})
     """samples per optimizer step over all ranks; independent of the layout"""
     micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """samples per forward on one rank; further micro-batches of the global batch are accumulated;
@@ -285,6 +285,11 @@ class TrainConfig:
     it, without a gradient through this factor (dynamic fine-tuning, DFT); evaluations report the
     loss without it
     """
+    eaft: float = field(default=0.0, metadata={"min": 0})
+    """exponent of the factor H / 3 that the cross entropy of each target in training is multiplied
+    by, usually 1; H is the entropy in nats of the 20 most likely classes (entropy-adaptive
+    fine-tuning, EAFT); 0: no factor. Evaluations report the loss without it
+    """
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks
@@ -317,7 +322,7 @@ class TrainConfig:
     """steps between lines of metrics.jsonl; auto: 10, or a tenth of a run with less than 100 steps
     """
     eval_every: int | str = field(
-        default=0, metadata={"min": 0, "allowed": "steps from 0, or epochs as in '0.5 epoch'"}
+        default=150, metadata={"min": 0, "allowed": "steps from 0, or epochs as in '0.5 epoch'"}
     )
     """steps between evaluations, or epochs as in '0.5 epoch'; 0: only at the end"""
     eval_batches: int = field(default=16, metadata={"min": 0})
@@ -401,7 +406,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every: int | str | list[int] = field(
-        default=0,
+        default=150,
         metadata={
             "min": 0,
             "allowed": "steps from 0, epochs as in '0.5 epoch', or a list of steps",
@@ -435,7 +440,7 @@ class CheckpointConfig:
     same name with a number, runs/demo.1
     """
     changed_data: Literal["error", "restart"] = "error"
-    """behaviour if data files, chat template or options of data differ from those of the resumed
+    """behavior if data files, chat template or options of data differ from those of the resumed
     checkpoint. error: refuse to start; restart: keep weights, optimizer states and step, and read
     the data from its first row
     """

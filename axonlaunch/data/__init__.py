@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
@@ -33,7 +34,7 @@ def build_dataset(
     Args:
         config: The group ``data``.
         tokenizer: Tokenizer for text; None: bytes.
-        report: Called from time to time while text is tokenised.
+        report: Called from time to time while text is tokenized.
         verifies: Whether to compare all cached tokens with their checksums now, as a command does
             before it starts ranks; ranks compare only the tokens that they map.
 
@@ -64,7 +65,7 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
     """Adapt the return value of a registered builder.
 
     Raises:
-        ConfigError: It is not a dataset.
+        ConfigError: The value is not a dataset.
     """
     from axonlaunch.data.datasets.user_datasets import adapt_dataset
 
@@ -76,5 +77,5 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
         num_classes=getattr(config, "num_classes", None),
         refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
         description=f"data={config.name}",
-        num_workers=getattr(config, "workers", 0),
+        num_workers=num_data_workers(config),
     )

@@ -36,7 +36,7 @@ class ExpertLoad:
     """Load of the fullest expert of a layer in a step.
 
     Attributes:
-        relative: Its number of tokens, divided by the mean over the layer's experts.
+        relative: Number of tokens of this expert, divided by the mean over the layer's experts.
         share: The fraction of all tokens that chose it.
         most: Largest possible ``relative``, rounded down.
     """

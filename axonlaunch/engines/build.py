@@ -6,6 +6,7 @@ replication. Each step takes the result of the previous one and does not depend 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
@@ -68,7 +70,6 @@ from axonlaunch.engines.precision.policy import (
     sharded_policy,
 )
 from axonlaunch.engines.precision.quantized_products import RoundingStart
-from axonlaunch.engines.precision.scaled_products import scale_products
 from axonlaunch.engines.recomputation.activation_checkpointing import (
     apply_activation_checkpointing,
 )
@@ -77,6 +78,7 @@ from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, without_modules
+from axonlaunch.engines.tensor.rounded_layers import round_products
 from axonlaunch.models.adapters.quantized_base import (
     quantized_names,
     read_values_in,
@@ -116,16 +118,15 @@ class Source:
     boundaries: Boundaries | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Plan:
-    """State shared by the steps of building.
+    """What the steps of building share.
 
     Attributes:
         experts: Mesh of parameters of experts; None if experts are not divided.
-        chunked: The chunked loss, if one is used.
-        owners: Global rank of each copy of a tied weight.
-        sharded: Parts of the model that are sharded by fully_shard.
         rounding: Decides in which steps products are rounded.
+        context: The ranks that share sequences; None if sequences are not sharded.
+        chunked: The chunked loss, if one is used.
     """
 
     config: RunConfig
@@ -135,11 +136,9 @@ class _Plan:
     experts: Mesh | None
     spec: ModelSpec
     source: Source
+    rounding: RoundingStart
     context: ContextAxis | None = None
     chunked: ChunkedLoss | None = None
-    owners: dict[str, int] = field(default_factory=dict)
-    sharded: list[FSDP] = field(default_factory=list)
-    rounding: RoundingStart = field(default_factory=RoundingStart)
 
     @property
     def separate_weight_grad(self) -> bool:
@@ -169,6 +168,23 @@ class _Plan:
         return model
 
 
+@dataclass(frozen=True)
+class _Wrapped:
+    """A rank's wrapped modules.
+
+    Attributes:
+        passes: Forward and backward of the modules.
+        replicas: Keeps full copies of the parameters equal; None without replicas.
+        sharded: Modules that are sharded by fully_shard.
+        owners: Global rank of each copy of a weight that two stages share.
+    """
+
+    passes: ForwardBackward
+    replicas: Replicas | None
+    sharded: Sequence[FSDP]
+    owners: Mapping[str, int] = field(default_factory=dict)
+
+
 def build_engine(
     config: RunConfig,
     world: World,
@@ -189,10 +205,10 @@ def build_engine(
     mesh = run_mesh(world, layout, cpu_offload=offload)
     experts = expert_mesh(world, layout, cpu_offload=offload) if layout.expert > 1 else None
     needs_scale = PRECISIONS[config.train.precision].needs_loss_scale
-    plan = _Plan(config, world, layout, mesh, experts, spec_for(config), source or Source())
-    plan.rounding = RoundingStart(config.train.matmul_start_step)
-    if layout.context > 1:
-        plan.context = ContextAxis(merged_group(world, layout, "cp"))
+    rounding = RoundingStart(config.train.matmul_start_step)
+    context = ContextAxis(merged_group(world, layout, "cp")) if layout.context > 1 else None
+    spec, source = spec_for(config), source or Source()
+    plan = _Plan(config, world, layout, mesh, experts, spec, source, rounding, context)
     model = plan.construct()
     num_parameters = sum(logical_numel(p) for p in model.parameters())
     flops = ModelFlops.of(model)
@@ -211,16 +227,14 @@ def build_engine(
         group=mesh.group("tp"),
         evaluates_logits=bool(config.metrics),
     )
-    plan.chunked = losses.chunked
+    plan = dataclasses.replace(plan, chunked=losses.chunked)
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
-    passes: ForwardBackward
     if layout.pipeline == 1:
-        passes, replicas = _build_local(plan, model)
+        wrapped = _build_local(plan, model)
     else:
-        passes, replicas = _build_pipeline(plan, model, counts, crossing)
-    parameters = {
-        n: parameter for module in passes.modules for n, parameter in module.named_parameters()
-    }
+        wrapped = _build_pipeline(plan, model, counts, crossing)
+    modules = wrapped.passes.modules
+    parameters = {n: parameter for module in modules for n, parameter in module.named_parameters()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     update = choose_update(
         config,
@@ -228,14 +242,14 @@ def build_engine(
         facts={n: facts[crossing.get(n, n)] for n in trained},
         world=world,
         mesh=mesh,
-        replicas=replicas,
-        modules=passes.modules,
-        units=[unit for module in passes.modules for unit in _units(plan, module)],
+        replicas=wrapped.replicas,
+        modules=modules,
+        units=[unit for module in modules for unit in _units(plan, module)],
     )
     tied = None
     if {*crossing, *crossing.values()} & update.tensors.keys():
         stages = mesh.group("pp")
-        tied = TiedGradients(update.tensors, ties=crossing, owners=plan.owners, group=stages)
+        tied = TiedGradients(update.tensors, ties=crossing, owners=wrapped.owners, group=stages)
     rule = StepRule(
         seed=config.seed,
         grad_clip=config.train.grad_clip,
@@ -244,7 +258,7 @@ def build_engine(
     )
     return MeshEngine(
         EngineParts(
-            passes=passes,
+            passes=wrapped.passes,
             update=update,
             losses=losses,
             rule=rule,
@@ -253,18 +267,18 @@ def build_engine(
             layout=layout,
             num_parameters=num_parameters,
             flops=flops,
-            replicas=replicas,
-            sharded=plan.sharded,
+            replicas=wrapped.replicas,
+            sharded=wrapped.sharded,
             tied=tied,
             aliases={n: crossing[n] for n in parameters if n in crossing},
-            context=plan.context,
+            context=context,
             input_multiple=length_multiple(config.strategy),
             loss_scale=LossScale(world.device) if needs_scale else None,
             metrics=build_metrics(config),
             router_loss=_router_loss(plan),
-            expert_counts=_expert_counts(plan, num_experts, passes.modules),
+            expert_counts=_expert_counts(plan, num_experts, modules),
             saves_frozen=config.saves_frozen,
-            rounding=plan.rounding,
+            rounding=rounding,
         )
     )
 
@@ -288,7 +302,6 @@ def _expert_counts(
     if not num_experts or plan.config.train.compile:
         return None
     model: Any = plan.config.model
-    balances = getattr(model, "balance", "none") == "bias"
     with plan.source.storing():
         return ExpertCounts(
             num_experts,
@@ -296,7 +309,7 @@ def _expert_counts(
             device=plan.world.device,
             sum_over_data=partial(_sum_over, plan, plan.layout.division().sum_axes),
             sum_over_stages=partial(_sum_over, plan, ("pp",)),
-            bias_rate=model.balance_rate if balances else None,
+            bias_rate=model.balance_rate if balances_by_bias(model) else None,
         )
 
 
@@ -340,14 +353,14 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             overlap=not plan.separate_weight_grad and products is None,
         )
     if products is not None and layers is not None:
-        scale_products(layers.values(), products, plan.rounding)
+        round_products(layers.values(), products, plan.rounding)
 
 
-def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
-    _wrap_stage(plan, model)
+def _build_local(plan: _Plan, model: nn.Module) -> _Wrapped:
+    sharded = _wrap_stage(plan, model)
     replicas, forward = None, model
-    if plan.layout.facts.shards_parameters:
-        [forward] = plan.sharded
+    if sharded:
+        [forward] = sharded
     elif (replicas := _replicas(plan, model, sync=plan.config.strategy.ddp.sync)) is not None:
         forward = replicas.module
     passes = LocalForwardBackward(
@@ -356,28 +369,22 @@ def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, R
         micro_batch_size=plan.layout.micro_batch_size,
         device=plan.world.device,
     )
-    return passes, replicas
+    return _Wrapped(passes, replicas, sharded)
 
 
 def _build_pipeline(
     plan: _Plan, full_model: nn.Module, counts: list[int], ties: dict[str, str]
-) -> tuple[PipelineForwardBackward, Replicas | None]:
+) -> _Wrapped:
     """Create this rank's stages from copies of the model."""
     from axonlaunch.engines.pipeline.pipeline import Pipeline  # imports torch's compiler
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 
     layout, group = plan.layout, plan.mesh.group("pp")
-    schedule = PipelineSchedule(
-        layout.schedule,
-        degree=layout.pipeline,
-        microbatches=layout.microbatches_per_round,
-        stages_per_rank=layout.stages_per_rank,
-    )
+    schedule = PipelineSchedule.of(layout)
     stages = parts(counts)
     at_start, _ = ends_of(plan.spec)
-    for name in {*ties, *ties.values()}:
-        end = 0 if holds(at_start, name) else -1
-        plan.owners[name] = group.ranks[schedule.rank_of_stage[end]]
+    first, last = (group.ranks[schedule.rank_of_stage[end]] for end in (0, -1))
+    owners = {n: first if holds(at_start, n) else last for n in {*ties, *ties.values()}}
     boundaries = _boundaries(plan, stages)
     modules: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
@@ -387,13 +394,13 @@ def _build_pipeline(
             _parallelize(plan, model)
         modules[index] = cut(plan.spec, model, stages[index])
     replicas = None
-    for stage in modules.values():
-        _wrap_stage(plan, stage)
+    sharded = [wrapped for stage in modules.values() for wrapped in _wrap_stage(plan, stage)]
     if not plan.layout.facts.shards_parameters:
         # Schedules split and reorder backward passes, so replicas are averaged after all of them.
         replicas = _replicas(plan, nn.ModuleList(modules.values()), sync=GradSyncStrategy.NO_SYNC)
     pipeline = Pipeline(modules, schedule=schedule, group=group, boundaries=boundaries)
-    return PipelineForwardBackward(pipeline, micro_batch_size=layout.micro_batch_size), replicas
+    passes = PipelineForwardBackward(pipeline, micro_batch_size=layout.micro_batch_size)
+    return _Wrapped(passes, replicas, sharded, owners)
 
 
 def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:
@@ -414,29 +421,34 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     return plan.source.boundaries(divide, stages)
 
 
-def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
-    """Add recomputation, compilation and sharding to a model or stage, and initialize weights."""
+def _wrap_stage(plan: _Plan, stage: nn.Module) -> list[FSDP]:
+    """Add recomputation, compilation and sharding to a model or stage, and initialize weights.
+
+    Returns:
+        The sharded stage, or nothing if the layout does not shard parameters.
+    """
     shards = plan.layout.facts.shards_parameters
     lowered = None if shards else _replicated_arithmetic(plan, stage)
     if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
         plan.chunked.defer(head, stage)
     _wrap_blocks(plan, stage)
-    if lowered is None:
-        _shard(plan, stage)
-    else:
+    sharded = [] if lowered else [_shard(plan, stage)]
+    if lowered:
         stage.forward = lowered(stage.forward)
         _initialize(plan, stage)
-    _set_gradient_dtype(plan, stage)
+    _set_gradient_dtype(plan, stage, sharded)
+    return sharded
 
 
-def _set_gradient_dtype(plan: _Plan, stage: nn.Module) -> None:
+def _set_gradient_dtype(plan: _Plan, stage: nn.Module, sharded: Sequence[FSDP]) -> None:
     """Let gradients of parameters in 16 bits be added up in another type, if that is chosen."""
     precision = precision_of(plan.config)
     if precision.gradients == precision.parameters or plan.config.adapter is not None:
         return
     dtype = torch_dtype(precision.gradients)
-    if plan.layout.facts.shards_parameters:
-        plan.sharded[-1].accumulate_in(dtype)
+    for module in sharded:
+        module.accumulate_in(dtype)
+    if sharded:
         return
     for parameter in stage.parameters():
         if parameter.requires_grad:
@@ -481,7 +493,7 @@ def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
     return [*blocks, *_around_blocks(plan, model)[1]]
 
 
-def _shard(plan: _Plan, model: nn.Module) -> None:
+def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
     before, after = _around_blocks(plan, model)
     sharded = FSDP(
@@ -502,7 +514,7 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
     )
     sharded.ignore_returned_view()
     _initialize(plan, model)
-    plan.sharded.append(sharded)
+    return sharded
 
 
 def _divided_experts(plan: _Plan, model: nn.Module) -> DividedExperts | None:

@@ -73,7 +73,7 @@ class LocalForwardBackward:
         remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
             remaining -= 1
-            with self._synchronise(last=not remaining), _locating(micro_batch, len(losses)):
+            with self._synchronize(last=not remaining), _locating(micro_batch, len(losses)):
                 micro_batch_loss = self._loss(micro_batch, loss)
                 micro_batch_loss.backward()
             losses.append(micro_batch_loss.detach())
@@ -101,7 +101,7 @@ class LocalForwardBackward:
         total = loss(self._forward(*inputs, **named), batch)
         return total if batch.is_counted else total * 0
 
-    def _synchronise(self, last: bool) -> AbstractContextManager[None]:
+    def _synchronize(self, last: bool) -> AbstractContextManager[None]:
         """Average replicas only in the last backward; reduce shards in each, to save memory."""
         if isinstance(self._forward, DDP) and not last:
             return self._forward.no_sync()

@@ -28,7 +28,6 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
-from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
@@ -185,8 +184,7 @@ class MeshEngine:
         """
         parts, scale = self._parts, self._parts.loss_scale
         self._seed_draws()
-        if isinstance(parts.update, UpdateInBackward):
-            parts.update.begin_backward(rate=self._rate, step=self.step + 1)
+        parts.update.begin_backward(rate=self._rate, step=self.step + 1)
         batch = self._local_part(batch)
         # Sum on the device; with a GPU, the host would otherwise wait for the other hosts.
         tokens = push_to(self._count(batch) * int(self._reports_loss), parts.world.device)
@@ -217,7 +215,7 @@ class MeshEngine:
             attached = parts.router_loss.attached_loss()
             total += 0.0 if attached is None else attached
         summing = self._sum_async(total)
-        self._synchronise()
+        self._synchronize()
         _wait(counting)
         _wait(summing)
         return total, tokens
@@ -451,7 +449,7 @@ class MeshEngine:
         counts = self._parts.expert_counts
         return nullcontext() if counts is None else counts.counting()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         """Finish gradient synchronization: average replicas, collect rows, sum tied weights."""
         parts = self._parts
         if parts.replicas is not None:

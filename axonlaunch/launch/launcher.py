@@ -24,7 +24,7 @@ class LaunchOptions:
     """Options with which a command launches its runs.
 
     Attributes:
-        context: Context of the warm fork server.
+        fork_server: Context of the warm fork server.
         started: ``time.time()`` at the start of the command, or of this run in a sweep.
         as_json: Whether standard output is reserved for JSON; the console then writes to standard
             error.
@@ -40,7 +40,7 @@ class LaunchOptions:
         show: Receives a text that describes the current work, to show while the user waits.
     """
 
-    context: ForkServerContext
+    fork_server: ForkServerContext
     started: float
     as_json: bool = False
     render: bool = False
@@ -104,7 +104,7 @@ def submission_issues(
         target: Noun for messages: a job, task or cluster.
         run: The run in words.
         node: Noun for a node.
-        origin: How a node gets its number, the address of node 0 and the token; None if they are
+        origin: Source of a node's number, the address of node 0 and the token; None if they are
             not checked.
     """
     if launch.nproc == "auto":
@@ -129,7 +129,7 @@ def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:
         ConfigError: No such node can run the configuration.
     """
     checked: RunConfig = forked_call.call(
-        options.context,
+        options.fork_server,
         "axonlaunch.preflight.checks:resolve_anywhere",
         config,
         task="checking the configuration",

@@ -57,7 +57,6 @@ from axonlaunch.system.storage.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.storage.own_files import mark_own
 from axonlaunch.system.storage.run_files import (
     CRASH,
     EVENTS,
@@ -67,6 +66,7 @@ from axonlaunch.system.storage.run_files import (
     TOKENIZER,
     append_event,
 )
+from axonlaunch.system.storage.trusted_files import mark_trusted
 from axonlaunch.system.storage.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -128,7 +128,7 @@ def open_run_dir(
                 append_event(folder, "launched", {**about, "by": launched_by or None})
             frozen = to_yaml(config)
             replace_text(folder / CONFIG, frozen)
-            mark_own(folder / CONFIG, frozen)
+            mark_trusted(folder / CONFIG, frozen)
             (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
@@ -223,7 +223,7 @@ def _refuse_special_files(folder: Path) -> None:
     """Refuse a folder in which a file that ranks write is a link or a special file, like a FIFO.
 
     Raises:
-        ConfigError: There is such a file, or a file can't be opened.
+        ConfigError: A file is a link or a special file, or can't be opened.
     """
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
@@ -386,10 +386,15 @@ def create_unique(name: str) -> Path:
     raise AssertionError("count ended")
 
 
-def with_scratch_folder(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir`` of a run on other nodes without a shared folder."""
+def with_folder_of_nodes(config: RunConfig, *, root: str = SCRATCH_FOLDER) -> RunConfig:
+    """Resolve ``name`` and ``run_dir`` of a run on other nodes.
+
+    Args:
+        config: Configuration with resolved ``launch.nproc``.
+        root: Folder of the nodes in which the run folder is, unless the configuration has one.
+    """
     name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{SCRATCH_FOLDER}/{name}" if config.run_dir == "auto" else config.run_dir
+    folder = f"{root.rstrip('/')}/{name}" if config.run_dir == "auto" else config.run_dir
     return dataclasses.replace(config, name=name, run_dir=folder)
 
 

@@ -129,7 +129,7 @@ def load_runs(
                 request,
                 overrides,
                 environment,
-                server=lambda: options.context,
+                server=lambda: options.fork_server,
                 needs_files=not options.dry_run,
             )
             config = run_dir.resumes_if_restarted(config, options.identity)
@@ -226,7 +226,7 @@ def _prove(runs: list[Run]) -> list[Run]:
         return runs
     with spinner("proving that the layout computes what one process does (Ctrl-C ends it)"):
         proofs = [
-            prove_layout(run.options.context, run.config) if is_unproved else None
+            prove_layout(run.options.fork_server, run.config) if is_unproved else None
             for run, is_unproved in zip(runs, unproved, strict=True)
         ]
     for line in dict.fromkeys(str(proof) for proof in proofs if proof is not None):

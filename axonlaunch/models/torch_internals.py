@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake, unset_fake_tempor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm, _NormBase as RunningNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import estimate_device, num_ranks
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
@@ -101,7 +102,7 @@ def _is_ours(config: RunConfig) -> bool:
         and not config.plugins
         and all(
             REGISTRIES[group].is_included(getattr(config, group).name)
-            and not hasattr(getattr(config, group), "target")
+            and custom_target(getattr(config, group)) is None
             for group in ("model", "data", "optimizer")
         )
     )

@@ -220,7 +220,7 @@ def search(
     from axonlaunch.models.build import spec_for
     from axonlaunch.planning.search import search
     from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
-    from axonlaunch.preflight.dataset import described_dataset
+    from axonlaunch.preflight.dataset import dataset_without_tokenizing
 
     forkserver.lead_group()  # tracing forks processes
     import_plugins(config.plugins)
@@ -243,7 +243,7 @@ def search(
     except Exception as error:
         # Report a model or dataset that cannot be built, instead of the error of the trace.
         build_on_meta(config, spec_for(config))
-        if issues := described_dataset(config)[1]:
+        if issues := dataset_without_tokenizing(config)[1]:
             raise ConfigError(issues) from error
         raise
 

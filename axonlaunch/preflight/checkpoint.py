@@ -20,6 +20,7 @@ from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
@@ -32,6 +33,7 @@ from axonlaunch.config.precision import (
     PRECISIONS,
     state_format,
 )
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
@@ -295,7 +297,7 @@ def _resumable(
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)
-    if differing := [*_other_base(config, checkpoint)]:
+    if differing := [*_other_adapter(config, checkpoint)]:
         yield from differing
         return
     frozen = not_saved(config, model)
@@ -307,19 +309,26 @@ def _resumable(
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
-def _other_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[ConfigIssue]:
-    """Yield a problem if an adapter was trained on a base in another format."""
+def _other_adapter(config: RunConfig, checkpoint: Checkpoint) -> Iterator[ConfigIssue]:
+    """Yield a problem if an adapter was trained with another scale or a base in another format."""
     if config.adapter is None:
         return
     try:
         began = frozen_settings(checkpoint.path.parent.parent / CONFIG)
     except (OSError, ValueError):
         return  # reported where the run is resumed
-    was, now = began.get("adapter.base"), config.adapter.base
-    if began.get("adapter.name") == config.adapter.name and was != now:
-        shown = "null" if was is None else was
-        message = f"{checkpoint.path} was trained on a base with adapter.base={shown}; use that"
-        yield ConfigIssue("adapter.base", message, now)
+    if began.get("adapter.name") != config.adapter.name:
+        return
+    trained = {
+        "base": "on a base with ",
+        **dict.fromkeys(("alpha", "rslora"), "in the scale of "),
+    }
+    for name, how in trained.items():
+        key, now = f"adapter.{name}", getattr(config.adapter, name)
+        was = began.get(key, getattr(type(config.adapter), name))
+        if was != now:
+            message = f"{checkpoint.path} was trained {how}{key}={plain(was)}; use that"
+            yield ConfigIssue(key, message, now)
 
 
 def _other_states(
@@ -349,7 +358,7 @@ def _other_states(
         other = sorted(saved ^ expected)[0]
         verb = "has" if other in saved else "lacks"
         message = f"{checkpoint.path} was saved with other groups: it {verb} {other}; use the same"
-        yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
+        yield ConfigIssue("optimizer.groups", message, optimizer_groups(optimizer))
     else:
         message = (
             f"{checkpoint.path} was saved with a different optimizer; it has {_list_kinds(kinds)}"

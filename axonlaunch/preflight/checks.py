@@ -30,8 +30,8 @@ from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.hub.pinning import fetch_data
 from axonlaunch.data.hub.repository import Downloading
-from axonlaunch.data.shards.encoding import OnProgress, Tokenising
-from axonlaunch.data.texts.untokenised import Untokenised
+from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
+from axonlaunch.data.texts.untokenized import Untokenized
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
 from axonlaunch.models.specs.source_of import source_of
@@ -49,7 +49,7 @@ from axonlaunch.preflight.checkpoint import (
 )
 from axonlaunch.preflight.custom_data import custom_data_problems, needs_custom_loss
 from axonlaunch.preflight.dataset import (
-    described_dataset,
+    dataset_without_tokenizing,
     make_dataset,
     model_data_mismatches,
     packing_problems,
@@ -87,7 +87,7 @@ from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.storage.disk import free_bytes
 from axonlaunch.system.text.formatting import size
 
-OnState = Callable[[Tokenising | Downloading], None]
+OnState = Callable[[Tokenizing | Downloading], None]
 """Receives the progress of the checks that may take minutes."""
 
 
@@ -108,14 +108,14 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
 
 def resolving(
     config: RunConfig, *, devices: int | None = None
-) -> Generator[Tokenising | Downloading, None, RunConfig]:
+) -> Generator[Tokenizing | Downloading, None, RunConfig]:
     """Resolve and check as ``resolve`` does; yield the progress of downloads and tokenization.
 
     Raises:
         ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if devices is None else devices
-    states: SimpleQueue[Tokenising | Downloading | None] = SimpleQueue()
+    states: SimpleQueue[Tokenizing | Downloading | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
         checking = pool.submit(_resolve, config, devices=devices, here=True, report=states.put)
         checking.add_done_callback(lambda _: states.put(None))
@@ -190,11 +190,11 @@ def _examine(
         problems += source.device_problems(config.launch.device)
         if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
             problems += push_problems(config.checkpoint.push)
-    dataset, issues = described_dataset(config)
+    dataset, issues = dataset_without_tokenizing(config)
     problems += issues
     spec, model, issues = _model(config)
     problems += issues
-    if here and dataset is not None and not isinstance(dataset, Untokenised):
+    if here and dataset is not None and not isinstance(dataset, Untokenized):
         problems += sample_problems(config, dataset)
     if spec is not None:
         problems += loss_term_problems(config.train, spec)
@@ -228,12 +228,12 @@ def _examine(
         if dataset is not None and config.train.trace.tensors == "full":
             problems += trace_problems(config, model, dataset)
         problems += checkpoint_problems(config, model)
-    if here and isinstance(dataset, Untokenised) and not problems:
+    if here and isinstance(dataset, Untokenized) and not problems:
         dataset, problems = make_dataset(config, report)
         problems += [] if dataset is None else sample_problems(config, dataset)
-    if here and dataset is not None and not isinstance(dataset, Untokenised) and not problems:
+    if here and dataset is not None and not isinstance(dataset, Untokenized) and not problems:
         problems += changed_data_problems(config, dataset)
-    return problems, None if isinstance(dataset, Untokenised) else dataset
+    return problems, None if isinstance(dataset, Untokenized) else dataset
 
 
 def fetch_model_and_data(config: RunConfig) -> None:
@@ -243,7 +243,7 @@ def fetch_model_and_data(config: RunConfig) -> None:
         config: Complete configuration, as written to the run folder.
 
     Raises:
-        ConfigError: They can't be downloaded.
+        ConfigError: The model or the data can't be downloaded.
     """
     problems = fetch_model(config, here=True)
     if isinstance(config.data, TextRowsConfig):
@@ -317,22 +317,25 @@ def _model(
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
     """Yield a problem if parameters, gradients and optimizer states exceed the memory of a rank.
 
-    Activations are not counted.
+    Activations are not counted, nor gradients that are freed in backward.
     """
     count = sum(logical_numel(p) for p in model.parameters())
     stored = stored_bytes(model, element=config.train.parameter_bytes)
     shares = TrainingShares.of(config)
+    # An update in backward frees each gradient before the next one exists.
+    gradients = 0.0 if config.train.optimizer_in_backward else shares.gradients
     per_byte = (
         1 / layout.parameter_shards
-        + shares.gradients / layout.gradient_shards
+        + gradients / layout.gradient_shards
         + shares.states / layout.optimizer_shards
     )
     per_rank = int(stored // layout.parameter_divisor * per_byte)
     memory, owner = min(_memory_limits(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
+        held = "gradients and optimizer states" if gradients else "optimizer states"
         message = (
-            f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
+            f"{count / 1e9:.3g}B parameters with {held} take "
             f"{per_rank / GIB:.1f} GiB per rank; {owner} has {memory / GIB:.1f} GiB: "
             "use a smaller model, more ranks with strategy=fsdp, or larger devices"
         )

@@ -15,6 +15,7 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.data.datasets.dataset import Dataset
@@ -22,7 +23,7 @@ from axonlaunch.data.datasets.user_datasets import StreamedSamples
 from axonlaunch.data.hub.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.shards.encoding import OnProgress
-from axonlaunch.data.texts.untokenised import find_untokenised
+from axonlaunch.data.texts.untokenized import find_untokenized
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
@@ -60,12 +61,12 @@ def with_hub_data(
     return with_values(config, {"data": data})
 
 
-def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
-    """Return a run's dataset, or a description of text before it is tokenized."""
+def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
+    """Return a run's dataset (of text only a description, not tokenized) and the problems."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
-        return find_untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
+        return find_untokenized(config.data, config.tokenizer), []  # type: ignore[arg-type]
     except ConfigError as error:
         return None, error.problems
 
@@ -151,7 +152,7 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
 def with_packing(config: RunConfig) -> RunConfig:
     """Resolve ``data.packing=auto`` to ``none`` if the model can't separate documents in a row."""
-    if getattr(config.data, "packing", None) != "auto":
+    if packing_of(config.data) != "auto":
         return config
     try:
         spec = spec_for(config)

@@ -100,7 +100,8 @@ def loss_term_problems(train: TrainConfig, spec: ModelSpec) -> Iterator[ConfigIs
         reason = f"it changes cross entropy, and the loss is train.loss={train.loss}"
     elif spec.loss is not cross_entropy_sum:
         reason = "it changes cross entropy, and the model has a custom loss"
-    for key, off in {"label_smoothing": 0, "z_loss": 0, "dft": False}.items() if reason else ():
+    terms = {"label_smoothing": 0, "z_loss": 0, "dft": False, "eaft": 0}
+    for key, off in terms.items() if reason else ():
         if value := getattr(train, key):
             yield ConfigIssue(f"train.{key}", f"{reason}; use {plain(off)}", value)
 

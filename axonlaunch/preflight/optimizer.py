@@ -14,6 +14,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts, Sharding
 from axonlaunch.config.optimization.parameter_groups import (
@@ -89,7 +90,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
             f"{' and '.join(divided)} leave{'s' if len(divided) == 1 else ''} each rank a part; "
             "use strategy=single, ddp or pipeline"
         )
-        target = getattr(config.optimizer, "target", None)
+        target = custom_target(config.optimizer)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     yield from _conversion_problems(config, needs)

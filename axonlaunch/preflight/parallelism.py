@@ -6,21 +6,28 @@ The model is on the meta device or on the CPU; no rank is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.axes import EXPERT_SHARD
 from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
-from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.consistency.layout import (
+    Layout,
+    data_parallel_facts,
+    num_ranks,
+    stages_per_rank,
+)
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
 from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
+from axonlaunch.engines.expert.experts import broken_expert_rows
 from axonlaunch.engines.pipeline.split import (
     block_names,
     cuttable,
@@ -169,8 +176,8 @@ def _unsuitable_size(products: MatmulFormat, message: str, *, fitting: int) -> C
     """Return the problem of a layer's size.
 
     Args:
-        products: How factors are rounded.
-        message: Name and size of the layer, up to the multiple that it should be.
+        products: Format that factors are rounded to.
+        message: Beginning of the message; the function appends the required multiple.
         fitting: Greatest common divisor of the inputs of all layers on a rank.
     """
     if isinstance(products, QuantizedFormat):
@@ -248,6 +255,8 @@ def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     elif degree not in degrees:
         message = f"the experts of a layer can't be divided evenly; use {one_of(degrees)}"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
+    else:
+        yield from expert_state_problems(config, spec, model)
 
 
 def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
@@ -288,17 +297,37 @@ def state_problems(
     config: RunConfig, spec: ModelSpec, plan: Mapping[str, str], model: nn.Module
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if the tensor axis would divide blocks of optimizer states in 8 bits."""
-    if not quantizes_states(config.optimizer):
-        return
-    facts, degree = parameter_facts(spec, model), config.strategy.tensor.degree
-    for name in broken_rows(model, plan, degree=degree):
+    degree = config.strategy.tensor.degree
+    if quantizes_states(config.optimizer):
+        names = broken_rows(model, plan, degree=degree)
+        yield from _cut_blocks(config, spec, model, names, by=f"strategy.tensor.degree={degree}")
+
+
+def expert_state_problems(
+    config: RunConfig, spec: ModelSpec, model: nn.Module
+) -> Iterator[ConfigIssue]:
+    """Yield a problem if ranks of experts would divide blocks of optimizer states in 8 bits."""
+    degree = config.strategy.expert.degree
+    if degree > 1 and quantizes_states(config.optimizer):
+        shards = Layout.of(config, world_size=num_ranks(config)).ranks_along((EXPERT_SHARD,))
+        experts = spec.experts(model)
+        names = broken_expert_rows(model, experts, degree=degree, shards=shards)
+        yield from _cut_blocks(config, spec, model, names, by=f"{EXPERT_DEGREE}={degree}")
+
+
+def _cut_blocks(
+    config: RunConfig, spec: ModelSpec, model: nn.Module, names: Iterable[str], *, by: str
+) -> Iterator[ConfigIssue]:
+    """Yield a problem for the first of these trained parameters that has states in 8 bits."""
+    facts = parameter_facts(spec, model)
+    for name in names:
         if (entry := facts.get(name)) is None:
             continue
         states = states_of(with_options(config.optimizer, entry), entry.shape).values()
         if any(state.is_packed for state in states):
             message = (
-                f"{name} has rows of {entry.shape[-1]} values, and strategy.tensor.degree={degree} "
-                f"cuts them within blocks of {BLOCK}; use bf16 or parameter, or a smaller degree"
+                f"{name} has rows of {entry.shape[-1]} values, and {by} cuts them within blocks of "
+                f"{BLOCK}; use bf16 or parameter, or a smaller degree"
             )
             yield ConfigIssue("optimizer.state_dtype", message, config.optimizer.state_dtype)
             return

@@ -68,7 +68,7 @@ class Credentials:
         return cls(key=key, run=secrets.token_hex(8), sender=sender)
 
     def of(self, sender: str) -> Self:
-        """Return the credentials of another member."""
+        """Return the same credentials with another sender."""
         return dataclasses.replace(self, sender=sender)
 
     def seal(self, name: str, content: Any) -> bytes:

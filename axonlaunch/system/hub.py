@@ -1,7 +1,7 @@
 """Calls the Hugging Face Hub by huggingface_hub: tries again, and says why a call failed.
 
 The library is imported only when it is needed. Several of its versions are supported, so errors are
-recognised by their names.
+recognized by their names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HubCallError(Exception):
     """A call of the Hub failed.
 
     Attributes:
-        kind: What failed.
+        kind: Category of the failure.
         is_unreachable: Whether the Hub can't be reached, or must not be.
     """
 
@@ -62,7 +62,7 @@ def library() -> Any:
     """Return the module huggingface_hub.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: huggingface_hub is not installed.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ImportError("the Hub needs huggingface_hub; pip install 'axonlaunch[hf]'")
@@ -78,7 +78,7 @@ def endpoint() -> str:
 
 
 def call_hub(function: Callable[[], _T]) -> _T:
-    """Return the result of a function that asks the Hub; try again if the error is the Hub's own.
+    """Return the result of a function that calls the Hub; retry if the Hub itself failed.
 
     Raises:
         HubCallError: The Hub refuses or can't be reached.

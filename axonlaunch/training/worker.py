@@ -6,12 +6,10 @@ This module does not depend on how ranks are started or on how events are shown.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention
@@ -22,14 +20,11 @@ from axonlaunch.checkpoint.loading.fallback import Resumed, load_newest, put_lat
 from axonlaunch.checkpoint.loading.reader import find_for_all
 from axonlaunch.checkpoint.loading.resume_source import is_of
 from axonlaunch.checkpoint.saving.saver import Saver
-from axonlaunch.comm import Backend, World
-from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.optimization.training_defaults import note_on_defaults
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.training_hooks import is_best_highest
-from axonlaunch.config.precision import PRECISIONS, Float8Format
-from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.loader import Loader, rank_loader
@@ -37,18 +32,16 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import (
-    NOBODY,
+    NULL_MONITOR,
     Finished,
     Listener,
     Monitor,
     Noted,
     Started,
 )
-from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.scaled_layers import note_on_experts
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.metrics import build_metrics
-from axonlaunch.system import gpus
 from axonlaunch.system.text.units import Counted
 from axonlaunch.training.callbacks import build_callbacks
 from axonlaunch.training.loggers import RunLoggers
@@ -58,6 +51,7 @@ from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.measuring.system_use import sample_system
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.process.arithmetic import attention_kernels, configure_arithmetic
+from axonlaunch.training.process.start_notes import data_notes, settings_notes
 from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import LoopParts, fit
 
@@ -66,7 +60,7 @@ def run(
     config: RunConfig,
     world: World,
     *,
-    monitor: Monitor = NOBODY,
+    monitor: Monitor = NULL_MONITOR,
     cpu_peak: Callable[[RunConfig], PeakWatch] | None = None,
 ) -> Finished:
     """Train a resolved configuration. Every rank of the world calls this.
@@ -87,7 +81,7 @@ def run(
         layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
-        num_workers=getattr(config.data, "workers", 0),
+        num_workers=num_data_workers(config.data),
     )
     peak_memory = _peak_memory(config, world, cpu_peak)
     source = Source(storing=peak_memory.storing)
@@ -107,7 +101,7 @@ def run(
         *notes,
         *_move_superseded_aside(resumed.checkpoint, storage.root(config), world),
         *_remove_partial_saves(storage.root(config), world),
-        *_notes(config, world),
+        *settings_notes(config, world),
         *data_notes(config, dataset),
         *row_notes,
         *device_use.notes,
@@ -137,7 +131,7 @@ def run(
     with (
         loggers,
         _sampled_system(config, world),
-        _tokenising_ahead(config, dataset, world),
+        _tokenizing_ahead(config, dataset, world),
         kernels,
     ):
         return fit(parts)
@@ -262,14 +256,14 @@ def _saver(
     )
 
 
-def _tokenising_ahead(
+def _tokenizing_ahead(
     config: RunConfig, dataset: Dataset, world: World
 ) -> AbstractContextManager[object]:
     """Return a context in which one rank of each node tokenizes later shards in advance."""
-    tokenising_ahead = dataset.info.tokenising_ahead
-    if tokenising_ahead is None or world.local_rank:
+    tokenizing_ahead = dataset.info.tokenizing_ahead
+    if tokenizing_ahead is None or world.local_rank:
         return nullcontext()
-    return tokenising_ahead(config.tokenizer)
+    return tokenizing_ahead(config.tokenizer)
 
 
 def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
@@ -356,92 +350,3 @@ def _remove_partial_saves(root: Path, world: World) -> list[str]:
     """Delete the files of interrupted saves, and return notes on them."""
     names = checkpoint.sweep_partial(root) if world.is_main else []
     return [f"checkpoints/{name}: deleted (left by an interrupted save)" for name in names]
-
-
-def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
-    """Return notes on settings that have no or little effect on this device or in this world."""
-    notes = [note] if (note := note_on_defaults(to_tree(config))) else []
-    strategy = config.strategy
-    layout = Layout.of(config, world_size=world.world_size)
-    is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and layout.dp_replicate == 1:
-        notes.append(
-            "strategy.fsdp.sharding=hybrid_shard: there is one replica, as with full_shard; "
-            "strategy.fsdp.replicate=2 creates two"
-        )
-    notes += device_notes(world)
-    offload = strategy.fsdp.cpu_offload
-    if offload != "none" and world.device.type == "cpu":
-        notes.append(
-            f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
-            "so offloaded tensors are in host memory anyway"
-        )
-    if config.train.profile.memory and world.device.type == "cpu":
-        notes.append(
-            "train.profile.memory=true: the device is the CPU, which has no allocator history to "
-            "record"
-        )
-    if PRECISIONS[config.train.precision].compute.is_low and world.device.type == "cpu":
-        notes.append(
-            f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
-            "it, so it may be slower than fp32"
-        )
-    products = precision_of(config).products
-    if products is not None:
-        model = on_meta(config, seed=config.seed)
-        if left_out := note_on_experts(config, spec_for(config), model):
-            notes.append(left_out)
-    if isinstance(products, Float8Format) and world.device.type == "cpu":
-        notes.append(
-            f"train.matmul_dtype={products.name}: the CPU multiplies numbers in 8 bits as numbers "
-            "of 32, to the same results, but slower than without this setting"
-        )
-    elif products is not None and world.device.type != "cpu" and not config.train.compile:
-        notes.append(
-            f"train.matmul_dtype={products.name}: products of rounded numbers are slower than "
-            "others unless they are rounded in compiled kernels; use train.compile=true"
-        )
-    return (*notes, *arithmetic_notes(config.train, world.device))
-
-
-def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
-    """Yield a note if matrix products are in full fp32 on a GPU with a faster arithmetic.
-
-    Full fp32 is the default of ``train.precision`` and ``train.matmul_precision``.
-
-    Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
-    """
-    is_full = not PRECISIONS[train.precision].compute.is_low
-    is_default = is_full and train.matmul_precision == "highest"
-    if not is_default or device.type != "cuda" or torch.version.hip is not None:
-        return
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        yield (
-            "train.precision=fp32: matrix products run without tensor cores; "
-            "train.matmul_precision=high computes them in TF32, train.precision=bf16 in bf16"
-        )
-
-
-def device_notes(world: World) -> Iterator[str]:
-    """Yield a note if the run is on the CPU although there are devices, or if ranks share one."""
-    if world.device.type == "cpu" and (devices := gpus.device_count()):
-        yield (
-            f"launch.device=cpu: the ranks compute on the CPU, although rank 0 sees {devices} "
-            f"{'device' if devices == 1 else 'devices'}; to use one rank per device, write "
-            f"launch.device=cuda launch.nproc={devices}"
-        )
-    if world.device.type != "cpu" and world.backend is not Backend.NCCL and world.world_size > 1:
-        counted = "include all ranks" if world.backend is Backend.MOCK else "are only its own"
-        yield (
-            f"launch.backend={world.backend}: ranks share {world.device}, which is slow and meant "
-            f"for debugging; the main rank's memory figures {counted}"
-        )
-
-
-def data_notes(config: RunConfig, dataset: Dataset) -> Iterator[str]:
-    """Yield a note if a pretrained model is trained on bytes instead of its tokens."""
-    if config.is_pretrained and dataset.is_text and dataset.info.tokenizer is None:
-        yield (
-            f"data={config.data.name}: its tokens are bytes, but the pretrained model has its own "
-            "tokenizer; data=documents reads text with that tokenizer"
-        )

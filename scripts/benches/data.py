@@ -1,4 +1,4 @@
-"""Measures tokenising against datasets.map, feeding batches, the first batch, and memory.
+"""Measures tokenizing against datasets.map, feeding batches, the first batch, and memory.
 
 The corpus is the source of Python's library, as rows of JSON lines, repeated up to a size; the
 tokenizer is trained on it. Contestants run one after another in separate processes, on the same
@@ -62,14 +62,14 @@ def learn_tokenizer(corpus: Path, folder: Path) -> Path:
 
 
 def by_axonlaunch(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, int]:
-    """Return the seconds for tokenising the rows, and the peak memory of the process in bytes."""
+    """Return the seconds for tokenizing the rows, and the peak memory of the process in bytes."""
     with tempfile.TemporaryDirectory() as cache:
         command = [
             *(str(BIN / "axonlaunch"), "data", "prepare", "--json", "data=documents"),
             *(f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}", f"data.cache_dir={cache}"),
         ]
         printed, peak = _run(command, cores)
-        assert printed["tokenised"]
+        assert printed["tokenized"]
         return float(printed["seconds"]), peak
 
 
@@ -82,7 +82,7 @@ def by_datasets(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, float
 
 
 def rival(corpus: str, tokenizer: str, cores: int) -> None:
-    """Tokenise as in the documentation of datasets, and print the seconds."""
+    """Tokenize as in the documentation of datasets, and print the seconds."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -165,7 +165,7 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, fl
 
 
 def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the seconds to the first batch of files, and those to tokenise them all."""
+    """Return the seconds to the first batch of files, and those to tokenize them all."""
     import numpy as np
 
     from axonlaunch.config.options.documents import DocumentsConfig
@@ -181,12 +181,12 @@ def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
         dataset = build_dataset(chosen, TokenizerConfig(path=str(tokenizer)))
         Loader(dataset, seed=0, global_batch_size=8).batch(0)
         first = time.perf_counter() - began
-        order_of(dataset, np.array([2**40]), seed=0)  # beyond all rows: each file is tokenised
+        order_of(dataset, np.array([2**40]), seed=0)  # beyond all rows: each file is tokenized
         return first, time.perf_counter() - began
 
 
 def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """Print the speed of tokenising compared with ``datasets.map``, in turn."""
+    """Print the speed of tokenizing compared with ``datasets.map``, in turn."""
     corpus = write_corpus(folder / "corpus.jsonl", arguments.mb * MB)
     ours, theirs = [], []
     for _ in range(arguments.repeats):
@@ -195,7 +195,7 @@ def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) 
     seconds = statistics.median(ours)
     mapped, everything = (statistics.median(column) for column in zip(*theirs, strict=True))
     size = corpus.stat().st_size / MB
-    print(f"tokenise {size:.0f} MB on {arguments.cores} cores")
+    print(f"tokenize {size:.0f} MB on {arguments.cores} cores")
     print(f"  axonlaunch data prepare     {size / seconds:7.2f} MB/s")
     for rival_name, took in (("datasets.map", mapped), ("with load_dataset", everything)):
         print(f"  {rival_name:<26}  {size / took:7.2f} MB/s, ours is {took / seconds:.2f} of it")
@@ -217,12 +217,12 @@ def measure_start(folder: Path, tokenizer: Path, arguments: argparse.Namespace) 
     first, everything = first_batch(corpora, tokenizer)
     print(
         f"data.shuffle=shards: the first batch of a file of {arguments.mb} MB after {first:.1f} s, "
-        f"all of it tokenised after {everything:.1f} s"
+        f"all of it tokenized after {everything:.1f} s"
     )
 
 
 def measure_memory(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
-    """Print the peak memory of tokenising corpora of several sizes."""
+    """Print the peak memory of tokenizing corpora of several sizes."""
     for size in arguments.memory_mb:
         large = write_corpus(folder / "large.jsonl", size * MB)
         seconds, peak = by_axonlaunch(large, tokenizer, arguments.cores)
@@ -232,7 +232,7 @@ def measure_memory(folder: Path, tokenizer: Path, arguments: argparse.Namespace)
 
 
 PARTS = {
-    "tokenise": compare_speed,
+    "tokenize": compare_speed,
     "feeding": measure_feeding,
     "start": measure_start,
     "memory": measure_memory,
@@ -243,7 +243,7 @@ def main() -> None:
     """Run all parts, or the chosen ones, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all by default")
-    parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenise")
+    parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenize")
     parser.add_argument(
         "--memory-mb",
         type=int,

@@ -26,8 +26,7 @@ from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.engines.data_parallel import fsdp
 from axonlaunch.engines.tensor.outputs import losses
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.memory import cuda_process, estimate as memory_estimate
 from axonlaunch.planning.tracing.devices import cuda_norm
 from axonlaunch.planning.tracing.engine_categories import host_categories
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -74,7 +73,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
 
 
 def _as_torchtitan_of_2024() -> None:
-    """Gather, compile and normalise in this process as those runs did; no key selects that.
+    """Gather, compile and normalize in this process as those runs did; no key selects that.
 
     Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``; torch had no kernel
     for RMSNorm before 2.9, of October 2025.

@@ -20,7 +20,7 @@ from peer_environments import AXONLAUNCH, Job, Peer, command_of, final_loss, sta
 
 TIMEOUT_S = 8.0
 """Seconds after which each peer's setting should end a run with a stuck rank."""
-_MISSPELT = {
+_MISSPELLED = {
     "axonlaunch": ("grad_clip", "grad_clipp"),
     "torchrun": ("nproc-per-node", "nproc-per-nodez"),
     "accelerate": ("kwargs_handlers", "kwarg_handlers"),
@@ -40,7 +40,7 @@ class Mistake:
     Attributes:
         name: Name in the table.
         job: Requested job.
-        fault: Fault of ``small``: behaviour of rank 1 in the third step.
+        fault: Fault of ``small``: behavior of rank 1 in the third step.
         names: Regular expressions that a report must all match.
     """
 
@@ -52,7 +52,7 @@ class Mistake:
 
 _RANK_1 = r"\[?rank:? ?1\b|rank *: 1|local_rank: 1"
 MISTAKES = [
-    Mistake("a misspelt key"),
+    Mistake("a misspelled key"),
     Mistake("tensor degree 3 with 2 ranks", Job(degree=3), names=(r"\b3\b", r"world|device|rank")),
     Mistake("a batch of 7 samples on 2 ranks", Job(batch=7), names=(r"\b7\b", r"batch")),
     Mistake("an exception in rank 1", fault="exception", names=(_RANK_1, "planted")),
@@ -82,7 +82,7 @@ def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> t
     """Run a peer with a mistake; return the verdict and its last output."""
     names, replaced = mistake.names, ("", "")
     if not mistake.fault and mistake.job == PLAIN:
-        replaced = _MISSPELT[peer.name]
+        replaced = _MISSPELLED[peer.name]
         names = (re.escape(replaced[1]),)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

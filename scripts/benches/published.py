@@ -1,6 +1,6 @@
 """Converts a row of published measurements to a configuration, or lists every obstacle.
 
-Rows are never approximated: behaviour of the measured code that no key selects is an obstacle, even
+Rows are never approximated: behavior of the measured code that no key selects is an obstacle, even
 if the bytes might be the same. Nothing is run here.
 """
 

@@ -1,6 +1,6 @@
-"""A run on text is interrupted, also while it tokenises, and resumed.
+"""A run on text is interrupted, also while it tokenizes, and resumed.
 
-Half of the runs are on a mix of chats and documents, the others on a large file, which is tokenised
+Half of the runs are on a mix of chats and documents, the others on a large file, which is tokenized
 shard after shard while they train on earlier ones. Half of each resume in the same layout, and must
 have the losses of an undisturbed run to the bit; the others resume in another layout each time, and
 must have them to rounding.
@@ -37,7 +37,7 @@ PAIRS = [("launcher", "SIGKILL"), ("launcher", "SIGTERM"), ("rank", "SIGKILL"), 
 ROUNDING = 1e-4
 """Relative tolerance of a loss after this number of steps in other layouts."""
 HELD_OUT_COPIES = 6
-"""Copies of the library's functions: enough to interrupt their tokenisation."""
+"""Copies of the library's functions: enough to interrupt their tokenization."""
 
 SHARDS, SHARD_ROWS = 4, 64
 """Rows of the large file; a run reads each at least once."""
@@ -60,11 +60,11 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         for fault in range(FAULTS):
             strategy = chance.choice(names)
             process = command.start("train", *overrides, *STRATEGIES[strategy])
-            tokenising = fault == 0 and chance.random() < 0.4
-            pairs = PAIRS[:2] if tokenising else PAIRS
+            tokenizing = fault == 0 and chance.random() < 0.4
+            pairs = PAIRS[:2] if tokenizing else PAIRS
             victim, action = chance.choice(pairs)
             log(strategy)
-            _some_moment(chance, command, process, log, cache=cache if tokenising else None)
+            _some_moment(chance, command, process, log, cache=cache if tokenizing else None)
             act(chance, command, process, victim, action, log)
             judge(command, end(process), victim, action)
             if steps_logged(command) >= STEPS:
@@ -85,9 +85,9 @@ def run(lab: Lab, seed: int, log: Log) -> None:
 def _some_moment(
     chance: random.Random, command: Command, process: Any, log: Log, *, cache: Path | None
 ) -> None:
-    """Wait for a moment of tokenising, if the cache is passed, or of training."""
+    """Wait for a moment of tokenizing, if the cache is passed, or of training."""
     if cache is not None:
-        log("while tokenising")
+        log("while tokenizing")
         wait(process, lambda: any(cache.glob("*.partial/progress.json")), turn_s=0.001)
         time.sleep(chance.uniform(0, 0.3))
         return

@@ -26,7 +26,7 @@ import goodput
 import hostile_folders
 import kills
 import moves
-import neighbours
+import neighbors
 import pods
 import pytest
 import resources
@@ -54,14 +54,14 @@ class Kind:
 KINDS = {
     "kill": Kind("kills and stops of any process", kills.anywhere, 15),
     "save": Kind("kills while saving", kills.while_saving, 6),
-    "corpus": Kind("a run on text, also while it tokenises", corpora.run, 10),
+    "corpus": Kind("a run on text, also while it tokenizes", corpora.run, 10),
     "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
     "move": Kind("kills, then another layout of experts", moves.few, 2),
     "soak": Kind("500 steps with such kills (only if named)", moves.soak, 0),
     "goodput": Kind("goodput as predicted (only if named)", goodput.predicted, 0),
-    "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
+    "neighbor": Kind("a stranger on the network", neighbors.run, len(neighbors.KINDS)),
     "pods": Kind("kills and deletions of pods (only if named)", pods.run, 0),
 }
 

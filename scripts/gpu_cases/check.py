@@ -3,7 +3,7 @@
 A run in fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
 of several ranks compute the same as one process on the CPU, with ranks as threads that share the
 GPU; with compute-sanitizer on PATH it checks two of them. Two runs are stopped, by Ctrl-C and by
-SIGTERM, their checkpoints are checked, and they resume; only the rank of a run has initialised
+SIGTERM, their checkpoints are checked, and they resume; only the rank of a run has initialized
 CUDA.
 """
 
@@ -275,7 +275,7 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
     if (last := last_step(metrics)) != steps:
         problems.append(f"it resumed after step {stopped_at} and ended at {last}, not {steps}")
     if len(contexts) != on_cuda:
-        problems.append(f"{len(contexts)} processes of one rank initialised CUDA")
+        problems.append(f"{len(contexts)} processes of one rank initialized CUDA")
     return table.Row(name, cells, "; ".join(problems))
 
 
@@ -286,7 +286,7 @@ def last_step(metrics: Path) -> int:
 
 
 def contexts_of(root: int) -> list[int]:
-    """Return the processes that initialised CUDA, among a process and all its descendants."""
+    """Return the processes that initialized CUDA, among a process and all its descendants."""
     return table.computing(lambda pid: root in _ancestors(pid))
 
 

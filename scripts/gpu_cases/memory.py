@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from axonlaunch import config as configuration
-from axonlaunch import data
+from axonlaunch import config as configuration, data
 from axonlaunch.comm import Backend, World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig

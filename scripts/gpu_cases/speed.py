@@ -45,8 +45,7 @@ from torch.nn import functional as F
 from torch.profiler import profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from axonlaunch import config as configuration
-from axonlaunch import data
+from axonlaunch import config as configuration, data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout

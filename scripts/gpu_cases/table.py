@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 DRIVER = Path("/dev/nvidia-uvm")
-"""File that a process has open after it initialised CUDA; processes that only use NVML have
+"""File that a process has open after it initialized CUDA; processes that only use NVML have
 others.
 """
 OUTPUTS = Path("gpu-logs")
@@ -91,7 +91,7 @@ def ended(
 
 
 def computing(belongs: Callable[[int], bool]) -> list[int]:
-    """Return the processes that initialised CUDA and satisfy ``belongs``.
+    """Return the processes that initialized CUDA and satisfy ``belongs``.
 
     Detected by their open files, because nvidia-smi prints PIDs of the host in a container.
     """

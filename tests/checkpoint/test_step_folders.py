@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, which are kept, and that every damage is found."""
+"""Complete checkpoints, those that are kept, and detection of damage."""
 
 from __future__ import annotations
 

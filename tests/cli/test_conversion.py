@@ -179,7 +179,7 @@ def left_out(translation: Translation) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tool", FILES)
-def test_a_file_is_recognised_by_its_keys(tool: str, converted: Write) -> None:
+def test_a_file_is_recognized_by_its_keys(tool: str, converted: Write) -> None:
     translation = converted(FILES[tool])
     assert translation.tool.name == tool
     assert [each for each in translation.remarks if each.kind != "note"] == []
@@ -484,11 +484,10 @@ def test_prompts_that_a_file_writes_out_become_a_prompt_format(converted: Write)
     translation = converted(yaml.safe_dump({"base_model": "org/base", "datasets": datasets}))
     chosen = translation.settings["data.prompt_format"].value
     assert chosen == (
-        "{% if input is defined and input %}Q: {{ instruction }}\n{{ input }}\nA:"
-        "{% else %}Q: {{ instruction }}\nA:{% endif %}"
+        "{% if context is defined and context %}Q: {{ question }}\n{{ context }}\nA:"
+        "{% else %}Q: {{ question }}\nA:{% endif %}"
     )
-    fields = {"instruction": "question", "input": "context", "completion": "reply"}
-    assert translation.settings["data.fields"].value == fields
+    assert translation.settings["data.fields"].value == {"completion": "reply"}
 
 
 def test_special_and_added_tokens_are_those_of_the_tokenizer(

@@ -35,7 +35,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     return command
 
 
-def test_counted_tokens_are_bracketed_without_colour(command: Served) -> None:
+def test_counted_tokens_are_bracketed_without_color(command: Served) -> None:
     shown = command(
         "data", "show", *OVERRIDES, TOKENIZER, "data.packing=none", "--samples", "1"
     ).stdout
@@ -68,16 +68,16 @@ def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
             assert counted.endswith(".<|im_end|>")
 
 
-def test_data_prepare_tokenises_once_and_reports(command: Served) -> None:
+def test_data_prepare_tokenizes_once_and_reports(command: Served) -> None:
     overrides = [*OVERRIDES, TOKENIZER, "data.train_on=all"]
     first, again = (
         json.loads(command("data", "prepare", *overrides, "--json").stdout) for _ in range(2)
     )
-    assert (first.pop("tokenised"), again.pop("tokenised")) == (True, False)
+    assert (first.pop("tokenized"), again.pop("tokenized")) == (True, False)
     assert first.pop("seconds") > 0 < again.pop("seconds")
     assert first == again
     assert first["counted_tokens"] == first["tokens"] - 50
-    assert "already tokenised" in command("data", "prepare", *overrides).stdout
+    assert "already tokenized" in command("data", "prepare", *overrides).stdout
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_dry_run_prints_estimate_before_too_large_error(
     assert reported["fits"] is reported["verdict"] is None
 
 
-def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
+def test_dry_run_names_missing_data_after_the_estimate(axonlaunch: Command) -> None:
     overrides = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
     ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16", status=2)
     assert "highest peak" in ran.stdout

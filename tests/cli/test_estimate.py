@@ -220,14 +220,14 @@ def test_it_fits_the_terminal(width: int, memory: int | None) -> None:
     assert ("does not fit" in text) == (memory == 40 * GIB)
 
 
-def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
+def test_color_is_for_terminals_and_nothing_hangs_on_it() -> None:
     plain = shown(forecast(memory=40 * GIB), width=80)
-    coloured = shown(
+    colored = shown(
         forecast(memory=40 * GIB), width=80, force_terminal=True, color_system="truecolor"
     )
     assert "\x1b" not in plain
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
     first = next(line for line in plain.splitlines() if line.startswith("pp 0  P"))
     assert re.fullmatch(r"pp 0  P-+O-+A-+\|-+C-*T-*|pp 0  P-+O-+A-+\|.*", first)
 

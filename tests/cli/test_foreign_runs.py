@@ -20,7 +20,7 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import to_tree, to_yaml
 from axonlaunch.system.storage.cache import cache_folder
-from axonlaunch.system.storage.own_files import is_marked_own, mark_own
+from axonlaunch.system.storage.trusted_files import is_trusted, mark_trusted
 
 EVIL = """
 from pathlib import Path
@@ -201,7 +201,7 @@ def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> N
     foreign("checkpoint", "ls", "foreign")
 
 
-def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
+def test_checkpoints_are_found_next_to_a_yaml_bomb(foreign: Served) -> None:
     """``checkpoints_parent`` reads a configuration only if there is no folder of checkpoints."""
     (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
     freeze(foreign).write_text(BOMBS["an alias bomb"][0])
@@ -260,21 +260,21 @@ def test_a_mark_holds_for_one_content_folder_and_user(
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "config.yaml"
     file.write_text("plugins: [mine]\n")
-    assert not is_marked_own(file, file.read_text())
-    mark_own(file, file.read_text())
-    assert is_marked_own(file, file.read_text())
-    assert not is_marked_own(file, "plugins: [evil]\n")
+    assert not is_trusted(file, file.read_text())
+    mark_trusted(file, file.read_text())
+    assert is_trusted(file, file.read_text())
+    assert not is_trusted(file, "plugins: [evil]\n")
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
-    assert not is_marked_own(tmp_path / "copied" / "config.yaml", file.read_text())
+    assert not is_trusted(tmp_path / "copied" / "config.yaml", file.read_text())
     monkeypatch.chdir(tmp_path / "copied")  # has other modules
-    assert not is_marked_own(file, file.read_text())
+    assert not is_trusted(file, file.read_text())
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as other_user:
         other_user.setattr("os.geteuid", lambda: 12345)
-        assert not is_marked_own(file, file.read_text())
+        assert not is_trusted(file, file.read_text())
     [key] = cache_folder().glob("*.key")
     assert key.stat().st_mode & 0o777 == 0o600
     key.chmod(0o640)
-    assert not is_marked_own(file, file.read_text())
+    assert not is_trusted(file, file.read_text())
     key.unlink()
-    assert not is_marked_own(file, file.read_text())
+    assert not is_trusted(file, file.read_text())

@@ -31,7 +31,7 @@ def test_project_trains_and_is_verified(kind: str, tmp_path: Path, server: Serve
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_project_has_a_readme_and_settings_that_fit_the_schema_beside_them(
+def test_project_has_a_readme_and_settings_that_are_valid_by_its_schema(
     kind: str, tmp_path: Path, server: Server
 ) -> None:
     jsonschema = pytest.importorskip("jsonschema")
@@ -48,7 +48,9 @@ def test_project_has_a_readme_and_settings_that_fit_the_schema_beside_them(
     assert f"axonlaunch report runs/{read_yaml(text)['name']} " in readme
 
 
-def test_init_never_overwrites_and_names_what_is_there(tmp_path: Path, server: Server) -> None:
+def test_init_refuses_to_overwrite_and_names_the_existing_file(
+    tmp_path: Path, server: Server
+) -> None:
     command = Served(tmp_path, server)
     (tmp_path / "run.yaml").write_text("mine")
     assert command("init", status=2).stderr == (

@@ -92,7 +92,7 @@ def test_second_format_of_llamafactory_becomes_an_experiment(folder: Path) -> No
 
 
 @pytest.mark.parametrize("tool", [None, "llamafactory", "llamafactory-v1"])
-def test_second_format_is_recognised_by_its_keys(tool: str | None, folder: Path) -> None:
+def test_second_format_is_recognized_by_its_keys(tool: str | None, folder: Path) -> None:
     assert converted(folder, tool).tool.name == "llamafactory-v1"
 
 

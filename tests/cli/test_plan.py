@@ -227,7 +227,7 @@ def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
     assert why_slower(planned(step_s=1.0), large) == "does not fit: too little host memory"
 
 
-def test_plan_says_what_it_assumes_and_leaves_out() -> None:
+def test_plan_lists_its_assumptions_and_omissions() -> None:
     known, stream = Workload(128, None, 8192, "bf16", None), io.StringIO()
     plan = Plan(known, 10, [planned(step_s=1.0)], {"hardware.link_efficiency": 0.8}, untraced=2)
     print_plan(plan, Console(file=stream, width=80), seconds=1.0)

@@ -205,7 +205,7 @@ def test_half_a_number_is_never_shown_where_the_terminal_ends() -> None:
             assert cells == [str(number) for number in range(len(cells))]
 
 
-def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
+def test_color_is_for_terminals_and_nothing_hangs_on_it() -> None:
     times = timeline(PipelineSchedule("zbv_zero_bubble", degree=2, microbatches=4))
 
     def shown(**options: Any) -> str:
@@ -215,10 +215,10 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
         return stream.getvalue()
 
     plain = shown()
-    coloured = shown(force_terminal=True, color_system="truecolor")
+    colored = shown(force_terminal=True, color_system="truecolor")
     assert "\x1b" not in plain
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
     assert "small letters are a rank's later stages" in plain
     assert all(letter in plain for letter in "FfIiWw")
 

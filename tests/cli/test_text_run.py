@@ -101,7 +101,7 @@ def test_tokenizer_mismatch_is_reported_before_ranks_start(
     assert not [*(command.folder / "runs").glob("llama-*")]
 
 
-def test_nothing_is_tokenised_before_all_else_is_well(command: Served) -> None:
+def test_nothing_is_tokenized_before_all_else_is_well(command: Served) -> None:
     folder = command.folder / "cache"
     overrides = [*MODEL, *DATA, *TOKENIZER, f"data.cache_dir={folder}", "model.vocab_size=300"]
     command("train", *overrides, *SHORT, status=2)

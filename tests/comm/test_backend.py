@@ -92,7 +92,7 @@ def test_nccl_reports_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_devices_are_counted_in_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    # If this process initialised CUDA, it could not fork processes that compute.
+    # If this process initialized CUDA, it could not fork processes that compute.
     here = os.getpid()
 
     def properties(index: int) -> SimpleNamespace:

@@ -21,7 +21,7 @@ MODEL = [*MODELS["llama"], "train.global_batch_size=8"]
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
 
 
-def test_the_last_axis_holds_neighbours_and_the_first_the_farthest() -> None:
+def test_the_last_axis_holds_neighbors_and_the_first_the_farthest() -> None:
     def groups(world: World) -> dict[str, tuple[int, ...]]:
         mesh = world.mesh(**AXES)
         return {axis: mesh.group(axis).ranks for axis in AXES}

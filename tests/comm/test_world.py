@@ -119,7 +119,7 @@ def test_loopback_store_makes_loopback_world() -> None:
         ("0.0.0.0", False),
     ],
 )
-def test_loopback_is_recognised_by_name_or_address(host: str, expected: bool) -> None:
+def test_loopback_is_recognized_by_name_or_address(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected
 
 
@@ -197,9 +197,9 @@ def test_a_rank_that_sees_one_device_takes_it(
     monkeypatch.setattr(gpus, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     # Without it, torch's device mesh would use the local rank's device, invisible to some tasks.
-    monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialised"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialized"))
     assert world._device(Backend.NCCL, 3) == torch.device("cuda", index)
-    assert taken == [index, "initialised"]
+    assert taken == [index, "initialized"]
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -15,7 +15,7 @@ from axonlaunch.config.composition.compose import packaged_configs
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.config.schema import GROUPS, StrategyConfig
+from axonlaunch.config.schema import GROUPS, StrategyConfig, TrainConfig
 from axonlaunch.config.validation.validate import validate
 
 SCHEMAS = {
@@ -93,11 +93,20 @@ def test_the_yaml_of_an_included_option_contradicts_no_default(group: str) -> No
 
 
 def test_without_a_preset_of_the_model_a_value_is_the_default_of_the_dataset() -> None:
-    checked = 0
     for file in FILES:
-        for key, value in config.flatten(tree_of(file)).items():
-            if (match := FALLBACK.fullmatch(str(value))) is not None:
-                default = getattr(ENTRIES[file.parent.name, file.stem], key)
-                assert match[1] == str(default), f"{file.parent.name}/{file.name}: {key}"
-                checked += 1
-    assert checked
+        if (file.parent.name, file.stem) in ENTRIES:
+            of_option = ENTRIES[file.parent.name, file.stem]
+            assert_fallbacks_equal(of_option, config.flatten(tree_of(file)), name=file.stem)
+
+
+def assert_fallbacks_equal(schema: Any, settings: dict[str, Any], *, name: str) -> None:
+    for key, value in settings.items():
+        if (match := FALLBACK.fullmatch(str(value))) is not None:
+            assert match[1] == str(getattr(schema, key)), f"{name}: {key}"
+
+
+def test_primary_file_repeats_and_contradicts_no_default() -> None:
+    tree = tree_of(packaged_configs() / "config.yaml")
+    assert tree.keys() == {"defaults", "train"}
+    assert_fallbacks_equal(TrainConfig, tree["train"], name="config.yaml")
+    assert all(FALLBACK.fullmatch(str(value)) for value in tree["train"].values())

@@ -97,7 +97,7 @@ def test_texts_with_environment_variables_are_written_with_their_names(
     assert config.parse_frozen(to_yaml(loaded)).checkpoint.path == value
 
 
-def test_numbers_and_choices_of_the_environment_are_frozen_as_they_are(
+def test_numbers_and_choices_from_the_environment_are_frozen_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PRECISION", "bf16")
@@ -110,7 +110,7 @@ def test_numbers_and_choices_of_the_environment_are_frozen_as_they_are(
     assert "precision: bf16\n" in text
 
 
-def test_a_text_that_another_resolver_makes_of_a_variable_is_refused(
+def test_environment_text_changed_by_another_resolver_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUOTED", "'in quotes'")

@@ -27,7 +27,7 @@ def test_each_config_group_composes_under_its_name(path: object) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if path.stem not in ("auto", "cpu")], ids=lambda path: path.stem
 )
-def test_each_figure_stands_below_its_source(path: object) -> None:
+def test_each_figure_is_below_its_source(path: object) -> None:
     lines = path.read_text().splitlines()[2:]  # type: ignore[attr-defined]
     assert lines[0].startswith("# ")
     nulls = [n for n, line in enumerate(lines) if line.endswith(": null")]

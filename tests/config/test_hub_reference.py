@@ -43,7 +43,7 @@ COMMIT = "0123456789" * 4
         ),
     ],
 )
-def test_hub_id_is_told_from_a_file(text: str, reference: HubReference | None) -> None:
+def test_hub_id_is_distinguished_from_a_file(text: str, reference: HubReference | None) -> None:
     assert parse_hub_reference(text) == reference
     if reference is not None:
         assert parse_hub_reference(str(reference)) == reference

@@ -76,16 +76,20 @@ RECIPES = {
     "automodel_phi_4_squad_tp2": ("phi3", 2),
     "handbook_smollm2_sft": ("llama", 1),
     "handbook_zephyr_7b_qlora": ("mistral", 1),
+    "llamafactory_qwen2_dft": ("qwen2", 1),
     "llamafactory_qwen3_4b_lora": ("qwen3", 1),
     "llamafactory_v1_qwen3_4b_lora": ("qwen3", 2),
     "torchtitan_qwen3_moe_param_groups": ("qwen3_moe", 2),
+    "torchtune_llama3_2_3b_qat_lora": ("llama", 1),
     "torchtune_llama3_8b_lora": ("llama", 1),
+    "torchtune_qwen3_4b_qat": ("qwen3", 1),
 }
 """Family of each recipe's model, and the number of ranks."""
 FIVE_STEPS = [
     *["train.epochs=null", "train.steps=5", "train.micro_batch_size=auto", "train.prove=never"],
-    *["data.sequence_length=128", "train.eval_every=0", "scheduler.warmup_steps=auto"],
-    *["checkpoint.every=0", "train.log_every=1", "loggers=[]", "launch.backend=mock"],
+    *["data.sequence_length=128", "data.min_tokens=1", "train.matmul_group_size=32"],
+    *["train.eval_every=0", "scheduler.warmup_steps=auto", "checkpoint.every=0"],
+    *["train.log_every=1", "loggers=[]", "launch.backend=mock"],
 ]
 
 

@@ -39,13 +39,27 @@ def test_a_key_added_by_an_upgrade_is_reported_where_it_is_set() -> None:
     assert settings_unlike_resumed(now, before) == ["train.grad_clip=0.25 (was 1.0)"]
 
 
-@pytest.mark.parametrize("setting", ["train.label_smoothing=0.1", "train.dft=true"])
+@pytest.mark.parametrize("setting", ["train.label_smoothing=0.1", "train.dft=true", "train.eaft=1"])
 def test_another_loss_is_reported(setting: str) -> None:
     [changed] = settings_unlike_resumed(config.load([*MODEL, setting]), frozen())
     assert changed.startswith(setting)
 
 
-def test_groups_that_are_added_or_removed_are_reported_by_their_keys_alone() -> None:
+@pytest.mark.parametrize("setting", ["adapter.dropout=0.1", "adapter.alpha=8.0"])
+def test_another_setting_of_an_adapter_is_reported(setting: str) -> None:
+    [changed] = settings_unlike_resumed(
+        config.load([*MODEL, "adapter=lora", setting]), frozen("adapter=lora")
+    )
+    assert changed.startswith(setting)
+
+
+def test_adapter_settings_that_a_peft_folder_decided_are_no_changed_settings() -> None:
+    from_folder = ["adapter=lora", "adapter.path=peft"]
+    now = config.load([*MODEL, *from_folder])
+    assert settings_unlike_resumed(now, frozen(*from_folder, "adapter.alpha=6.0")) == []
+
+
+def test_only_the_keys_of_added_or_removed_groups_are_reported() -> None:
     plain, grouped = config.load(MODEL), config.load([*MODEL, GROUPS])
     key = "optimizer.groups.*.bias.lr"
     assert settings_unlike_resumed(grouped, frozen()) == [f"{key}=0.5 (was null)"]

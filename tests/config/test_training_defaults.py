@@ -68,7 +68,9 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
         "included model",
     ],
 )
-def test_defaults_depend_on_what_is_trained(overrides: list[str], expected: dict[str, Any]) -> None:
+def test_defaults_depend_on_the_model_and_the_data(
+    overrides: list[str], expected: dict[str, Any]
+) -> None:
     values = values_of(*overrides)
     assert {key: values[key] for key in expected} == expected
 

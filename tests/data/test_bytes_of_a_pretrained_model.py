@@ -9,7 +9,7 @@ from configured import run_config
 from hf_families import save
 
 from axonlaunch import data
-from axonlaunch.training.worker import data_notes
+from axonlaunch.training.process.start_notes import data_notes
 
 BYTES = ["data=python_source", "data.sequence_length=16", "train.global_batch_size=4"]
 

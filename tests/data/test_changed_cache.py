@@ -98,7 +98,7 @@ def cached_shards_of_an_earlier_process() -> None:
 
 
 @pytest.mark.parametrize("what", ["shard", "tokens.bin", "partial"])
-def test_a_link_in_the_place_of_tokens_is_refused(
+def test_link_that_replaces_cached_tokens_is_refused(
     what: str, documents: Callable[..., Any], tmp_path: Path
 ) -> None:
     documents()

@@ -199,7 +199,12 @@ BAD = [
     ({"messages": "a"}, "CHATML", "messages is text, not a list of messages"),
     ({"messages": [{"role": "user"}]}, "CHATML", "messages[0] has no content; it has role"),
     ({"messages": [{"content": "a"}]}, "CHATML", "messages[0] has no role; it has content"),
-    ({"messages": ["a"]}, "CHATML", "messages[0] is text, not a message with role and content"),
+    ({"messages": ["a"]}, "CHATML", "no token counts: its roles are user; write assistant"),
+    (
+        {"messages": [*SINGLE, "a"]},
+        "CHATML",
+        "messages[2] is text, not a message with role and content",
+    ),
     ({"prompt": None, "completion": "a"}, "CHATML", "prompt is null, not text"),
     ({"messages": None}, "CHATML", "messages is null, not a list of messages"),
     ({"messages": SINGLE[:1]}, "CHATML", "no token counts: its roles are user; write assistant"),
@@ -274,12 +279,12 @@ def test_a_chat_template_reaches_nothing_outside_of_the_messages(
         build_dataset(chosen, TokenizerConfig(path=str(folder)))
 
 
-def test_all_tokens_of_a_chat_count_where_that_is_asked(chats: Chats) -> None:
+def test_all_tokens_of_a_chat_count_with_train_on_all(chats: Chats) -> None:
     assert chats([{"messages": CHAT[:2]}], train_on="all").num_samples == 1
     assert chats([{"messages": CHAT[1:]}], "CHANGING", train_on="all").num_samples == 1
 
 
-def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(chats: Chats) -> None:
+def test_truncated_chat_without_counted_tokens_is_dropped_and_reported(chats: Chats) -> None:
     long = [{"role": "user", "content": "word " * 300}, SINGLE[1]]
     dataset = chats([{"messages": SINGLE}, {"messages": long}])
     assert dataset.num_samples == 1
@@ -303,11 +308,11 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.texts.untokenised import find_untokenised
+    from axonlaunch.data.texts.untokenized import find_untokenized
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:
-        find_untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
+        find_untokenized(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
     assert str(raised.value).startswith(f"tokenizer.path: {message}")
 
 

@@ -174,6 +174,32 @@ def test_tools_may_be_json_text(read: Read, monkeypatch: pytest.MonkeyPatch) -> 
     assert read(as_text, "TOOLS") == read([row, {"messages": CHAT}], "TOOLS")
 
 
+def test_texts_in_a_list_are_turns_of_user_and_assistant(read: Read) -> None:
+    turns = ["What is 1 + 1?", "2.", "And 2 + 2?", "4."]
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    expected = read([{"messages": messages}], "CHATML")
+    assert read([{"dialog": turns}], "CHATML", fields={"messages": "dialog"}) == expected
+
+
+@pytest.mark.parametrize("template", ["MARKED", "CHATML"])
+def test_variables_of_the_template_may_be_in_a_row(
+    template: str, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "{{ 'Think.' if thinks else '' }}" + getattr(chat_templates, template)
+    monkeypatch.setattr(chat_templates, "OPTIONS", text, raising=False)
+    row, options = {"messages": CHAT}, {"thinks": True}
+    rows = [
+        {**row, "chat_template_kwargs": options},
+        {**row, "chat_template_kwargs": json.dumps(options)},
+        {**row, "chat_template_kwargs": {"thinks": False}},
+        row,
+    ]
+    read_rows = read(rows, "OPTIONS")
+    assert sorted(text.startswith("Think.") for text, _ in read_rows) == [False, False, True, True]
+    assert {counted for _, counted in read_rows} == {read([row], template)[0][1]}
+
+
 TWICE = chat_templates.MARKED.replace(
     "{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}",
     "{{ message['content'] }}{% endgeneration %}{% generation %}{{ '<|im_end|>\n' }}"
@@ -209,6 +235,13 @@ BAD = [
     ({"messages": CHAT, "tools": "[{"}, {}, "tools is text that is not JSON: "),
     ({"messages": CHAT, "tools": '{"a": 1}'}, {}, "tools is an object, not a list of JSON sch"),
     ({"messages": CHAT, "system": ["a"]}, {}, "system is a list, not text"),
+    ({"messages": CHAT, "chat_template_kwargs": [1]}, {}, "chat_template_kwargs is a list, not an"),
+    ({"messages": CHAT, "chat_template_kwargs": "{"}, {}, "chat_template_kwargs is text that is"),
+    (
+        {"messages": CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {},
+        "chat_template_kwargs sets chat_template, which is no variable of a row",
+    ),
     ({"prompt": [ASKED], "completion": []}, {}, "completion is empty"),
     ({"q": "a"}, {"prompt": "q", "completion": "a"}, "has no field a; it has q"),
     (

@@ -60,7 +60,7 @@ def test_fields_in_jinja_are_values_of_a_prompt_format(tmp_path: Path) -> None:
     assert counted.startswith("He flies.")
 
 
-def test_other_text_of_a_computed_field_tokenises_rows_again(tmp_path: Path) -> None:
+def test_other_text_of_a_computed_field_tokenizes_rows_again(tmp_path: Path) -> None:
     first = built(tmp_path, [SQUAD], fields=OF_SQUAD)
     second = built(tmp_path, [SQUAD], fields={**OF_SQUAD, "completion": "{{ answers.text[1] }}"})
     assert written(first)[1].rstrip() == "Ada<|im_end|>"

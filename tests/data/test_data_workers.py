@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from axonlaunch.data.datasets.dataset import AnyBatch, Batch, NoText
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, DatasetWithoutText
 from axonlaunch.data.datasets.loader import Loader, StreamLoader
 from axonlaunch.data.datasets.user_datasets import UserDataset, adapt_dataset
 from axonlaunch.data.reading.random_numbers import generator_states, have_moved
@@ -65,7 +65,7 @@ def masked(items: list[Any]) -> Any:
     return {"values": values.masked_fill(mask, 0), "index": [item["index"] for item in items]}
 
 
-class Batched(NoText):
+class Batched(DatasetWithoutText):
     """The interface ``Dataset``, which returns whole batches."""
 
     kind, num_classes, sample_shape = "images", 4, (1, 4, 4)

@@ -128,7 +128,7 @@ def test_globs_cross_folders_and_a_file_named_twice_is_read_once(corpus):
     assert first.num_samples + first.num_eval_samples >= 1400 // 4 - 2
 
 
-def test_a_path_with_brackets_is_taken_as_it_stands(corpus):
+def test_path_with_brackets_is_not_a_glob(corpus):
     (corpus / "x[1].txt").write_bytes(b"bracket" * 100)
     assert build_dataset(TextConfig(files=["x[1].txt"], sequence_length=4)).num_samples > 100
 

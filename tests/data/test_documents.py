@@ -1,4 +1,4 @@
-"""Documents in files: tokenised once, packed into rows, with errors reported."""
+"""Documents in files: tokenized once, packed into rows, with errors reported."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
-from axonlaunch.data.datasets.loader import order_of
+from axonlaunch.data.datasets.loader import Loader, order_of
 from axonlaunch.data.shards import shard_maker, token_cache
-from axonlaunch.data.shards.encoding import Tokenising
+from axonlaunch.data.shards.encoding import Tokenizing
 from axonlaunch.data.texts.text_rows import TextRows
 
 ROWS = [{"text": row["text"]} for row in corpus.functions()]
@@ -176,7 +176,7 @@ def test_held_out_split_is_disjoint_and_depends_only_on_data(
 def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
     documents: Documents, tmp_path: Path
 ) -> None:
-    made: list[Tokenising] = []
+    made: list[Tokenizing] = []
     first = documents(report=made.append)
     assert made
     assert [state.fraction for state in made] == sorted(state.fraction for state in made)
@@ -190,11 +190,11 @@ def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
     assert made, "the file has changed"
 
 
-def kill_while_tokenising(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:
+def kill_while_tokenizing(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:
     """Kill this process when some chunks are written."""
     count = 0
 
-    def end(state: Tokenising) -> None:
+    def end(state: Tokenizing) -> None:
         nonlocal count
         count += 1
         if count == after:
@@ -214,7 +214,7 @@ def test_killed_in_the_middle_it_continues_where_it_stopped(
     file, cache = str(tmp_path / "a.jsonl"), tmp_path / "cache"
     config = DocumentsConfig(files=[file], cache_dir=str(cache), sequence_length=64)
     process = multiprocessing.get_context("fork").Process(
-        target=kill_while_tokenising, args=(config, tokenizer, 9)
+        target=kill_while_tokenizing, args=(config, tokenizer, 9)
     )
     process.start()
     process.join(60)
@@ -238,7 +238,7 @@ def test_killed_in_the_middle_it_continues_where_it_stopped(
 
 
 def hold(folder: str, ready: Any) -> None:
-    """Tokenise as another process would, slowly."""
+    """Tokenize as another process would, slowly."""
     with token_cache.writer_lock(Path(folder), waits=lambda: None):
         ready.set()
         time.sleep(30)
@@ -254,9 +254,9 @@ def test_two_that_want_the_same_tokens_make_them_once(documents: Documents, tmp_
     other = context.Process(target=hold, args=(str(partial), ready))
     other.start()
     assert ready.wait(30)
-    waited: list[Tokenising] = []
+    waited: list[Tokenizing] = []
 
-    def complete_it(state: Tokenising) -> None:
+    def complete_it(state: Tokenizing) -> None:
         if state.waits:  # the other process completes the shard, and releases it
             complete.rename(shard)
             partial.rmdir()
@@ -316,7 +316,7 @@ def test_rows_of_files_with_other_schemas_are_bad_rows_of_theirs(
         documents(files=[str(first), str(two)])
 
 
-def test_columns_of_parquet_that_no_document_is_made_of_are_not_read(
+def test_parquet_columns_without_documents_are_not_read(
     documents: Documents, tmp_path: Path
 ) -> None:
     pytest.importorskip("pyarrow")
@@ -388,3 +388,10 @@ def test_rows_stay_in_the_order_of_the_files_without_shuffling(
     assert order.tolist() == [*range(count), *range(count)]
     first = dataset.samples(order[:count], split="train").inputs[:, 0].tolist()
     assert first == sorted(first)
+    for step in (1, 2, 7):  # of a run that resumes there, on two ranks
+        ranks = [
+            Loader(dataset, seed=3, global_batch_size=4, num_shards=2, shard=rank).batch(step)
+            for rank in range(2)
+        ]
+        rows_of_step = dataset.samples(np.arange(4 * step, 4 * step + 4) % count, split="train")
+        assert torch.equal(torch.cat([batch.inputs for batch in ranks]), rows_of_step.inputs)

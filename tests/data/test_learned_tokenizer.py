@@ -14,14 +14,14 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.shards.encoding import Tokenising
+from axonlaunch.data.shards.encoding import Tokenizing
 
 pytest.importorskip("transformers")
 
 TRAIN = TokenizerConfig(name="train", vocab_size=600)
 
 
-def documents(folder: Path, states: list[Tokenising] | None = None, **keys: Any) -> Any:
+def documents(folder: Path, states: list[Tokenizing] | None = None, **keys: Any) -> Any:
     """Return a dataset of 60 functions of Python's library."""
     rows = [dict(row) for row in corpus.functions()[:60]]
     file = folder / "rows.jsonl"
@@ -43,7 +43,7 @@ def test_a_tokenizer_of_the_given_size_is_learned_that_says_all_of_the_text(tmp_
 
 def test_it_is_learned_once_and_again_where_the_text_is_another(tmp_path: Path) -> None:
     first = documents(tmp_path)
-    states: list[Tokenising] = []
+    states: list[Tokenizing] = []
     again = documents(tmp_path, states)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
     assert not states
@@ -65,7 +65,7 @@ def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
     assert f"What is {int(answer) - 1} + 1?" in dataset.decode(batch.inputs[0].tolist())
 
 
-def test_a_tokenizer_and_a_question_are_of_the_columns_that_chats_are_made_of(
+def test_learned_tokenizer_reads_only_the_columns_of_chats(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("pyarrow")

@@ -8,12 +8,12 @@ import torch
 
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, NoText
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetWithoutText
 from axonlaunch.data.datasets.loader import Loader, StreamLoader
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
 
 
-class Numbers(NoText):
+class Numbers(DatasetWithoutText):
     """Samples that are their index; those for evaluation are negative."""
 
     kind = "tokens"

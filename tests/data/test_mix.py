@@ -85,7 +85,7 @@ def test_weights_are_shares_of_a_pass_in_which_each_row_is_seen(folder: Path) ->
     assert {n for text, n in counts.items() if text.startswith("b")} == {6}
 
 
-def test_the_order_depends_on_the_seed_and_the_sample_index_alone(folder: Path) -> None:
+def test_mixed_order_depends_only_on_seed_and_sample_index(folder: Path) -> None:
     """The order does not depend on the number of ranks or on where the run resumed."""
     dataset = mixed(folder, b=", epochs: 3")
 

@@ -1,11 +1,10 @@
-"""Which documents fill which row."""
+"""Assignment of documents to rows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from axonlaunch.data.datasets.packing import PACKERS, RowTable, best_fit, concat
 
@@ -40,7 +39,7 @@ def test_each_token_but_a_documents_last_is_predicted_from_once(
 
 
 @given(places=LENGTHS)
-def test_concat_leaves_room_in_the_last_row_alone(places: list[int]) -> None:
+def test_concat_leaves_room_only_in_the_last_row(places: list[int]) -> None:
     table, _ = packed("concat", places)
     assert [table.pieces(row)[1].sum() for row in range(len(table) - 1)] == [LENGTH] * (
         len(table) - 1

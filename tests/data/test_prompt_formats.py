@@ -89,7 +89,7 @@ def test_fields_name_the_columns_of_a_prompt_format(build: Build) -> None:
     assert counted == f"3{corpus.END}"
 
 
-def test_all_tokens_of_a_prompt_count_where_that_is_asked(build: Build) -> None:
+def test_all_tokens_of_a_prompt_count_with_train_on_all(build: Build) -> None:
     text, counted = written(build([ROW], prompt_format="{instruction}", train_on="all"))
     assert text.startswith("Add.3")
     assert counted == f"dd.3{corpus.END}"

@@ -19,7 +19,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
-from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, NoText
+from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, DatasetWithoutText
 from axonlaunch.data.datasets.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
@@ -36,7 +36,7 @@ class CountsConfig:
     sequence_length: int = 8
 
 
-class Counts(NoText):
+class Counts(DatasetWithoutText):
     kind = "tokens"
     num_samples, num_eval_samples, num_classes = 64, 64, 256
 
@@ -122,10 +122,10 @@ def offer(folder: Path, name: str, target: str, source: str) -> None:
 OFFERED = """
 import numpy as np
 from axonlaunch import register_dataset
-from axonlaunch.data.datasets.dataset import Batch, NoText
+from axonlaunch.data.datasets.dataset import Batch, DatasetWithoutText
 
 @register_dataset("offered")
-class Offered(NoText):
+class Offered(DatasetWithoutText):
     "Zeros of a package."
     kind, num_samples, num_eval_samples, num_classes, sample_shape = "tokens", 9, 9, 2, (4,)
 
@@ -155,14 +155,14 @@ def test_an_offered_one_is_imported_when_it_is_chosen_and_not_before(packages: P
 
 
 def test_a_broken_package_is_named_with_its_error_and_stops_no_other_run(packages: Path) -> None:
-    offer(packages, "offered", "offered_broken:It", "raise RuntimeError('no licence')")
+    offer(packages, "offered", "offered_broken:It", "raise RuntimeError('no license')")
     config.load(["data=synthetic_tokens"])
     assert "offered" in config.composer_of().options("data")
     with pytest.raises(ConfigError) as error:
         config.load(["data=offered"])
     assert str(error.value) == (
         "data.name=offered: it is offered by offered_package (entry point offered = "
-        "offered_broken:It); importing it failed with RuntimeError: no licence "
+        "offered_broken:It); importing it failed with RuntimeError: no license "
         f"({packages}/offered_broken.py:1)"
     )
 

@@ -36,7 +36,7 @@ def test_ranks_share_every_sample_once(batch_size: int, epoch: int) -> None:
     assert {len(of_shard) for of_shard in taken} == {6}
 
 
-def test_an_epoch_is_shuffled_by_seed_and_epoch_alone() -> None:
+def test_order_of_an_epoch_depends_only_on_seed_and_epoch() -> None:
     first = indices(40, 2)
     assert indices(40, 2) == first
     assert indices(40, 2, epoch=1) != first

@@ -1,4 +1,4 @@
-"""Rows of files that are tokenised while a run trains on earlier ones."""
+"""Rows of files that are tokenized while a run trains on earlier ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shards_in(folder: Path) -> int:
     return len([entry for entry in (folder / "cache").iterdir() if entry.suffix != ".partial"])
 
 
-def test_first_batch_tokenises_only_first_file(
+def test_first_batch_tokenizes_only_first_file(
     files: list[Path],
 ) -> None:
     dataset = made(files)
@@ -72,7 +72,7 @@ def test_first_batch_tokenises_only_first_file(
 
 def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Path]) -> None:
     dataset = made(files)
-    order_of(dataset, np.array([10_000]), seed=3)  # all shards are tokenised
+    order_of(dataset, np.array([10_000]), seed=3)  # all shards are tokenized
     rows = dataset._first_rows[-1]
     first = order_of(dataset, np.arange(rows), seed=3)
     second = order_of(dataset, np.arange(rows, 2 * rows), seed=3)
@@ -123,7 +123,7 @@ def test_resume_reads_only_current_shard(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = made(files)
-    order_of(full, np.array([10_000]), seed=5)  # all shards are tokenised
+    order_of(full, np.array([10_000]), seed=5)  # all shards are tokenized
     last = full._first_rows[-1] - 1
     expected = Loader(full, seed=5, global_batch_size=1).batch(last).inputs
     read: list[Path] = []
@@ -154,7 +154,7 @@ def test_held_out_rows_of_first_file_are_not_trained_on(files: list[Path]) -> No
     assert not both
 
 
-def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list[Path]) -> None:
+def test_rows_have_the_documents_of_a_corpus_that_is_tokenized_first(files: list[Path]) -> None:
     sharded, full = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
     summary, other = sharded.summaries()[""], full.summaries()[""]
     assert (summary.documents, summary.tokens) == (other.documents, other.tokens)
@@ -162,7 +162,7 @@ def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list
 
 
 @pytest.mark.slow
-def test_another_process_tokenises_the_rest_and_ends_with_this_one(
+def test_another_process_tokenizes_the_rest_and_ends_with_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the process divides files by the default rules
@@ -170,10 +170,10 @@ def test_another_process_tokenises_the_rest_and_ends_with_this_one(
     dataset = made([corpus.write_jsonl(tmp_path / "large.jsonl", rows)], held_out=0)
     assert isinstance(dataset, ShardedRows)
     tokenizer = TokenizerConfig(name="bytes")
-    with dataset.tokenising_ahead(tokenizer) as process:
+    with dataset.tokenizing_ahead(tokenizer) as process:
         pass
     assert process.returncode == -9
-    with dataset.tokenising_ahead(tokenizer) as process:
+    with dataset.tokenizing_ahead(tokenizer) as process:
         assert process.wait(timeout=60) == 0
     names = {folder.name for folder in (tmp_path / "cache").iterdir()}
     assert len(names) == 2

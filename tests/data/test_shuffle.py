@@ -2,8 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from axonlaunch.data.datasets.shuffle import dataset_indices, permute
 
@@ -41,7 +40,7 @@ def test_each_epoch_has_every_sample_once_in_an_order_of_its_own():
         assert not np.array_equal(first, other)
 
 
-def test_the_order_depends_on_the_seed_alone():
+def test_shuffled_order_depends_only_on_the_seed():
     positions = np.arange(50)
     first = dataset_indices(positions, num_samples=1000, seed=1)
     assert np.array_equal(first, dataset_indices(positions, num_samples=1000, seed=1))
@@ -66,7 +65,7 @@ def test_all_orders_of_four_samples_occur():
     assert len(orders) == 24
 
 
-def test_neighbours_do_not_stay_neighbours():
+def test_neighbors_do_not_stay_neighbors():
     order = permute(np.arange(100_000), size=100_000, key=(0,))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert (np.abs(np.diff(order)) == 1).sum() < 10

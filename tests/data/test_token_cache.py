@@ -114,9 +114,7 @@ def test_a_large_file_has_shards_of_a_bounded_size_and_is_read_once(
     assert opened == [str(file)]
 
 
-def test_a_shard_is_the_same_whoever_makes_it_and_whatever_is_there_already(
-    file: Path, tmp_path: Path
-) -> None:
+def test_rebuilt_shards_have_the_same_content(file: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     folders = [shard.folder for shard in shards_of(file, folder=cache)]
     expected = content(cache)
@@ -127,7 +125,7 @@ def test_a_shard_is_the_same_whoever_makes_it_and_whatever_is_there_already(
     assert content(cache) == expected
 
 
-def test_interrupted_tokenisation_continues_within_file(file: Path, tmp_path: Path) -> None:
+def test_interrupted_tokenization_continues_within_file(file: Path, tmp_path: Path) -> None:
     expected, cache = tmp_path / "expected", tmp_path / "cache"
     list(shards_of(file, folder=expected))
 

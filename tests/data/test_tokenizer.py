@@ -105,7 +105,7 @@ def test_saved_tokenizer_has_configured_class(folder: Path, tmp_path: Path) -> N
     assert (kept.end, kept.fingerprint) == (read.end, plain.fingerprint)
 
 
-def test_an_exported_tokenizer_is_not_of_the_class_of_the_weights_beside_it(
+def test_exported_tokenizer_does_not_get_the_class_of_the_weights(
     folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())

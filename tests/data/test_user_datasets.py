@@ -231,7 +231,7 @@ def test_loss_sum_is_divided_by_counted_targets() -> None:
         ("by_length_of_a_test", "tokens"),
     ],
 )
-def test_metrics_are_named_by_what_the_loss_counts(loss: str, unit: str) -> None:
+def test_metrics_are_named_after_the_unit_of_the_loss(loss: str, unit: str) -> None:
     chosen = [*CHOSEN, INDEXED, f"train.loss={loss}", "train.steps=1", "launch.nproc=1"]
     config = run_config([*chosen, "run_dir=run"])
     Path("run").mkdir()

@@ -111,6 +111,26 @@ def test_generators_are_saved_only_where_a_block_may_draw(
     assert preserved == [draws]
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_repeats_dropout_of_adapters(mode: Mode) -> None:
+    adapter = ["adapter=lora", "adapter.dropout=0.5", "strategy=single"]
+    chosen = run_config(["model=llama_debug", "data=synthetic_tokens", *adapter])
+    tokens = torch.arange(16)[None]
+
+    def gradients(mode: Mode) -> dict[str, Tensor]:
+        module = build_model(chosen, seed=0).train()
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+        apply_activation_checkpointing(module.layers, mode=mode)
+        torch.manual_seed(0)
+        module(tokens).square().mean().backward()
+        trained = {name: each.grad for name, each in module.named_parameters()}
+        return {name: each for name, each in trained.items() if each is not None}
+
+    torch.testing.assert_close(gradients(mode), gradients("none"))
+
+
 @pytest.mark.slow
 def test_selective_recomputation_of_divided_experts_keeps_losses() -> None:
     """Experts are sharded separately, so fully_shard has hooks inside a recomputed block."""

@@ -1,4 +1,4 @@
-"""Which losses are compiled with the blocks, and that their values do not change."""
+"""Losses that are compiled with the blocks, and their unchanged values."""
 
 from __future__ import annotations
 

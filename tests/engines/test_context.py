@@ -18,8 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
 from axonlaunch.data.datasets.dataset import Batch
-from axonlaunch.engines.context import context
-from axonlaunch.engines.context import ring_attention as ring
+from axonlaunch.engines.context import context, ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.context.ring_attention import ring_attention
 

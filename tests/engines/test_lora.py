@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 from torch import nn
 
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, to_yaml
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.build import build_model, construct
@@ -208,6 +211,25 @@ def test_verify_of_lora_passes_and_notes_frozen_parameters(overrides: str) -> No
     assert verdict.passed, (verdict.differences, verdict.reason, verdict.failure)
     assert not any(is_of_adapter(name) for name in verdict.frozen_parameters)
     assert verdict.parameters_with_gradient == verdict.parameters - len(verdict.frozen_parameters)
+
+
+def test_resume_with_another_scale_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    overrides = [*MODELS["llama"], *DATA, "adapter=lora", "strategy=single"]
+    chosen = run_config(overrides)
+    (tmp_path / "config.yaml").write_text(to_yaml(chosen))
+
+    def save(world: World) -> None:
+        saver = Saver(tmp_path, world=world, retention=Retention(newest=1))
+        saver.save(rank_engine(chosen, world)[0].state_dict(), step=1, samples=16)
+        saver.close()
+
+    World.mock(1).run(save)
+    resumed = [*overrides, f"checkpoint.resume={tmp_path}"]
+    run_config([*resumed, "adapter.dropout=0.1"])
+    for changed, was in (("alpha=8", "alpha=16.0"), ("rslora=true", "rslora=false")):
+        problem = rf"adapter\.{changed}.*: .* was trained in the scale of adapter\.{was}; use that"
+        with pytest.raises(ConfigError, match=problem):
+            run_config([*resumed, f"adapter.{changed}"])
 
 
 def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:

@@ -1,4 +1,4 @@
-"""Label smoothing, z-loss and DFT equal torch, transformers and their formulas, in every layout."""
+"""Terms and factors of cross entropy equal torch, transformers and formulas in every layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ GPT = [
     *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"),
 ]
 BOTH = {"label_smoothing": SMOOTHING, "z_loss": Z_LOSS}
-CHOSEN: list[dict[str, Any]] = [{"label_smoothing": 0.2}, {"z_loss": 0.3}, BOTH, {"dft": True}]
+CHOSEN: list[dict[str, Any]] = [
+    {"label_smoothing": 0.2},
+    {"z_loss": 0.3},
+    BOTH,
+    {"dft": True},
+    {"eaft": 1.5},
+]
 
 
 def drawn(classes: int, *, scale: float = 5.0) -> tuple[Tensor, Tensor]:
@@ -52,6 +58,7 @@ def by_formula(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    eaft: float = 0.0,
 ) -> Tensor:
     """Return the sum in fp64, with the distribution of the targets written out."""
     logits, classes = logits.double(), logits.shape[-1]
@@ -62,6 +69,9 @@ def by_formula(
     losses = losses + z_loss * logits.exp().sum(-1).log() ** 2
     if dft:
         losses = losses * (wanted * logits.softmax(-1)).sum(-1).detach()
+    if eaft:
+        largest = logits.detach().sort(-1, descending=True).values[..., :20].softmax(-1)
+        losses = losses * (-(largest * largest.log()).sum(-1) / 3) ** eaft
     return losses[counted].sum()
 
 
@@ -105,6 +115,32 @@ def test_label_smoothing_equals_that_of_transformers() -> None:
     expected = LabelSmoother(epsilon=SMOOTHING)({"logits": logits}, targets)
     computed = cross_entropy_sum(logits, targets, label_smoothing=SMOOTHING)
     assert (computed / 9).item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_weights_by_entropy_are_those_of_the_20_most_likely_of_many_classes() -> None:
+    """Written as LLaMA-Factory computes them; the most likely classes are on several ranks."""
+    logits, targets = drawn(101, scale=2.0)
+    counted = targets != IGNORE_INDEX
+    highest, _ = torch.topk(logits[counted].double(), k=20, dim=-1)
+    logs = highest - torch.logsumexp(highest, dim=-1, keepdim=True)
+    weights = (-(logs.exp() * logs).sum(-1) / 3.0) ** 0.7
+    losses = F.cross_entropy(logits[counted].double(), targets[counted], reduction="none")
+    expected = (losses * weights).sum().item()
+    assert cross_entropy_sum(logits, targets, eaft=0.7).item() == pytest.approx(expected, rel=1e-6)
+
+    def rank(world: World) -> None:
+        mine = logits.chunk(3, -1)[world.rank]
+        loss = vocab_parallel_cross_entropy_sum(
+            mine, targets, group=world.default_group, classes=101, eaft=0.7
+        )
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+    World.mock(3).run(rank)
+
+
+def test_two_factors_of_cross_entropy_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dft=True weights .* and eaft=1.0, must be 0"):
+        cross_entropy_sum(*drawn(11), dft=True, eaft=1.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -159,6 +195,7 @@ def test_loss_terms_in_every_layout_equal_plain_torch(layout: list[str]) -> None
     assert verdict.passed, verdict.differences
 
 
+@pytest.mark.parametrize("factor", ["train.dft=true", "train.eaft=1.5"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -172,10 +209,8 @@ def test_loss_terms_in_every_layout_equal_plain_torch(layout: list[str]) -> None
     ],
     ids=" ".join,
 )
-def test_dft_in_every_layout_equals_plain_torch(layout: list[str]) -> None:
-    verdict = compare.on_mock(
-        run_config([*GPT, "train.dft=true", *layout]), ComparisonPlan(steps=2)
-    )
+def test_weighted_loss_in_every_layout_equals_plain_torch(layout: list[str], factor: str) -> None:
+    verdict = compare.on_mock(run_config([*GPT, factor, *layout]), ComparisonPlan(steps=2))
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
 
@@ -222,7 +257,7 @@ def test_step_loss_and_gradients_with_terms_equal_torch(overrides: list[str]) ->
     World.mock(1).run(run)
 
 
-@pytest.mark.parametrize("term", [*TERMS, "train.dft=true"])
+@pytest.mark.parametrize("term", [*TERMS, "train.dft=true", "train.eaft=1"])
 def test_terms_of_cross_entropy_are_refused_with_another_loss(term: str) -> None:
     key = term.partition("=")[0]
     ax.register_loss("squares_for_terms")(lambda outputs, batch: outputs.square().sum())

@@ -115,7 +115,7 @@ def test_bf16_parameters_train_like_torch(layout: str, states: tuple[str, ...]) 
     assert in_layout([*LAYOUTS[layout], *states]) == pytest.approx(expected, rel=tolerance)
 
 
-def test_tied_weights_stay_tied_and_buffers_stay_as_they_are() -> None:
+def test_tied_weights_stay_tied_and_buffers_keep_their_dtype() -> None:
     overrides = ["model=llama_debug", "model.tie_word_embeddings=true"]
     model: Any = build_model(run_config([*overrides, "strategy=single"]).model)
     before = {name: buffer.dtype for name, buffer in model.named_buffers()}

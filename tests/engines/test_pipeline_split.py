@@ -1,4 +1,4 @@
-"""Where a model is split into stages: balanced by time, with unchanged names."""
+"""Splits of a model into stages: balanced by time, with unchanged names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from configured import run_config
 from hf_families import without_folder
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from axonlaunch.config.consistency.layout import Layout

@@ -193,7 +193,7 @@ def test_fsdp_memory_stats_equal_storage_bytes() -> None:
     assert idle.current_bytes == trained.current_bytes == back.current_bytes == total // 4
     assert idle.savings == pytest.approx(0.75)
     assert gathered.current_bytes >= total + total // 4
-    # At most two gathered blocks at once: the current one and its neighbour.
+    # At most two gathered blocks at once: the current one and its neighbor.
     assert total // 4 < trained.peak_bytes <= total + total // 4
     assert idle.device_peak_bytes is None
 

@@ -17,8 +17,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import QuantizedFormat
 from axonlaunch.engines.precision.quantized_products import QuantizedProducts
-from axonlaunch.engines.precision.scaled_products import scale_products
 from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
+from axonlaunch.engines.tensor.rounded_layers import round_products
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_layers import note_on_experts
 
@@ -36,7 +36,7 @@ def linear_layers(*, dtype: torch.dtype) -> nn.Sequential:
 
 
 def quantized(model: nn.Sequential) -> nn.Sequential:
-    scale_products([each for each in model if isinstance(each, nn.Linear)], FORMAT)
+    round_products([each for each in model if isinstance(each, nn.Linear)], FORMAT)
     return model
 
 
@@ -120,7 +120,7 @@ def test_trained_weights_that_torchao_quantizes_give_the_outputs_of_training() -
     ("dtype", "moved"), [(torch.float32, 0.0), (torch.bfloat16, 0.02)], ids=str
 )
 @pytest.mark.filterwarnings("ignore")
-def test_torchao_makes_the_integers_of_training_or_in_bf16_neighbours_of_a_few(
+def test_torchao_makes_the_integers_of_training_or_in_bf16_neighbors_of_a_few(
     dtype: torch.dtype, moved: float
 ) -> None:
     """torchao computes integers in the dtype of the weights, and training computes them in fp32."""

@@ -130,7 +130,7 @@ def test_optimizer_by_target_equals_one_process_in_every_layout(layout: str) -> 
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_custom_optimizer_initialises_nonzero_states_itself() -> None:
+def test_custom_optimizer_initializes_nonzero_states_itself() -> None:
     """Every run with ``model.weights=`` reads states before the first step; this one's do not start
     at zero.
     """
@@ -188,7 +188,7 @@ def test_custom_states_including_numbers_are_saved_and_loaded() -> None:
 
 
 def test_a_parameter_that_had_no_gradient_resumes_without_states() -> None:
-    """Its optimizer then initialises them, as in a run that was not interrupted."""
+    """Its optimizer then initializes them, as in a run that was not interrupted."""
     config = CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1)
     straight = {name: nn.Parameter(torch.ones(4, 3)) for name in ("used", "unused")}
     first = Update(config, straight)

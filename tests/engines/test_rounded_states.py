@@ -69,7 +69,7 @@ def test_element_bits_of_shards_are_those_of_the_full_tensor() -> None:
     assert World.mock(4).run(run) == [True] * 4
 
 
-def test_rounding_gives_a_neighbour_with_the_probability_of_its_distance() -> None:
+def test_rounding_gives_a_neighbor_with_the_probability_of_its_distance() -> None:
     low, high = (torch.tensor(value, dtype=torch.bfloat16) for value in (1.0, 1.0078125))
     value = torch.full((200_000,), 1.0 + 0.3 * 0.0078125)
     rounded = round_to_bf16(value, element_bits(value, "key", device=CPU))

@@ -17,10 +17,9 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import MATMUL_FORMATS, Float8Format
 from axonlaunch.engines.precision.scaled_products import (
-    ScaledLinear,
     ScaledProducts,
-    scale_products,
 )
+from axonlaunch.engines.tensor.rounded_layers import RoundedLinear, round_products
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.spec import ModelSpec
@@ -57,7 +56,7 @@ def linear_layers(*, dtype: torch.dtype) -> nn.Sequential:
 
 
 def in_8_bits(model: nn.Sequential, name: str) -> nn.Sequential:
-    scale_products([each for each in model if isinstance(each, nn.Linear)], MATMUL_FORMATS[name])
+    round_products([each for each in model if isinstance(each, nn.Linear)], MATMUL_FORMATS[name])
     return model
 
 
@@ -160,7 +159,7 @@ def test_every_layout_has_the_losses_of_one_process(layout: str, name: str) -> N
     expected = losses([overrides[0], "strategy=single", *depth])
     actual = losses(overrides)
     assert actual[:1] == pytest.approx(expected[:1], rel=5e-5)
-    # Sums in another order differ by 1e-7. Once this rounds a factor to its other neighbour, losses
+    # Sums in another order differ by 1e-7. Once this rounds a factor to its other neighbor, losses
     # differ as much as after a change of the weights by 1e-7: by up to 9e-4.
     assert actual == pytest.approx(expected, rel=3e-3)
     without = losses(["strategy=single", *depth])
@@ -175,7 +174,7 @@ def test_linear_layers_of_blocks_compute_in_8_bits_and_excluded_ones_do_not() ->
     def run(world: World) -> set[str]:
         engine, _ = rank_engine(chosen, world)
         [model] = engine.modules
-        return {n for n, layer in model.named_modules() if isinstance(layer, ScaledLinear)}
+        return {n for n, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
 
     layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"]
     expected = {f"layers.0.{name}" for name in [*layers, "mlp.down_proj"]}
@@ -185,7 +184,7 @@ def test_linear_layers_of_blocks_compute_in_8_bits_and_excluded_ones_do_not() ->
 def test_layers_of_a_class_share_a_class_so_blocks_are_compiled_once() -> None:
     model = linear_layers(dtype=torch.float32)
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    scale_products(layers, MATMUL_FORMATS[NAMES[0]])
+    round_products(layers, MATMUL_FORMATS[NAMES[0]])
     assert len({type(layer) for layer in layers}) == 1
 
 
@@ -216,7 +215,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(20))
 
 
-def test_routers_in_a_module_beside_experts_are_left_out() -> None:
+def test_router_in_a_sibling_module_of_experts_is_not_scaled() -> None:
     config = run_config([*MODEL, "train.matmul_dtype=fp8_rowwise"])
     spec = ModelSpec(build=lambda _: Mixture(), loss=cross_entropy_sum)
     layers = scaled_layers(config, spec, Mixture())

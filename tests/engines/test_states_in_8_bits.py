@@ -11,6 +11,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 from configured import run_config
+from hf_families import without_folder
 from rank_engine import rank_engine
 from torch import Tensor, nn
 
@@ -41,6 +42,12 @@ LAYOUTS = {
     "zero1 tensor": ["strategy=zero1", "strategy.tensor.degree=2", "launch.nproc=4"],
     "pipeline": ["strategy=pipeline", "launch.nproc=2"],
 }
+
+MIXTURE = [
+    *("model=moe_debug", "model.balance=none", "model.intermediate_size=192"),
+    "model.moe_intermediate_size=192",
+    *("adapter=lora", "adapter.rank=16", "adapter.targets=[experts.*,down_proj]"),
+]
 
 
 def gradients(steps: int) -> list[Tensor]:
@@ -164,6 +171,21 @@ def _custom(target: str) -> list[str]:
             [*LAYOUTS["tensor"], "model.hidden_size=64", "model.num_attention_heads=2"],
             "rows of 64 values, and strategy.tensor.degree=2 cuts them within blocks of 64",
         ),
+        (
+            [*MIXTURE, "strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"],
+            r"lora_B.weight has rows of 128 values, and strategy.expert.degree=2 cuts them within",
+        ),
+        (
+            [
+                *(*LAYOUTS["tensor"], "model=llama_debug", "model.intermediate_size=192"),
+                *("adapter=lora", "adapter.rank=32"),
+            ],
+            r"down_proj.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2 cuts",
+        ),
+        (
+            [*MIXTURE, *LAYOUTS["tensor"], "adapter.targets=[experts.*]"],
+            r"down_proj_lora.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2",
+        ),
         (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon can't update in fp32"),
         (
             [*_custom("torch.optim:Adagrad"), "optimizer.state_dtype=8bit"],
@@ -178,7 +200,16 @@ def _custom(target: str) -> list[str]:
             "optimizer=sgd keeps no states in the dtype of the weights",
         ),
     ],
-    ids=["a cut block", "muon", "early states", "fp32 states", "no states"],
+    ids=[
+        "a cut block",
+        "adapter of divided experts",
+        "adapter of a row layer",
+        "adapter of experts",
+        "muon",
+        "early states",
+        "fp32 states",
+        "no states",
+    ],
 )
 def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     overrides: list[str], problem: str
@@ -187,6 +218,15 @@ def test_states_in_8_bits_that_a_run_cannot_have_are_refused(
     optimizer = [] if "optimizer=" in " ".join(overrides) else ["optimizer=adamw_8bit"]
     with pytest.raises(ConfigError, match=problem):
         run_config([*settings, *optimizer, *overrides])
+
+
+def test_states_in_8_bits_of_biases_of_experts_that_shards_cut_are_refused() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 1056, "num_local_experts": 2}
+    chosen = without_folder("gpt_oss", num_hidden_layers=1, num_experts_per_tok=1, **sizes)
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
+    problem = "gate_up_proj_bias has rows of 2112 values, and strategy.expert.degree=2 cuts them"
+    with pytest.raises(ConfigError, match=problem):
+        run_config([*chosen, *layout, "optimizer=adamw_8bit"])
 
 
 @pytest.mark.parametrize("installed", ["none", "0.40.1"])

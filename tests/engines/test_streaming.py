@@ -1,4 +1,4 @@
-"""Updates streamed through a simulated GPU: copies, pinned memory and synchronisation."""
+"""Updates streamed through a simulated GPU: copies, pinned memory and synchronization."""
 
 from __future__ import annotations
 

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from counted_collectives import Collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
+from axonlaunch.comm import ProcessGroup
 from axonlaunch.engines.tensor.divided_layers import fused_region
+from axonlaunch.engines.tensor.divided_layers.local_parameters import to_local
 from axonlaunch.models.modules.attention import Attention, RotaryTable
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -160,6 +163,23 @@ def test_tensor_parallel_gradients_accumulate_and_pass_frozen_layers() -> None:
         torch.testing.assert_close(x.grad, full.weight.sum(0).expand(2, 6))
 
     on_ranks(2, rank)
+
+
+def test_bf16_gradient_of_replicated_parameter_is_summed_in_fp32() -> None:
+    def rank(world: ax.World) -> None:
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        ones = torch.ones(1, dtype=torch.bfloat16)
+        weight = nn.Parameter(DTensor.from_local(ones, mesh, [Replicate()]))
+        # bf16 has 256, 258 and 260: a sum in bf16 would stay at 256.
+        partial = [256.0, 1.0, 1.0, 1.0][world.rank]
+        (
+            to_local(weight, summed_over=ProcessGroup.from_torch(mesh.get_group())) * partial
+        ).sum().backward()
+        assert isinstance(weight.grad, DTensor)
+        assert weight.grad.dtype == torch.bfloat16
+        assert weight.grad.to_local().item() == 260.0
+
+    on_ranks(4, rank)
 
 
 def test_autocast_row_parallel_has_dtype_of_linear() -> None:

@@ -258,7 +258,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     ids=lambda config: str(config.name),
 )
 def test_skipped_step_changes_no_state(config: OptimizerConfig) -> None:
-    """In a skipped first step, torch's fused SGD would create an uninitialised momentum."""
+    """In a skipped first step, torch's fused SGD would create an uninitialized momentum."""
     own, plain = parameters(), parameters()
     update, right = Update(config, own), Update(config, plain)
     for step, overflows in enumerate((1.0, 0.0, 1.0, 0.0)):

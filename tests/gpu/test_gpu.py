@@ -103,7 +103,7 @@ def test_a_state_is_staged_in_page_locked_memory() -> None:
     assert second.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_ranks_stop_one_step_after_one_is_asked(world: World) -> None:
+def test_ranks_stop_one_step_after_a_request_to_one_rank(world: World) -> None:
     vote, answers = StopVote(world), []
     for step in range(3):
         vote.cast(stop=step == 0)

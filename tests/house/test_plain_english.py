@@ -1,4 +1,4 @@
-"""Tests that docstrings, comments, messages and pages avoid phrases that read like riddles.
+"""Tests that docstrings, comments, messages, pages and names of tests avoid phrases like riddles.
 
 The patterns are a thermometer: a clear sentence is the aim, see CONTRIBUTING.md. PyTorch's and
 Lightning Fabric's docstrings have fewer than one match per 1,000 words.
@@ -7,6 +7,7 @@ Lightning Fabric's docstrings have fewer than one match per 1,000 words.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -24,6 +25,7 @@ VERBS = (
 )
 PATTERNS = (
     r"\b(for|by|of|to|from|who) who(ever)?\b|\bwhoever\b",
+    r"\bWho(ever)? (is|has|had|takes|reads)\b",
     rf"\bwhat ({VERBS})\b",
     r"\bof (which|whom|whose)\b",
     r"\b(is|are|was|were) none\b|\bnone is\b",
@@ -37,23 +39,27 @@ PATTERNS = (
     r"\b(is|are) asked\b|\btold\b|\b(is|are|was) given\b",
     r"\bin (its|the|their) place\b|\bin place of\b",
     r"\b(gives?|gave|made|makes?) of\b",
+    r"\bas (torch|PEFT|they|it|that|those|others|numpy|transformers) (has|have|is|are|says)\b",
 )
-# An argument's text that is only clear together with the argument's name.
-FRAGMENT = r"^\s*\w+: (Of|As|In|Its|Their|Where|Whose|Whom|How|From|By|With|The same)\b"
+# Texts of arguments and errors that are clear only together with the name or the summary.
+FRAGMENT = (
+    r"^\s*\**\w+: (Of|As|In|Its|Their|They|These|Those|It|Where|Whose|Whom|Who|What|How|From|By|"
+    r"With|The same|There is such)\b"
+)
 
 
-def sentences(path: Path) -> Iterator[str]:
-    """Yield docstrings and comments of a Python file, or the prose of a page."""
+@functools.cache
+def sentences(path: Path) -> list[str]:
+    """Return docstrings and comments of a Python file, or the prose of a page."""
     text = path.read_text()
     if path.suffix == ".md":
-        yield re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        return
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            yield str(node.value.value)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
+        return [re.sub(r"```.*?```", "", text, flags=re.DOTALL)]
+    expressions = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [
+        *(str(value.value) for value in expressions if isinstance(value, ast.Constant)),
+        *(token.string for token in tokens if token.type == tokenize.COMMENT),
+    ]
 
 
 def messages(path: Path) -> Iterator[str]:
@@ -89,12 +95,28 @@ def check(texts: Iterator[str], patterns: tuple[str, ...]) -> None:
     assert 1000 * len(found) / words <= MOST_PER_THOUSAND, found
 
 
+def names_of_tests(path: Path) -> Iterator[str]:
+    """Yield the names of the tests of a module as sentences."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.name.replace("_", " ")
+
+
 PACKAGE = sorted(ROOT.glob("axonlaunch/**/*.py"))
+TESTS = sorted(ROOT.glob("tests/**/test_*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("axonlaunch/docs/*.md"))]
 
 
 def test_docstrings_and_comments_are_in_plain_english() -> None:
-    check((text for path in PACKAGE for text in sentences(path)), (*PATTERNS, FRAGMENT))
+    check((text for path in PACKAGE for text in sentences(path)), PATTERNS)
+
+
+def test_descriptions_of_arguments_and_errors_are_no_fragments() -> None:
+    assert matches((text for path in PACKAGE for text in sentences(path)), (FRAGMENT,))[1] == []
+
+
+def test_names_of_tests_are_in_plain_english() -> None:
+    check((name for path in TESTS for name in names_of_tests(path)), PATTERNS)
 
 
 def test_messages_are_in_plain_english() -> None:

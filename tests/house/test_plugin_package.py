@@ -123,15 +123,15 @@ def test_plugin_package_works_with_every_command(command: Environment) -> None:
     assert "steps between" in described
     assert "file that the names of runs are appended to" in " ".join(described.split())
     loss = ["train.loss=smoothed", "train.loss_options.bye=0.5"]
-    misspelt = ["optimizer.momentun=0.5", "data.sequence_lenght=4", *loss]
-    wrong = command("train", *OVERRIDES, *misspelt, status=2)
+    misspelled = ["optimizer.momentun=0.5", "data.sequence_lenght=4", *loss]
+    wrong = command("train", *OVERRIDES, *misspelled, status=2)
     assert "did you mean train.loss_options.by?" in wrong.stderr
     assert "did you mean optimizer.momentum?" in wrong.stderr
     assert "did you mean data.sequence_length?" in wrong.stderr
     broken = command("train", *OVERRIDES, "loggers=[table,broken]", status=2)
     assert broken.stderr.startswith(
         "error: loggers[1].name=broken: it is offered by axonlaunch-example (entry point broken = "
-        "axonlaunch_example.broken); importing it failed with RuntimeError: no licence ("
+        "axonlaunch_example.broken); importing it failed with RuntimeError: no license ("
     )
     assert broken.stderr.endswith("axonlaunch_example/broken.py:3)\n")
 

@@ -17,7 +17,7 @@ def test_every_public_name_is_listed_once_sorted_and_there() -> None:
     assert dir(ax) == ax.__all__
 
 
-def test_every_name_of_the_comm_room_is_public() -> None:
+def test_every_name_of_the_comm_package_is_public() -> None:
     assert set(comm_names) <= set(ax.__all__)
 
 

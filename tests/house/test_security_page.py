@@ -17,7 +17,7 @@ def test_security_page_names_existing_tests() -> None:
     assert not set(re.findall(r"(test_\w+)(?!\.py)\b", text)) - defined
 
 
-def test_pickles_are_read_in_these_files_alone() -> None:
+def test_pickles_are_read_only_in_these_files() -> None:
     """None of them reads pickles from a network, or from files of other users."""
     package = PAGE.parents[1]
     reading = {
@@ -27,7 +27,7 @@ def test_pickles_are_read_in_these_files_alone() -> None:
     }
     assert reading == {
         "launch/local/rank_process.py",  # from the parent
-        "data/texts/tokenise_ahead.py",  # from the pipe of the process that started it
+        "data/texts/tokenize_ahead.py",  # from the pipe of the process that started it
         "launch/multinode/rendezvous_state.py",  # what this process just pickled
         "system/processes/forked_call.py",  # its own pickle, and from the parent's pipe
         "system/processes/forked_map.py",  # from a child

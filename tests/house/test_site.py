@@ -41,7 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_site_has_every_page_and_links_only_to_what_it_has(site: Path) -> None:
+def test_site_has_every_page_and_no_dead_link(site: Path) -> None:
     pages = {page.name: page.read_text() for page in site.glob("*.html")}
     names = {f"{page.stem}.html" for page in (ROOT / "axonlaunch" / "docs").glob("*.md")}
     assert names | {"index.html", "contributing.html", "changelog.html"} <= pages.keys()

@@ -74,7 +74,7 @@ SHARED = ["checkpoint.path=shared", "checkpoint.path=s3://bucket/shared/", "run_
 def sweep(*overrides: str) -> list[RunConfig]:
     request = Request(overrides=["name=a,b", *overrides], multirun=True)
     context = multiprocessing.get_context("forkserver")
-    options = LaunchOptions(context=context, started=0.0)
+    options = LaunchOptions(fork_server=context, started=0.0)
     return [run.config for run in runs.load_runs(request, ClusterEnvironment(), options)]
 
 

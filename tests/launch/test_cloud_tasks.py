@@ -96,7 +96,7 @@ def test_script_of_a_task_hands_configuration_and_token_to_the_node(
 
 def test_settings_that_a_task_needs_are_all_reported() -> None:
     config = configuration.load(["launch=dstack", "checkpoint.path=/disk", "launch.nnodes=2:4"])
-    options = LaunchOptions(context=None, started=0.0)  # type: ignore[arg-type]
+    options = LaunchOptions(fork_server=None, started=0.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         cloud_tasks.check(config, options)
     assert [str(problem) for problem in caught.value.problems] == [

@@ -1,4 +1,4 @@
-"""What is said about a run on Kubernetes: its states, its log and the refusals of the server."""
+"""Messages about a run on Kubernetes: its states, its log and the refusals of the server."""
 
 from __future__ import annotations
 
@@ -199,6 +199,27 @@ def test_lines_of_a_log_are_printed_once_also_within_a_second() -> None:
     # A rotated log has only its last lines.
     cluster.lines = [f"{time}9.1Z step 9\n"]
     assert job.read_log() == "step 9\n"
+
+
+def test_log_of_a_node_in_another_time_zone_is_printed_once() -> None:
+    cluster, asked = Canned(), list[str]()
+    cluster.pods = [pod(phase="Running")]
+    job = job_of(cluster)
+
+    def log(name: str, container: str, *, since: str) -> str:
+        asked.append(since)
+        return "".join(cluster.lines)
+
+    cluster.log = log  # type: ignore[method-assign]
+    # Zeros at the end of a second's fraction are omitted.
+    cluster.lines = ["2026-11-28T01:30:00.1+02:00 step 1\n", "failed to try resolving symlinks\n"]
+    assert job.read_log() == "step 1\n"
+    cluster.lines.append("2026-11-28T01:30:00.123456789+02:00 step 2\n")
+    assert job.read_log() == "step 2\n"
+    # The clock of the node was set back.
+    cluster.lines.append("2026-11-28T00:30:01+01:00 step 3\n")
+    assert job.read_log() == "step 3\n"
+    assert asked == ["", "2026-11-27T23:30:00Z", "2026-11-27T23:30:00Z"]
 
 
 def test_log_of_a_rank_is_that_of_its_pod() -> None:

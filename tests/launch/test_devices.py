@@ -16,7 +16,7 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.launch.external.joining import devices_each
 from axonlaunch.preflight import devices
 from axonlaunch.system import gpus
-from axonlaunch.training.worker import arithmetic_notes, device_notes
+from axonlaunch.training.process.start_notes import arithmetic_notes, device_notes
 
 GIB = 2**30
 

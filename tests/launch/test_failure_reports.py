@@ -1,4 +1,4 @@
-"""Which rank is blamed for a failure, and which parts of the reports are shown."""
+"""The rank that is blamed for a failure, and the parts of reports that are shown."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_rank_in_user_code_does_not_count_as_waiting() -> None:
     assert where.doing == "is in all_reduce (me/model.py:2806)"
 
 
-def test_stack_without_rank_is_none() -> None:
+def test_output_without_a_rank_has_no_stack() -> None:
     assert main_stack("Fatal Python error\n") == []
 
 

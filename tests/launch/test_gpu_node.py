@@ -1,4 +1,4 @@
-"""On a node with GPUs, commands never initialise CUDA in a process that forks or traces."""
+"""On a node with GPUs, commands never initialize CUDA in a process that forks or traces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def notes(tmp_path: Path) -> Path:
     ],
     ids=["estimate", "dry run", "plan", "strategy=auto"],
 )
-def test_commands_without_ranks_do_not_initialise_cuda(
+def test_commands_without_ranks_do_not_initialize_cuda(
     tmp_path: Path,
     server: Server,
     notes: Path,
@@ -65,7 +65,7 @@ def test_commands_without_ranks_do_not_initialise_cuda(
 
 
 @pytest.mark.slow
-def test_background_estimate_does_not_initialise_cuda(
+def test_background_estimate_does_not_initialize_cuda(
     server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache

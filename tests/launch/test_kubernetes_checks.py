@@ -81,7 +81,7 @@ def test_run_that_could_not_resume_in_a_new_pod_is_refused() -> None:
     ]
 
 
-def test_trainjob_refuses_what_its_api_lacks() -> None:
+def test_trainjob_refuses_settings_that_its_api_lacks() -> None:
     options = ["image=registry.example/train:1", "kind=trainjob", "secrets=[hub]"]
     assert settings(*(f"launch.kubernetes.{option}" for option in options)) == [
         "launch.kubernetes.secrets=[hub]: a TrainJob can't have it; set it in the runtime, or "

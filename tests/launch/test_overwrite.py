@@ -35,7 +35,7 @@ def start(*overrides: str, variables: dict[str, str] | None = None) -> tuple[Run
     """
     identity = LaunchIdentity.detect(variables or {}, launcher="")
     options = LaunchOptions(
-        context=multiprocessing.get_context("forkserver"), started=0.0, identity=identity
+        fork_server=multiprocessing.get_context("forkserver"), started=0.0, identity=identity
     )
     request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
     [run] = runs.load_runs(request, ClusterEnvironment(), options)

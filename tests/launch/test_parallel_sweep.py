@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def runs_of(*overrides: str, number: int = 2) -> list[Run]:
-    options = LaunchOptions(context=CONTEXT, started=0.0)
+    options = LaunchOptions(fork_server=CONTEXT, started=0.0)
     run = partial(Run, composed=None, options=options)
     return [run(overrides=[f"seed={n}", *overrides], config=load(overrides)) for n in range(number)]
 
@@ -118,7 +118,7 @@ def test_more_runs_at_once_than_the_sweep_has_give_each_a_larger_share(node: Any
 def test_command_of_a_run_has_its_name_and_folder_once() -> None:
     folder = "it's \\\\here\\"
     config = with_values(load(["launch.nproc=2"]), {"name": "a/0", "run_dir": folder})
-    options = LaunchOptions(context=CONTEXT, started=0.0)
+    options = LaunchOptions(fork_server=CONTEXT, started=0.0)
     run = Run(overrides=["seed=3", "name=a"], composed=None, config=config, options=options)
     request = Request(
         overrides=["seed=3,4", "name=a"], multirun=True, parallel=2, config_dirs=[Path("mine")]

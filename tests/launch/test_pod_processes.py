@@ -1,4 +1,4 @@
-"""What the pods of a rendered Job do: processes with their environment, without a cluster."""
+"""Commands of a rendered Job's pods, run as processes with their environment, without a cluster."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def start(variables: dict[str, str], *overrides: str, until: str = "started") ->
     """Start a run as a command does, until it has been launched or its ranks have started."""
     identity = LaunchIdentity.detect(variables, launcher="")
     context = multiprocessing.get_context("forkserver")
-    options = LaunchOptions(context=context, started=0.0, identity=identity)
+    options = LaunchOptions(fork_server=context, started=0.0, identity=identity)
     request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
     [run] = runs.load_runs(request, ClusterEnvironment(), options)
     by = identity.name

@@ -1,4 +1,4 @@
-"""When a failed run is restarted; the ranks are simulated."""
+"""Restarts of failed runs; the ranks are simulated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_single_node_run_restarts_up_to_limit_unless_stopped(
     )
     overrides = ["launch.nproc=1", "name=run"]
     config = load([*overrides, f"launch.max_restarts={allowed}"])
-    options = LaunchOptions(context=multiprocessing.get_context("forkserver"), started=0.0)
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
     _, ended = launcher.launch(config, options)
     assert ended == {"outcome": ends_with}
     assert begun == restarted

@@ -19,8 +19,7 @@ from served import Server
 from axonlaunch.cli.reports.runs import BreakableName
 from axonlaunch.cli.shared.run_folders import has_runs
 from axonlaunch.cli.shared.run_screen import screen_of
-from axonlaunch.cli.training.watch import await_run
-from axonlaunch.cli.training.watch import command as watch_command
+from axonlaunch.cli.training.watch import await_run, command as watch_command
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.system.text.formatting import size
@@ -137,7 +136,7 @@ def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command)
     assert "fsdp 2" in (run / "report.html").read_text()
 
 
-def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command) -> None:
+def test_report_of_several_runs_does_not_change_their_pages(served: Command) -> None:
     for name in "ab":
         run_folder(served.folder / "runs" / name)
     served("report", "runs/a")

@@ -1,4 +1,4 @@
-"""Which launcher starts the runs of a command, and the options that it refuses."""
+"""The launcher that starts the runs of a command, and the options that it refuses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_unsupported_launcher_options_are_refused_first(
     batches: list[list[str]], render: bool, problem: str
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    options = LaunchOptions(context=context, started=0.0, render=render)
+    options = LaunchOptions(fork_server=context, started=0.0, render=render)
     sweep = [
         Run(overrides=batch, composed=None, config=load(batch), options=options)
         for batch in batches
@@ -83,7 +83,7 @@ def test_a_run_is_composed_once_from_the_command_line_to_its_launch(
     monkeypatch.setattr(
         HydraFiles, "compose", lambda *args: composed.append(args) or compose(*args)
     )
-    options = LaunchOptions(context=multiprocessing.get_context("forkserver"), started=0.0)
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
     request = Request(overrides=["plugins=[json]", "launch.nproc=2"])
     environment = ClusterEnvironment.detect(variables)
     assert not environment.is_rank(

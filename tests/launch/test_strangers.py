@@ -288,16 +288,16 @@ def test_fork_server_socket_is_private(server: Server) -> None:
 def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[int, str]:
     """Train with an attacker at every port that opens; return status and errors."""
     program = [sys.executable, str(SUPPORT / "stranger.py"), kind, "127.0.0.1", str(amount)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbour:
-        assert neighbour.stdout is not None
-        assert neighbour.stdout.readline() == "ready\n"
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbor:
+        assert neighbor.stdout is not None
+        assert neighbor.stdout.readline() == "ready\n"
         process = command.start("train", *TINY, "strategy=fsdp", "launch.nproc=2", *overrides)
         try:
             log = command.folder / "runs/run/logs/rank_0.log"
             wait_for(lambda: log.exists() or process.returncode is not None)
             _, errors = process.communicate(timeout=60)
         finally:
-            neighbour.kill()
+            neighbor.kill()
     return process.returncode, errors
 
 

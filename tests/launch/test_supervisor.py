@@ -1,5 +1,6 @@
-"""How a node's supervisor reacts to ranks that end; the ranks are simulated, their pipes are
-real.
+"""Reactions of a node's supervisor to ranks that end.
+
+The ranks are simulated, their pipes are real.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Returning(Block):
 
 
 class Model(nn.Module):
-    """Embeds, calls three blocks with ``through``, and normalises."""
+    """Embeds, calls three blocks with ``through``, and normalizes."""
 
     def __init__(self, through: Callable[..., Any], *, block: type = Block) -> None:
         super().__init__()

@@ -7,11 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
 from axonlaunch.engines.tensor.parallelize import parallelize
-from axonlaunch.models.tensors.dtensor_regions import full_tensor, local_boxes, local_region
+from axonlaunch.models.tensors.dtensor_regions import full_tensor, local_boxes
 
 
 def test_dtensor_regions_equal_torch():
@@ -26,23 +25,20 @@ def test_dtensor_regions_equal_torch():
             tensor = DTensor.from_local(
                 torch.zeros(size), mesh, placed, run_check=False, shape=shape, stride=(shape[1], 1)
             )
-            region = local_region(tensor)
-            assert tuple(length for _, length in region) == tuple(size)
-            for (start, length), expected in zip(region, offset, strict=True):
+            [box] = local_boxes(tensor)
+            assert tuple(length for _, length in box.region) == tuple(size)
+            for (start, length), expected in zip(box.region, offset, strict=True):
                 assert length == 0 or start == expected
 
     World.mock(6).run(rank)
 
 
-def test_non_rectangular_region_is_refused():
+def test_regions_of_partial_sums_are_refused():
     def rank(world: World) -> None:
         mesh = init_device_mesh("cpu", (2, 2))
-        for placed in ([_StridedShard(0, split_factor=4), Replicate()], [Partial(), Replicate()]):
-            tensor = DTensor.from_local(
-                torch.zeros(4, 2), mesh, placed, run_check=False, shape=(8, 2), stride=(2, 1)
-            )
-            with pytest.raises(NotImplementedError):
-                local_region(tensor)
+        tensor = DTensor.from_local(torch.zeros(4, 2), mesh, [Partial(), Replicate()])
+        with pytest.raises(NotImplementedError):
+            local_boxes(tensor)
 
     World.mock(4).run(rank)
 

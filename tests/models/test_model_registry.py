@@ -51,7 +51,7 @@ def test_a_function_without_a_dataclass_takes_the_arguments():
     assert model.in_features == 7
 
 
-def test_self_initialising_model_is_equal_on_all_ranks():
+def test_self_initializing_model_is_equal_on_all_ranks():
     register_model("narrow")(lambda: nn.Linear(9, 9))
     config = FreeModelConfig(name="narrow")
     torch.manual_seed(1)

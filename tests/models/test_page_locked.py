@@ -12,8 +12,7 @@ import torch
 from axonlaunch.config.optimization.optimizer_states import OptimizerState
 from axonlaunch.engines.optimizer import optimizers, streaming
 from axonlaunch.models import build
-from axonlaunch.models.tensors import host_memory
-from axonlaunch.models.tensors import page_locked as module
+from axonlaunch.models.tensors import host_memory, page_locked as module
 from axonlaunch.models.tensors.initialization import Constant, Staging
 from axonlaunch.models.tensors.page_locked import page_locked
 

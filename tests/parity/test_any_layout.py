@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 from configured import run_config
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 from parity import assert_trains_as_one_process
 from parity_table import MODELS, SCHEDULES
 

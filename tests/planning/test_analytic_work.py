@@ -181,7 +181,6 @@ def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
     [
         "strategy.expert.degree=2",
         "strategy.expert.degree=1",
-        "strategy.expert.degree=2 strategy.pipeline.microbatches=2",
     ],
 )
 def test_analytic_memory_of_pipelines_with_sharded_experts_is_close_to_trace(

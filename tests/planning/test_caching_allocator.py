@@ -9,8 +9,7 @@ from configured import estimate_config
 
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.planning import estimate as planning_estimate
-from axonlaunch.planning import estimate_cache
+from axonlaunch.planning import estimate as planning_estimate, estimate_cache
 from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
@@ -76,7 +75,7 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
     assert allocator.peak_reserved == 150 * MIB
 
 
-def test_free_neighbours_become_one_block_again() -> None:
+def test_free_neighbors_become_one_block_again() -> None:
     allocator = Allocator()
     allocator.replay([Change(0, 40 * MIB), Change(0, 0)])
     allocator.replay([Change(1, 20 * MIB), Change(2, 20 * MIB), Change(1, 0), Change(2, 0)])

@@ -88,7 +88,7 @@ def test_llama_norms_save_less_memory_on_gpu() -> None:
     )
     sizes: Any = config.model
     tokens = int(config.data.sequence_length)  # type: ignore[attr-defined]
-    # For each norm, the decomposed steps keep the normalised values before weighting. The norm's
+    # For each norm, the decomposed steps keep the normalized values before weighting. The norm's
     # input is kept on both devices for the residual sum, and so is a number for each row.
     less = on_cpu.breakdown["activations"] - on_gpu.breakdown["activations"]
     assert less == (2 * sizes.num_hidden_layers + 1) * tokens * sizes.hidden_size * 4

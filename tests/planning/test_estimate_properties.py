@@ -10,8 +10,7 @@ import live_storages
 import pytest
 from configured import estimate_config
 from hf_families import FAMILIES
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 from live_storages import small
 
 from axonlaunch.config import ConfigError

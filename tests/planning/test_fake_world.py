@@ -200,7 +200,7 @@ def vast() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1 << 34, bias=False))
 
 
-def test_self_initialising_model_is_traced_without_storage() -> None:
+def test_self_initializing_model_is_traced_without_storage() -> None:
     overrides = [
         "model=custom",
         f"model.target={__name__}:vast",

@@ -184,7 +184,7 @@ def test_defaults_of_rates_are_listed_and_own_figures_are_not() -> None:
     assert own.restart_s == pytest.approx(60 + 100 / 16)
 
 
-def test_lines_name_interval_spares_price_and_what_was_assumed() -> None:
+def test_lines_name_interval_spares_price_and_assumptions() -> None:
     lines = [*training_lines(trained("hardware.price_per_hour=2"))]
     text = "\n".join(f"{label} {line}" for label, line in lines)
     assert re.search(r"saves checkpoint.every=\d+, every [\d.]+ min, is best", text)

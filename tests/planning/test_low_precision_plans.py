@@ -94,7 +94,7 @@ def test_refusal_says_why_changes_of_numerics_were_not_searched(found: Any) -> N
         found(*BF16, "optimizer=adafactor", "hardware.memory_gib=0.01", lowers=True, **SMALL)
 
 
-def test_optimizer_without_masters_is_given_none() -> None:
+def test_optimizer_without_masters_gets_no_master_settings() -> None:
     run = config.load(BF16)
     assert master_settings(run)
     registered: Any = SimpleNamespace(name="registered")

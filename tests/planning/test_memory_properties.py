@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from configured import estimate_config
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from axonlaunch.planning.memory.estimate import estimate
 

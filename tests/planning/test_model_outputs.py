@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axonlaunch import config
-from axonlaunch import data as datasets
+from axonlaunch import config, data as datasets
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.models import register_model

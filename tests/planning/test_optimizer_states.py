@@ -11,8 +11,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import resolved
-from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory import states_only
+from axonlaunch.planning.memory import estimate as memory_estimate, states_only
 from axonlaunch.preflight import checks
 
 pytestmark = pytest.mark.processes
@@ -70,9 +69,14 @@ def test_an_estimate_has_the_bytes_that_a_run_holds(
 
 @pytest.mark.parametrize(
     ("optimizer", "bytes_each"),
-    [(["optimizer=adamw"], 16), (["optimizer=sgd"], 12), (NO_MOMENTUM, 8)],
+    [
+        (["optimizer=adamw"], 16),
+        (["optimizer=sgd"], 12),
+        (NO_MOMENTUM, 8),
+        (["train.optimizer_in_backward=true", "train.grad_clip=null"], 12),
+    ],
 )
-def test_out_of_memory_refusal_counts_optimizer_states(
+def test_out_of_memory_refusal_counts_gradients_and_optimizer_states(
     optimizer: list[str], bytes_each: int
 ) -> None:
     run = chosen("model=llama3_8b", "strategy=single", "hardware=a100_40gb", *optimizer)

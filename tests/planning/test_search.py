@@ -1,5 +1,6 @@
-"""Which layouts a search estimates, and its message if none fits; formulas and traces are
-simulated.
+"""Layouts that a search estimates, and its message if none fits.
+
+Formulas and traces are simulated.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from configured import estimate_config
 
-from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory import states_only
+from axonlaunch.planning.memory import estimate as memory_estimate, states_only
 
 SMALL = [
     "model.hidden_size=64",

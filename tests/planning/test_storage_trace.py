@@ -38,7 +38,7 @@ def test_backward_results_are_temporary_until_gradient() -> None:
     layer = nn.Linear(KIB, 1, bias=False)
     with StorageTrace() as trace:
         trace.tag(layer.parameters(), "parameters")
-        trace.follow(layer.parameters())
+        trace.count_gradients_of(layer.parameters())
         loss = layer(torch.ones(2, KIB)).sum()
         trace.begin("backward")
         loss.backward()
@@ -63,7 +63,7 @@ def test_clearing_a_gradient_at_the_peak_reads_no_freed_memory() -> None:
         parameter = nn.Parameter(torch.ones(KIB))
         with StorageTrace() as trace:
             trace.tag([parameter], "parameters")
-            trace.follow([parameter])
+            trace.count_gradients_of([parameter])
             for _ in range(3):
                 trace.forget()
                 parameter.grad = torch.ones(KIB)

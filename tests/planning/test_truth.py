@@ -115,6 +115,7 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*]",
         f"strategy=fsdp adapter=lora adapter.dora=true {BF16}",
         "strategy=ddp adapter=lora",
+        "strategy=fsdp adapter=lora adapter.dropout=0.1 train.activation_checkpointing=full",
         f"strategy=ddp {NF4}",
         f"strategy=fsdp {NF4} train.precision=bf16",
         f"strategy=fsdp {NF4} train.activation_checkpointing=full",

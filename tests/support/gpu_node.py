@@ -1,4 +1,4 @@
-"""Simulates a node with eight GPUs and records which calls would initialise CUDA.
+"""Simulates a node with eight GPUs and records which calls would initialize CUDA.
 
 All processes of a command, however they are forked, see the same devices and write to the same
 file.
@@ -24,9 +24,9 @@ H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="uuid", major=9, minor=0
 )
 ASKED = "a process forked to ask for the devices"
-"""The only process that may initialise CUDA."""
+"""The only process that may initialize CUDA."""
 _ASKING = ["devices_of_rank", "_outcome", "_fork", "map_forked"]
-_INITIALISE: dict[Any, dict[str, object]] = {
+_INITIALIZE: dict[Any, dict[str, object]] = {
     torch.cuda: {
         "_lazy_init": None,
         "init": None,
@@ -41,9 +41,9 @@ _INITIALISE: dict[Any, dict[str, object]] = {
     torch._C: {"_cuda_getDeviceCount": DEVICES},
     torch.accelerator: {"device_count": DEVICES, "current_stream": None},
 }
-"""Functions that initialise CUDA in their process, and their results in the simulation."""
+"""Functions that initialize CUDA in their process, and their results in the simulation."""
 _notes: Path | None = None
-_initialised_in = 0
+_initialized_in = 0
 
 
 def become(notes: str) -> None:
@@ -52,15 +52,15 @@ def become(notes: str) -> None:
     if _notes is None:
         os.register_at_fork(before=_before_fork)
     _notes = Path(notes)
-    for module, functions in _INITIALISE.items():
+    for module, functions in _INITIALIZE.items():
         for name, result in functions.items():
             setattr(module, name, _spy(f"{module.__name__}.{name}", result))
     torch.cuda.device_count = lambda: DEVICES
     ask = _spy("torch.cuda.is_available", True)
-    # CUDA is not initialised if no device is visible. Traces therefore do not initialise it.
+    # CUDA is not initialized if no device is visible. Traces therefore do not initialize it.
     is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "" and ask()  # noqa: E731
     torch.cuda.is_available = torch.accelerator.is_available = is_available
-    torch.cuda.is_initialized = lambda: _initialised_in == os.getpid()
+    torch.cuda.is_initialized = lambda: _initialized_in == os.getpid()
     torch.cuda.nccl.version = lambda: (2, 27, 5)  # type: ignore[assignment]
     torch.accelerator.current_accelerator = lambda check_available=False: (
         None if check_available and not is_available() else torch.device("cuda")
@@ -70,7 +70,7 @@ def become(notes: str) -> None:
 
 def _spy(name: str, result: object) -> Callable[..., Any]:
     def called(*args: object, **kwargs: object) -> object:
-        global _initialised_in
+        global _initialized_in
         del args, kwargs
         frame: Any = sys._getframe(1)
         callers = []
@@ -81,17 +81,17 @@ def _spy(name: str, result: object) -> Callable[..., Any]:
             del callers[0]
         asks = callers[: len(_ASKING)] == _ASKING
         _note(f"{name} in {ASKED if asks else ' < '.join(callers[:8])}")
-        if _initialised_in not in (0, os.getpid()):
-            _note(f"{name} in a fork of a process that initialised CUDA")
-        _initialised_in = os.getpid()
+        if _initialized_in not in (0, os.getpid()):
+            _note(f"{name} in a fork of a process that initialized CUDA")
+        _initialized_in = os.getpid()
         return result
 
     return called
 
 
 def _before_fork() -> None:
-    if _initialised_in == os.getpid():
-        _note("a process that initialised CUDA forks")
+    if _initialized_in == os.getpid():
+        _note("a process that initialized CUDA forks")
 
 
 def _note(text: str) -> None:

@@ -70,7 +70,7 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
     losses = []
     for batch in batches(chosen):
         optimizer.zero_grad()
-        # transformers recognises the documents in a row by positions that start again.
+        # transformers recognizes the documents in a row by positions that start again.
         packed: dict[str, Any] = {}
         if batch.positions is not None:
             packed = {"position_ids": batch.positions, "use_cache": False}

@@ -1,7 +1,7 @@
-"""Imports, in the server that tests fork commands from, the modules that each command would import.
+"""Imports, in the fork server of the tests' commands, all modules that a command may import later.
 
-Besides modules that commands import on demand, it makes Hydra parse its grammar, find its plugins
-and read its defaults. This takes as long as everything else before the ranks start.
+It also makes Hydra parse its grammar, find its plugins and read its defaults. This takes as long as
+everything else before the ranks start.
 """
 
 import importlib
@@ -13,10 +13,10 @@ from axonlaunch import config
 
 # PYTHONPATH was only for finding this file; ranks must not find the other files of this folder.
 os.environ.pop("PYTHONPATH", None)
-ROOMS = ("cli", "launch", "planning", "verification")
-for room in ROOMS:
+PACKAGES = ("cli", "launch", "planning", "verification")
+for package in PACKAGES:
     for module in pkgutil.walk_packages(
-        [f"{folder}/{room}" for folder in axonlaunch.__path__], f"axonlaunch.{room}."
+        [f"{folder}/{package}" for folder in axonlaunch.__path__], f"axonlaunch.{package}."
     ):
         importlib.import_module(module.name)
 of_rich = ("rich.panel", "rich.progress", "rich.status", "rich.table")

@@ -24,7 +24,7 @@ def parent(**variables: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), (" 5 ", 5), ("4,2", 4)])
-def test_omp_num_threads_is_honoured(
+def test_omp_num_threads_is_honored(
     monkeypatch: pytest.MonkeyPatch, text: str, threads: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)

@@ -98,7 +98,7 @@ def test_tensorboard_shows_images_per_second(folder: Path) -> None:
         (np.zeros(12, np.int64), np.zeros(12, np.int64), "tokens"),
     ],
 )
-def test_pairs_are_counted_by_what_has_one_target(inputs: Any, targets: Any, unit: str) -> None:
+def test_pairs_are_counted_by_inputs_with_one_target(inputs: Any, targets: Any, unit: str) -> None:
     pairs = [(inputs, np.asarray(targets))] * 40
     dataset = adapt_dataset(
         pairs,

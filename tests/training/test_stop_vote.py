@@ -1,4 +1,4 @@
-"""How ranks agree to stop: on a CPU in the step of the request, on a GPU one step later."""
+"""Agreement of ranks to stop: on a CPU in the step of the request, on a GPU one step later."""
 
 from __future__ import annotations
 

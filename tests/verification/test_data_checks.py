@@ -75,7 +75,7 @@ def test_user_dataset_pairs_skip_token_checks() -> None:
         assert data_checks.data_problem(registered, reading, classes, step=0) == ""
 
 
-def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
+def test_evaluation_that_drops_or_repeats_held_out_samples_is_found() -> None:
     reading, config = loader(), run_config(["data=synthetic_tokens"]).data
     batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert len(batches) == 2, "the second one is not full"
@@ -90,7 +90,7 @@ def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
     [(24, "an epoch reads a sample twice"), (8, "every epoch reads samples in the same order")],
     ids=["incomplete", "whole"],
 )
-def test_an_order_that_ends_with_the_last_full_batch_is_none(
+def test_order_that_ends_with_the_last_full_batch_is_found(
     monkeypatch: Patch, size: int, problem: str
 ) -> None:
     right = Loader.indices

@@ -125,7 +125,7 @@ def test_it_passes(overrides: list[str]) -> None:
 
 
 def test_a_gradient_that_is_nothing_but_rounding_may_have_any_of_its_size() -> None:
-    plan, name = ComparisonPlan(steps=2), "1.bias"  # batch normalisation cancels this bias
+    plan, name = ComparisonPlan(steps=2), "1.bias"  # batch normalization cancels this bias
     config = run_config([*OWN, *DDP, f"model.target={__name__}:normed", "launch.backend=mock"])
     reference, other = run_references(config, plan)
     floor = floors(reference, 1)

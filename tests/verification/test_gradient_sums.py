@@ -87,7 +87,7 @@ def mixed_samples(model: Any) -> MixedSamples:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [True, False])
-def test_sums_in_bf16_are_found_beside_the_loss_that_balances_experts(
+def test_gradient_sums_in_bf16_are_found_with_router_loss(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4", *BATCH]

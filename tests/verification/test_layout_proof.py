@@ -41,7 +41,7 @@ def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
+def test_layout_is_proved_once_for_models_that_differ_only_in_size() -> None:
     assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
     assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
     assert layout_proof.prove(run("qwen3", *FSDP, num_hidden_layers=3)).outcome == "proved before"

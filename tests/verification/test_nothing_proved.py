@@ -71,7 +71,7 @@ def test_a_rate_of_zero_proves_nothing() -> None:
     assert verdict.parameters_moved == 0
 
 
-def test_one_rank_beside_one_process_proves_nothing() -> None:
+def test_comparing_one_rank_with_one_process_proves_nothing() -> None:
     verdict = verify([*MODELS["mlp"], "strategy=single"])
     assert verdict.verdict == "nothing proved"
     assert "one rank was compared with one process" in verdict.reason

@@ -144,7 +144,7 @@ def a_norm_counts_one_shard_alone(patch: Patch) -> None:
     patch.setattr(clipping, "_division", lambda gradient: (None, ()))
 
 
-def losses_are_normalised_by_the_rank_s_own_targets(patch: Patch) -> None:
+def losses_are_normalized_by_the_rank_s_own_targets(patch: Patch) -> None:
     right = mesh_engine.MeshEngine._sum_async
 
     def own(self: Any, counted: Tensor) -> Any:
@@ -194,7 +194,7 @@ def norms_of_a_part_keep_their_own_gradients(patch: Patch) -> None:
     patch.setattr(local_parameters, "sum_over", lambda x, group: x)
 
 
-def logits_of_one_rank_alone_are_normalised(patch: Patch) -> None:
+def logits_of_one_rank_alone_are_normalized(patch: Patch) -> None:
     from axonlaunch.engines.tensor.outputs import loss
 
     def own(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -238,7 +238,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
         "step 1: gradient norm is",
     ),
     (
-        losses_are_normalised_by_the_rank_s_own_targets,
+        losses_are_normalized_by_the_rank_s_own_targets,
         ["strategy=ddp", "launch.nproc=2"],
         "gpt",
         "step 1: loss is",
@@ -259,7 +259,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
         "llama",
         "step 1: gradient of layers.0.input_layernorm.weight",
     ),
-    (logits_of_one_rank_alone_are_normalised, TENSOR, "llama", "step 1: loss is"),
+    (logits_of_one_rank_alone_are_normalized, TENSOR, "llama", "step 1: loss is"),
     (an_embedding_gets_no_gradient, TENSOR, "gpt", "no rank has the gradient of embed_positions"),
 ]
 

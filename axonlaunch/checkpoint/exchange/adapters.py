@@ -360,8 +360,8 @@ class _Trained:
         transposed: Names of adapted layers with a weight of shape [inputs, outputs].
         experts: Matrices of the adapter by the name of the packed parameter that they adapt.
         others: Names of other trained parameters.
-        modules: Modules of which all parameters are others, by path: the parameters' names in the
-            module, and their first names in the model, which tied parameters share.
+        modules: Maps the path of each module that is trained in full to its parameters: the name
+            in the module to the name in the model. A tied parameter has the first of its names.
     """
 
     names: list[str]

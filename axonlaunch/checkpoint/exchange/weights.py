@@ -18,15 +18,18 @@ from axonlaunch.checkpoint.format.manifest import Checkpoint
 from axonlaunch.checkpoint.format.new_folder import new_folder
 from axonlaunch.checkpoint.format.storage import storage_path
 from axonlaunch.checkpoint.loading import reader
-from axonlaunch.config import CONFIG as RUN_CONFIG
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config import CONFIG as RUN_CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MoEConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
-from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_kept, read_foreign
+from axonlaunch.data.tokenizers.tokenizer import (
+    FOLDER as TOKENIZER,
+    PretrainedTokenizer,
+    load_kept,
+    read_foreign,
+)
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
 from axonlaunch.models.specs.source_of import model_in_folder, source_of
 from axonlaunch.models.specs.spec import model_of
@@ -369,7 +372,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
     """Return the model of the ``config.json`` of an exported ``gpt``, ``llama`` or ``moe``.
 
     Raises:
-        ConfigError: It is another model, or a setting is invalid.
+        ConfigError: The model is a different one, or a setting is invalid.
     """
     ours: dict[str, type[GPTConfig | LlamaConfig]] = {
         "gpt": GPTConfig,
@@ -392,7 +395,7 @@ def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | Llama
 
 
 def hf_instead(folder: Path) -> str:
-    """Return the words that say which options take a folder of transformers."""
+    """Return the end of a message: the options that use a folder in the format of transformers."""
     return f"use model=hf model.path={folder}"
 
 

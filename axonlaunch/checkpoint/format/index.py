@@ -76,7 +76,7 @@ def read_index(content: bytes, files: Mapping[str, Sum]) -> Metadata:
         files: Files of the checkpoint, as its manifest lists them.
 
     Raises:
-        CorruptCheckpointError: It is not an index, or contradicts ``files``.
+        CorruptCheckpointError: The content is not an index, or contradicts ``files``.
     """
     try:
         index = _metadata_of(json.loads(content))

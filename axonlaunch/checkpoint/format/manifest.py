@@ -119,8 +119,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        CorruptCheckpointError: It is invalid, was edited, or has another format number. The
-            message is a predicate of the folder: "has a manifest.json that ...".
+        CorruptCheckpointError: The manifest is invalid, was edited, or has an unknown format
+            number. The message is a predicate of the folder: "has a manifest.json that ...".
         OSError: The file can't be read.
     """
     try:
@@ -199,7 +199,7 @@ def _text(value: Any) -> str:
     """Return a printable text.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is not a text, or has characters that can't be printed.
     """
     if not isinstance(value, str) or not value.isprintable():
         raise TypeError("text")
@@ -211,7 +211,7 @@ def _metrics(value: Any) -> dict[str, float | None]:
 
     Raises:
         TypeError: A name or a value has the wrong type.
-        AttributeError: It is no mapping.
+        AttributeError: The value is not a mapping.
     """
     return {_text(name): _float(number) for name, number in value.items()}
 

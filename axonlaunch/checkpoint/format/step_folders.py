@@ -141,7 +141,7 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Return a run's complete checkpoints, by step.
 
     Raises:
-        OSError: They can't be listed or read.
+        OSError: The checkpoints can't be listed or read.
     """
     checkpoints = [read_checkpoint(folder) for folder in _folders(run_dir)]
     return sorted((c for c in checkpoints if c is not None), key=lambda c: c.step)
@@ -374,7 +374,7 @@ def _folders(run_dir: Path) -> list[Path]:
     """Return the folders with the name of a checkpoint.
 
     Raises:
-        OSError: They can't be listed.
+        OSError: The run folder can't be listed.
     """
     checkpoints = checkpoints_parent(run_dir) / CHECKPOINTS
     return [

@@ -176,7 +176,7 @@ def put_aside(folder: Path, reason: str, *, suffix: str = CORRUPT) -> Path:
     Remote storage copies it instead of renaming it. The reason is stored in the folder.
 
     Raises:
-        OSError: It can't be renamed.
+        OSError: The folder can't be renamed.
     """
     taken = sizes(folder.parent)
     number, name = 1, folder.name + suffix
@@ -200,7 +200,7 @@ def put_aside_before(run_dir: Path) -> dict[Path, str]:
     """Return the checkpoints of a run that were set aside, with the reasons.
 
     Raises:
-        OSError: They can't be listed.
+        OSError: The run folder can't be listed.
     """
     parent = checkpoints_parent(run_dir) / CHECKPOINTS
     folders = [parent / name for name in sorted(sizes(parent)) if _ASIDE.fullmatch(name)]

@@ -100,7 +100,7 @@ def _writes(key: str, tensor: DTensor) -> list[WriteItem]:
 
 
 def _box_of(value: Any, index: MetadataIndex) -> Tensor | None:
-    """Return the box of an index; None if torch can find it."""
+    """Return the box that begins at the offset of an index; None for tensors without boxes."""
     if not (isinstance(value, DTensor) and needs_boxes(value)):
         return None
     for box in local_boxes(value):

@@ -226,7 +226,7 @@ def index_fault(checkpoint: Checkpoint) -> str | None:
 
 
 def parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the contents for parameters and buffers, by name in the model."""
+    """Return the checkpoint's entries for parameters and buffers, keyed by name in the model."""
     return {
         key.removeprefix(MODEL): entry
         for key, entry in contents(checkpoint).items()

@@ -76,7 +76,7 @@ class DirectFile(io.RawIOBase):
         """Store the remaining bytes and wait until all are on disk.
 
         Raises:
-            OSError: They could not be stored.
+            OSError: The bytes could not be stored.
         """
         if self.closed:
             return

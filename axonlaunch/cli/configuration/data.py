@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from axonlaunch.data.datasets.document_parts import TextSummary
     from axonlaunch.data.texts.mix import AnyText
 
-HELP = "Show the rows of texts. Tokenises documents and chats before a run, too."
+HELP = "Show the rows of texts. Tokenizes documents and chats before a run, too."
 EXAMPLES = """Examples:
 
 \b
@@ -60,7 +60,7 @@ def show_rows(
 ) -> None:
     """Show the tokens of the first rows of a run; tokens that count in the loss are marked."""
     config = _load(overrides or [], config_dir, config_name)
-    dataset, _ = _tokenised_dataset(config)
+    dataset, _ = _tokenized_dataset(config)
     rows = _first_rows(dataset, samples, seed=config.seed)
     if as_json:
         print_json({**_to_json_dicts(dataset.summaries()), "samples": rows})
@@ -71,14 +71,14 @@ def show_rows(
         console.print(f"row {row['row']}", style="bold")
         for piece in row["pieces"]:
             console.print(piece["source"], style="dim", markup=False)
-            console.print(_mark_tokens(piece, in_colour=console.color_system is not None))
+            console.print(_mark_tokens(piece, in_color=console.color_system is not None))
     mark = "green" if console.color_system is not None else "⟦in brackets⟧"
     console.print(f"Tokens that count in the loss are {mark}.", style="dim")
     _print_notes(dataset)
 
 
 @data_app.command(
-    "prepare", cls=Command, help="Tokenise files into the cache; an interrupted call resumes."
+    "prepare", cls=Command, help="Tokenize files into the cache; an interrupted call resumes."
 )
 def prepare_data(
     overrides: Overrides = None,
@@ -86,12 +86,12 @@ def prepare_data(
     config_name: ConfigName = "config",
     as_json: Json = False,
 ) -> None:
-    """Tokenise files into the cache. An interrupted call resumes where it stopped."""
+    """Tokenize files into the cache. An interrupted call resumes where it stopped."""
     started = time.perf_counter()
-    dataset, is_new = _tokenised_dataset(_load(overrides or [], config_dir, config_name))
+    dataset, is_new = _tokenized_dataset(_load(overrides or [], config_dir, config_name))
     seconds, summaries = time.perf_counter() - started, dataset.summaries()
     if as_json:
-        content = {**_to_json_dicts(summaries), "tokenised": is_new, "seconds": seconds}
+        content = {**_to_json_dicts(summaries), "tokenized": is_new, "seconds": seconds}
         print_json({**content, "folder": str(dataset.folder)})
         return
     _print_notes(dataset)
@@ -99,7 +99,7 @@ def prepare_data(
         share = summary.counted_tokens / max(1, summary.tokens)
         longest = f"the longest document has {summary.longest_document:,} tokens"
         _print(f"{name}{': ' if name else ''}{share:.1%} of tokens count in the loss; {longest}")
-    done = f"tokenised in {seconds:.1f} s" if is_new else "already tokenised"
+    done = f"tokenized in {seconds:.1f} s" if is_new else "already tokenized"
     _print(f"{done}; tokens are in {dataset.folder}")
 
 
@@ -107,7 +107,7 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     """Load a configuration. ``model.path`` without ``model`` selects ``model=hf``.
 
     Raises:
-        ConfigError: The configuration is invalid, or its dataset is not tokenised.
+        ConfigError: The configuration is invalid, or its dataset is not tokenized.
     """
     from axonlaunch import config as configuration
     from axonlaunch.config.options.data import DATASETS
@@ -124,21 +124,21 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     return config
 
 
-def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
-    """Return the dataset, and whether any of its files had to be tokenised.
+def _tokenized_dataset(config: RunConfig) -> tuple[AnyText, bool]:
+    """Return the dataset, and whether any of its files had to be tokenized.
 
     Raises:
         ConfigError: A file can't be read, or a row is invalid.
     """
     from axonlaunch.data import build_dataset
     from axonlaunch.data.hub.pinning import fetch_data, pinned_data
-    from axonlaunch.data.shards.encoding import Tokenising
+    from axonlaunch.data.shards.encoding import Tokenizing
     from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 
     is_new = False
     with spinner("reading") as show_progress:
 
-        def report(state: Tokenising) -> None:
+        def report(state: Tokenizing) -> None:
             nonlocal is_new
             is_new = is_new or not (state.waits or state.verifies)
             show_progress(str(state))
@@ -182,19 +182,19 @@ def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, An
     ]
 
 
-def _mark_tokens(piece: dict[str, Any], *, in_colour: bool) -> Text:
-    """Return a document's text: colour marks tokens that count; shades alternate by token."""
+def _mark_tokens(piece: dict[str, Any], *, in_color: bool) -> Text:
+    """Return a document's text: color marks tokens that count; shades alternate by token."""
     from rich.text import Text
 
     text, counted_before = Text(), False
     for number, (token, counted) in enumerate(zip(piece["texts"], piece["counted"], strict=True)):
         shade = "" if number % 2 else "dim "
-        colour = f"{shade}green" if counted else f"{shade}default"
-        if not in_colour and counted != counted_before:
+        color = f"{shade}green" if counted else f"{shade}default"
+        if not in_color and counted != counted_before:
             text.append("⟦" if counted else "⟧")
-        text.append(_visible(token), style=colour)
+        text.append(_visible(token), style=color)
         counted_before = counted
-    return text.append("⟧" if counted_before and not in_colour else "")
+    return text.append("⟧" if counted_before and not in_color else "")
 
 
 def _visible(token: str) -> str:

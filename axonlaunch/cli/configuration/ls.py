@@ -131,9 +131,11 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     from axonlaunch.verification.proofs.proved_layouts import proved_table
 
     table = proved_table()
-    families = _like(like, table.named)
+    families = _like(like, table.families_by_type)
     if not families:
-        raise ConfigError([ConfigIssue("", unknown("model_type", str(like), table.named))])
+        raise ConfigError(
+            [ConfigIssue("", unknown("model_type", str(like), table.families_by_type))]
+        )
     if as_json:
         rows = {
             kind: {

@@ -35,7 +35,7 @@ def command(
         typer.Option(
             "--from",
             metavar="TOOL",
-            help="axolotl, llamafactory, llamafactory-v1, torchtune or trl; default: recognised by "
+            help="axolotl, llamafactory, llamafactory-v1, torchtune or trl; default: recognized by "
             "the keys.",
             show_default=False,
         ),

@@ -12,6 +12,17 @@ from axonlaunch.config.validation.other_tools.translation import Setting, Transl
 _ORDER = ("model", "adapter", "data", "tokenizer", "optimizer", "scheduler", "train", "checkpoint")
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes texts with line breaks in quotes, so that a value stays in one line."""
+
+
+def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _write_text)
+
+
 def experiment_yaml(translation: Translation, file_name: str) -> str:
     """Return the YAML of a translation as an option of the group ``experiment``.
 
@@ -53,8 +64,8 @@ def _lines(name: str, node: Any, depth: int) -> Iterator[str]:
 
 def _value(value: Any) -> str:
     """Return a value in one line of YAML; ``${`` is escaped, because it would be resolved."""
-    text: str = yaml.safe_dump(
-        _escape(value), default_flow_style=True, width=float("inf"), sort_keys=False
+    text: str = yaml.dump(
+        _escape(value), Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False
     )
     return text.removesuffix("...\n").strip()
 

@@ -171,7 +171,7 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
     console.print(bars, no_wrap=True)
     console.print()
     for label, text, style in memory_table.conclusions(estimate):
-        print_labelled(label, text, console, style=style)
+        print_labeled(label, text, console, style=style)
     if estimate.training is not None:
         console.print()
         print_training(estimate.training, console)
@@ -185,10 +185,10 @@ def print_training(training: TrainingForecast, console: Console) -> None:
     from axonlaunch.planning.reports.training_table import training_lines
 
     for label, text in training_lines(training):
-        print_labelled(label, text, console)
+        print_labeled(label, text, console)
 
 
-def print_labelled(label: str, text: str, console: Console, *, style: str = "") -> None:
+def print_labeled(label: str, text: str, console: Console, *, style: str = "") -> None:
     """Print a text after a label, in lines of the console's width."""
     from rich.text import Text
 

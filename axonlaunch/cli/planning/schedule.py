@@ -60,12 +60,7 @@ def command(
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
-    schedule = PipelineSchedule(
-        layout.schedule,
-        degree=layout.pipeline,
-        microbatches=layout.microbatches_per_round,
-        stages_per_rank=layout.stages_per_rank,
-    )
+    schedule = PipelineSchedule.of(layout)
     # A rank's time does not depend on its number of stages, so that schedules can be compared.
     times = timeline(
         schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
@@ -111,7 +106,7 @@ def _trace_memory(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemo
     """Return a schedule's statistics, with the bytes of activations from a traced step."""
     from axonlaunch.config import with_values
     from axonlaunch.planning.estimate import cached_estimate
-    from axonlaunch.planning.memory.engine_stats import pipeline_stats
+    from axonlaunch.planning.memory.pipeline_stats import pipeline_stats
     from axonlaunch.system.processes import forkserver
 
     with forkserver.warm() as context, spinner("tracing a step"):

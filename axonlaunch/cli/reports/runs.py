@@ -31,7 +31,7 @@ EXAMPLES = """Examples:
   axonlaunch runs /shared/runs --where model.name=llama --where status=failed
   axonlaunch runs --json
 """
-_COLOURS = {"running": "cyan", "done": "green", "interrupted": "yellow"}
+_COLORS = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
         speed = row[f"{unit}_per_s"]
         table.add_row(
             BreakableName(str(Path(row["run"]).relative_to(folder))),
-            Text(row["status"], style=_COLOURS.get(row["status"], "red")),
+            Text(row["status"], style=_COLORS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
             "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
             "" if loss is None else f"{loss:.4f}",

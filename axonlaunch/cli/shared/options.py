@@ -82,7 +82,7 @@ def check_tokens(tokens: str | None) -> float | None:
     """Return the number of ``--tokens``; None without the option.
 
     Raises:
-        ConfigError: It is not a positive number.
+        ConfigError: ``--tokens`` is not a positive number.
     """
     if tokens is None:
         return None

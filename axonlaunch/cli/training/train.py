@@ -163,7 +163,7 @@ def command(
             # their supervisor has another handler.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             options = LaunchOptions(
-                context=server(),
+                fork_server=server(),
                 started=STARTED,
                 as_json=as_json,
                 render=render,
@@ -234,7 +234,7 @@ def _dry_run(
         request.refuse_sweep_under(environment)
         with spinner("tracing a step") as show:
             options = LaunchOptions(
-                context=context, started=STARTED, render=render, dry_run=True, show=show
+                fork_server=context, started=STARTED, render=render, dry_run=True, show=show
             )
             runs = dry_runs(request, environment.of_node(), options)
         status = 2 if any(run.obstacles for run in runs) else 0

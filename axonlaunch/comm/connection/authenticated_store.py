@@ -63,7 +63,7 @@ class Channel:
         """Wait until a name exists.
 
         Raises:
-            TimeoutError: It does not exist in time.
+            TimeoutError: The name still does not exist after the timeout.
         """
         try:
             self.store.wait([name], timedelta(seconds=timeout_s))

@@ -65,7 +65,7 @@ class NcclUniqueId(bytes):
         """Wrap an identifier that another rank sent.
 
         Raises:
-            ValueError: It is not 128 bytes long.
+            ValueError: The identifier is not 128 bytes long.
         """
         if len(content) != cls.SIZE:
             raise ValueError(f"an NCCL identifier has {cls.SIZE} bytes, not {len(content)}")

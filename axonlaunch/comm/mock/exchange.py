@@ -66,7 +66,7 @@ class PendingOperation(ABC):
         """Describe the operation, and which of the ``finished`` ranks never arrived."""
 
     def fail(self, kind: type[Exception], message: str) -> None:
-        """End without a result."""
+        """Mark the operation as failed; every waiting rank raises ``kind(message)``."""
         self._error, self.done = (kind, message), True
 
     def raise_if_failed(self) -> None:

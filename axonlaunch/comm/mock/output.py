@@ -36,7 +36,7 @@ class Output:
         """Store a result; ``is_unshared`` says that no rank refers to ``source``.
 
         Raises:
-            ValueError: It has another dtype or number of elements.
+            ValueError: ``source`` has a different dtype or number of elements.
         """
         target = self.tensor
         if target.dtype != source.dtype or target.numel() != source.numel():

@@ -30,7 +30,8 @@ class UserFile:
     Attributes:
         path: Absolute path.
         name: Name of the primary config, unique for the path and the content.
-        tree: Its keys, with a list ``defaults`` that begins with the included primary config.
+        tree: Content of the file, with a list ``defaults`` that begins with the included primary
+            config.
     """
 
     path: Path

@@ -16,13 +16,15 @@ from axonlaunch.config.values.hub_reference import without_commits
 from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
-_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
+_LEARNED = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = (
     *("global_batch_size", "grad_clip", "precision", "param_dtype", "grad_dtype"),
     *("matmul_dtype", "matmul_group_size", "matmul_start_step", "matmul_exclude"),
-    *("loss", "label_smoothing", "z_loss", "dft"),
+    *("loss", "label_smoothing", "z_loss", "dft", "eaft"),
 )
 """Settings that the result depends on; the layout and the number of steps are not included."""
+_OF_PEFT = tuple(f"adapter.{name}" for name in ("rank", "alpha", "rslora", "dora", "targets"))
+"""Settings that the folder in ``adapter.path`` decides."""
 _DECIDED = ("data.packing", "train.precision")
 """Settings of which ``auto`` is decided for the model, or by the resumed run."""
 
@@ -45,6 +47,7 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
         for key in keys
         if not _is_same(now.get(key), before.get(key))
         and not (key in _DECIDED and now.get(key) == "auto")
+        and not (key in _OF_PEFT and now.get("adapter.path") is not None)
     ]
 
 

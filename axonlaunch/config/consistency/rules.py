@@ -28,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
@@ -252,11 +253,18 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
 
 
 def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield terms that would be added to a loss that weights targets by their probability."""
-    train = config.train
-    for key in ("label_smoothing", "z_loss") if train.dft else ():
+    """Yield terms that would be added to a loss that weights targets."""
+    train, keys = config.train, ["label_smoothing", "z_loss"]
+    if train.dft:
+        chosen, off = "train.dft=true", "train.dft=false"
+        keys.append("eaft")
+    elif train.eaft:
+        chosen, off = f"train.eaft={train.eaft}", "train.eaft=0"
+    else:
+        return
+    for key in keys:
         if value := getattr(train, key):
-            message = "train.dft=true weights plain cross entropy; use 0, or train.dft=false"
+            message = f"{chosen} weights plain cross entropy; use 0, or {off}"
             yield ConfigIssue(f"train.{key}", message, value)
 
 
@@ -288,7 +296,7 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
         message = "ring attention uses its own kernel; use auto"
     elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
         message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
-    elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
+    elif kernel == "flash" and packing_of(config.data) != "none":
         message = "supports no mask, which packed documents need; use cudnn or efficient"
     if message:
         yield ConfigIssue("train.attention_kernel", message, kernel)

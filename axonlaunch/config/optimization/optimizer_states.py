@@ -64,7 +64,7 @@ def packed_blocks(shape: Shape) -> Shape | None:
     return (*shape[:-1], shape[-1] // BLOCK, BLOCK + SCALE_BYTES)
 
 
-def of_vectors(shape: Shape) -> Shape | None:
+def vector_shape(shape: Shape) -> Shape | None:
     """Return the shape of a state with the shape of a vector; None for matrices."""
     return shape if len(shape) < 2 else None
 
@@ -179,7 +179,7 @@ ADAFACTOR = OptimizerFacts(
         _HOST_STEP,
         OptimizerState(name="row_var", shape=row_means),
         OptimizerState(name="col_var", shape=column_means),
-        OptimizerState(name="variance", shape=of_vectors),
+        OptimizerState(name="variance", shape=vector_shape),
     ),
     sharding="collective",
     # With foreach, the updates of all parameters exist at once, which Adafactor is meant to avoid.

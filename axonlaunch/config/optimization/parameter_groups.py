@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from axonlaunch.config.consistency.optional_keys import custom_arguments, optimizer_groups
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts, Sharding
 from axonlaunch.config.precision import master_format, quantizes_states, state_format
@@ -33,11 +34,11 @@ def with_options(config: Any, parameter: ParameterFacts) -> Any:
     matching pattern has priority. Only matrices have weight decay, unless a group sets it.
     """
     options: dict[str, Any] = {}
-    for pattern, group_options in getattr(config, "groups", {}).items():
+    for pattern, group_options in optimizer_groups(config).items():
         if fnmatchcase(parameter.name, pattern):
             options |= group_options
     scale = options.pop(LR_SCALE, 1.0)
-    has_decay = hasattr(config, "weight_decay") or "weight_decay" in _arguments(config)
+    has_decay = hasattr(config, "weight_decay") or "weight_decay" in custom_arguments(config)
     if len(parameter.shape) < 2 and has_decay:
         options.setdefault("weight_decay", 0.0)
     chosen = _replaced(config, options)
@@ -56,11 +57,6 @@ def _replaced(config: Any, options: dict[str, Any]) -> Any:
     return dataclasses.replace(config, **values, **options)
 
 
-def _arguments(config: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = getattr(config, "arguments", {})
-    return arguments
-
-
 def options_of(config: Any) -> dict[str, Any]:
     """Return the keyword arguments of an optimizer's class, without the parameters."""
     options = {
@@ -68,7 +64,7 @@ def options_of(config: Any) -> dict[str, Any]:
         for spec in dataclasses.fields(config)
         if spec.name not in NOT_OF_A_GROUP and not spec.metadata.get("not_an_argument")
     }
-    return {**options, **_arguments(config)}
+    return {**options, **custom_arguments(config)}
 
 
 def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
@@ -126,7 +122,7 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
     """Yield patterns that match no parameter, and parameters that a group's options don't suit."""
     parameters = list(parameters)
     names = [parameter.name for parameter in parameters]
-    for pattern, options in getattr(config, "groups", {}).items():
+    for pattern, options in optimizer_groups(config).items():
         key = f"optimizer.groups.{pattern}"
         matched = [candidate for candidate in parameters if fnmatchcase(candidate.name, pattern)]
         if not matched:

@@ -106,7 +106,7 @@ class SyntheticImagesConfig:
     image_size: int = field(default=28, metadata={"min": 1})
     """height and width, pixels"""
     num_channels: int = field(default=1, metadata={"min": 1})
-    """number of channels: 1 grey, 3 colour"""
+    """number of channels: 1 gray, 3 color"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """number of classes"""
     num_samples: int = field(default=65536, metadata={"min": 1})
@@ -237,7 +237,7 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
         ),
         "documents": Entry(
             "axonlaunch.data.texts.mix:build_text",
-            "text in rows of files, tokenised: jsonl, csv, parquet, data.files",
+            "text in rows of files, tokenized: jsonl, csv, parquet, data.files",
             DocumentsConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),

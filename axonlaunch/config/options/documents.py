@@ -135,9 +135,9 @@ class TextRowsConfig:
     cannot separate documents. Documents never attend to each other
     """
     shuffle: Literal["all", "shards", "none"] = field(default="all", metadata=_OF_THE_MIX)
-    """order of rows. all: shuffled over all files, which are tokenised before the run starts;
+    """order of rows. all: shuffled over all files, which are tokenized before the run starts;
     shards: shuffled within parts of about 16 MB, file after file; the run starts when the first
-    part is tokenised, and the others are tokenised during training; none: the order of the files in
+    part is tokenized, and the others are tokenized during training; none: the order of the files in
     every epoch
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -234,7 +234,7 @@ class TextRowsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig(TextRowsConfig):
-    """Documents: a text field in rows of files, tokenised once."""
+    """Documents: a text field in rows of files, tokenized once."""
 
     name: str = "documents"
     """name of the dataset"""
@@ -253,7 +253,7 @@ class ChatConfig(TextRowsConfig):
     )
     """names of columns, {prompt: question, completion: answer}, of the keys of a message,
     {messages: talk, role: from, content: value}, and of roles, {user: customer, assistant: agent}.
-    What is not named is recognised: messages (role,
+    What is not named is recognized: messages (role,
     content), conversations (from, value), prompt and completion, or instruction, input and output.
     A value with {{ }} is Jinja that computes a field, {completion: "{{ answers.text[0] }}"}
     """

@@ -176,7 +176,7 @@ class ViTConfig:
     patch_size: int = field(default=4, metadata={"min": 1})
     """height and width of a patch, pixels; must divide image_size"""
     num_channels: int = field(default=1, metadata={"min": 1})
-    """number of channels of an image: 1 grey, 3 colour"""
+    """number of channels of an image: 1 gray, 3 color"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """number of classes"""
     hidden_size: int = field(default=64, metadata={"min": 1})

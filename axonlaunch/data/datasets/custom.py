@@ -14,7 +14,7 @@ def build_custom_dataset(config: CustomDataConfig) -> Dataset:
     """Import ``target`` and call it with the arguments.
 
     Raises:
-        ConfigError: It can't be imported or called, or does not return a dataset.
+        ConfigError: The target can't be imported or called, or does not return a dataset.
     """
     builder = import_callable("data.target", config.target, config.arguments)
     collate = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
-__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "NoText", "Split"]
+__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "DatasetWithoutText", "Split"]
 
 Split = Literal["train", "eval"]
 
@@ -222,13 +222,13 @@ class DatasetInfo:
         unigram_entropy: Computes the loss, in nats, of predicting held-out tokens from their
             frequency in the training data; None: unknown.
         file_sums: Computes checksums of the training files, by which a resumed run notices changed
-            data. The argument is the number of shards to include, where shards are tokenised one
-            after another; None: those tokenised so far.
+            data. The argument is the number of shards to include, where shards are tokenized one
+            after another; None: those tokenized so far.
         tokenizer: Tokenizer of the text; None for other data.
-        tokenising_ahead: Returns a context in which a separate process tokenises the remaining
-            shards; None: no data is tokenised during a run.
-        counted: What the loss counts, which names metrics; None: the kind of the inputs, and
-            samples for structured ones.
+        tokenizing_ahead: Returns a context in which a separate process tokenizes the remaining
+            shards; None: no data is tokenized during a run.
+        counted: Unit that the loss counts, used in names of metrics; None: the kind of the inputs,
+            and samples for structured ones.
     """
 
     notes: tuple[str, ...] = ()
@@ -240,7 +240,7 @@ class DatasetInfo:
     unigram_entropy: Callable[[], float] | None = None
     file_sums: Callable[[int | None], FileSums] | None = None
     tokenizer: Tokenizer | None = None
-    tokenising_ahead: Callable[[TokenizerConfig], AbstractContextManager[object]] | None = None
+    tokenizing_ahead: Callable[[TokenizerConfig], AbstractContextManager[object]] | None = None
     counted: Counted | None = None
 
 
@@ -314,7 +314,7 @@ def sample_targets(dataset: Dataset) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-class NoText:
+class DatasetWithoutText:
     """Base class for datasets that are not text, without optional facts."""
 
     is_text = False

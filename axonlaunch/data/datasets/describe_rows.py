@@ -34,8 +34,8 @@ def describe_rows(
     Args:
         config: Configuration of the run.
         dataset: Dataset of ``config.options.data``.
-        like: An earlier description. If shards are tokenised one after another, the shards in it
-            are described; None: those tokenised so far.
+        like: An earlier description. If shards are tokenized one after another, the shards in it
+            are described; None: those tokenized so far.
     """
     if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
         return None

@@ -65,7 +65,8 @@ class _Piece:
 
     Attributes:
         content: Tensors of a ``Batch``, or the collated micro-batches.
-        parts: Number of samples of each micro-batch, and whether it counts; None: a ``Batch``.
+        parts: (number of samples, whether the loss counts them) of each collated micro-batch; None
+            if ``content`` is a ``Batch``.
         state: Position of the stream after the batch.
     """
 

@@ -26,9 +26,9 @@ class Origin:
     Attributes:
         files: (name, checksum) of the training files, in order.
         options: Options of the data that decide the rows.
-        tokenizer: Fingerprint of the tokenizer; empty for data that is not tokenised.
+        tokenizer: Fingerprint of the tokenizer; empty for data that is not tokenized.
         template: Fingerprint of the chat template; empty for data without one.
-        shards: Number of shards that ``files`` covers if the others are not yet tokenised; None:
+        shards: Number of shards that ``files`` covers if the others are not yet tokenized; None:
             all.
     """
 

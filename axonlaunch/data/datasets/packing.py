@@ -59,7 +59,7 @@ def concat(starts: Indices, places: Indices, *, length: int) -> RowTable:
     ends = np.cumsum(places)
     begins = ends - places
     total = int(ends[-1]) if len(ends) else 0
-    # A part is between two neighbouring edges, of documents or of rows.
+    # A part is between two neighboring edges, of documents or of rows.
     edges = np.union1d(begins, np.arange(0, total, length))
     document = np.searchsorted(ends, edges, side="right")
     rows = -(-total // length)

@@ -21,8 +21,8 @@ from axonlaunch.data.datasets.dataset import (
     AnyBatch,
     Batch,
     DatasetInfo,
+    DatasetWithoutText,
     Kind,
-    NoText,
     Split,
 )
 from axonlaunch.data.datasets.samples import Collate, SampleOrigin, Samples, collating
@@ -69,7 +69,7 @@ def adapt_dataset(
         num_workers: Configured number of processes that read it; 0: the rank's process.
 
     Raises:
-        ConfigError: It is not a dataset, or it is empty.
+        ConfigError: The value is not a dataset, or the dataset is empty.
     """
     adapted = _adapt(dataset, collate, eval_fraction, num_classes, refusal)
     adapted.description, adapted.num_workers = description, num_workers
@@ -101,7 +101,7 @@ def _adapt(
     )
 
 
-class UserDataset(NoText, ABC):
+class UserDataset(DatasetWithoutText, ABC):
     """Base class of the adapters, which seed the random numbers of each sample.
 
     Attributes:
@@ -365,8 +365,8 @@ class StreamedSamples(_StructuredSamples):
         """Read the length, and check ``held_out`` and the state.
 
         Raises:
-            ConfigError: It has only one of ``state_dict`` and ``load_state_dict``, its state can't
-                be written as JSON, or ``held_out`` is not a dataset.
+            ConfigError: The dataset has only one of ``state_dict`` and ``load_state_dict``, its
+                state can't be written as JSON, or ``held_out`` is not a dataset.
         """
         super().__init__(collate)
         self._dataset, self._held_out = dataset, _held_out(dataset, refusal)
@@ -459,7 +459,7 @@ def _held_out(dataset: Any, refusal: Refusal) -> Any:
     """Return the attribute ``held_out`` of a dataset; None if it has none.
 
     Raises:
-        ConfigError: It has no length, or can't be indexed.
+        ConfigError: ``held_out`` has no length, or can't be indexed.
     """
     held_out: Any = getattr(dataset, "held_out", None)
     is_dataset = hasattr(held_out, "__getitem__") and hasattr(held_out, "__len__")
@@ -484,7 +484,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _unit_of_targets(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
-    """Return what the targets of samples with these shapes belong to.
+    """Return the unit that has one target each, for samples with these shapes.
 
     Inputs [C, H, W] are images even if their elements are integers.
     """

@@ -97,7 +97,7 @@ class FileSelection:
         """Download the files of data sets of the Hub that are not in its cache.
 
         Raises:
-            ConfigError: They can't be downloaded.
+            ConfigError: A file can't be downloaded.
         """
 
         def download(reference: HubReference) -> list[SourceFile]:
@@ -112,7 +112,7 @@ class FileSelection:
         """Return the files, each part once, ordered by pattern, then by name.
 
         Raises:
-            ConfigError: As for ``check``; or a file can't be counted, or no row is selected.
+            ConfigError: ``check`` fails, a file can't be counted, or no row is selected.
         """
         found = self._each(self._sources_of_hub)
         distinct = [*{tuple(source.identity): source for source in found}.values()]
@@ -195,7 +195,7 @@ def training_sources(config: TextRowsConfig) -> list[SourceFile]:
     """Return the training files of a dataset.
 
     Raises:
-        ConfigError: As for ``FileSelection.sources``.
+        ConfigError: A condition of ``FileSelection.sources`` is violated.
     """
     return FileSelection.of_training(config).sources()
 
@@ -204,7 +204,7 @@ def held_out_sources(config: TextRowsConfig) -> list[SourceFile]:
     """Return the held-out files of a dataset; none if a share of the training rows is held out.
 
     Raises:
-        ConfigError: As for ``FileSelection.sources``.
+        ConfigError: A condition of ``FileSelection.sources`` is violated.
     """
     return FileSelection.of_held_out(config).sources()
 

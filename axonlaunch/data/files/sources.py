@@ -60,7 +60,7 @@ class SourceFile:
         """Open the file for reading, without decompression.
 
         Raises:
-            OSError: It can't be opened.
+            OSError: The file can't be opened.
         """
         if not self.path and is_url(self.name):
             return cast("BinaryIO", _filesystem(self.name).open(self.name, "rb"))

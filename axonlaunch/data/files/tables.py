@@ -247,7 +247,7 @@ def _refuse_bomb(column: Any, *, number: int) -> None:
     """Refuse a column of a row group that claims more content than its bytes can have.
 
     Raises:
-        ValueError: It claims too much.
+        ValueError: The column claims more content than its bytes can have.
     """
     stored, full = column.total_compressed_size, column.total_uncompressed_size
     if full > LARGEST_ROW and full > _RATIO * stored:

@@ -193,7 +193,7 @@ def _name(text: object) -> str:
     """Return the name of a subset or a split, which is printed.
 
     Raises:
-        ValueError: It has control characters.
+        ValueError: The name has control characters.
     """
     if not str(text).isprintable():
         raise ValueError("a name in its README.md has control characters")
@@ -211,7 +211,7 @@ def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str)
     """Return the splits of a subset that README.md describes.
 
     Raises:
-        ValueError: It describes files that can't be read.
+        ValueError: README.md describes files that can't be read.
     """
     if unread := [key for key in _UNREAD if key in options]:
         message = f"its README.md sets {unread[0]} for {subset}, which is not read"
@@ -226,7 +226,10 @@ def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str)
             split: [name for pattern in patterns for name in matching(pattern, inside)]
             for split, patterns in _patterns(described).items()
         }
-    return {split: _one_kind([inside[name] for name in names]) for split, names in found.items()}
+    return {
+        split: _files_of_main_format([inside[name] for name in names])
+        for split, names in found.items()
+    }
 
 
 def _is_below(name: str, folder: str) -> bool:
@@ -237,7 +240,7 @@ def _patterns(described: Any) -> dict[str, list[str]]:
     """Return ``data_files`` of README.md as globs by split.
 
     Raises:
-        ValueError: It has another form.
+        ValueError: ``data_files`` has an unknown form.
     """
     entries = described if isinstance(described, list) else [described]
     if all(isinstance(entry, str) for entry in entries):
@@ -259,7 +262,7 @@ def _of_names(data: Sequence[str]) -> Splits:
     else:
         splits = _by_words(data, in_folders=True) or _by_words(data, in_folders=False)
         splits = splits or {_TRAIN: [*data]}
-    return {split: _one_kind(names) for split, names in splits.items()}
+    return {split: _files_of_main_format(names) for split, names in splits.items()}
 
 
 def _by_words(data: Sequence[str], *, in_folders: bool) -> dict[str, list[str]]:
@@ -289,8 +292,8 @@ def _converted_layout(data: Sequence[str]) -> HubLayout:
     return HubLayout(subsets, default if default in subsets else None)
 
 
-def _one_kind(names: Sequence[str]) -> list[str]:
-    """Return the files of the most frequent format; Parquet first if several are."""
+def _files_of_main_format(names: Sequence[str]) -> list[str]:
+    """Return the files of the most frequent format; Parquet wins a tie."""
     kinds = Counter(kind for name in names if (kind := _KINDS.get(suffixes(name)[0])))
     if not kinds:
         return []

@@ -134,7 +134,7 @@ def read_card(reference: HubReference) -> str:
     """Return README.md of a data set at a commit; empty if it has none.
 
     Raises:
-        HubError: It can't be downloaded.
+        HubError: README.md can't be downloaded.
     """
     if CARD not in list_files(reference):
         return ""

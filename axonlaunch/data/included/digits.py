@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from axonlaunch.config.options.data import DigitsConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
-from axonlaunch.data.datasets.dataset import Batch, Kind, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, DatasetWithoutText, Kind, Split
 from axonlaunch.data.datasets.shuffle import permute
 
 
-class Digits(NoText):
-    """Grey images of one digit each, 0 black to 1 white, enlarged to the configured size."""
+class Digits(DatasetWithoutText):
+    """Gray images of one digit each, 0 black to 1 white, enlarged to the configured size."""
 
     kind: Kind = "images"
     num_classes = 10
@@ -55,13 +55,13 @@ class Digits(NoText):
 
 
 def _enlarged(images: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
-    """Interpolate square images linearly in both dimensions, with pixel centres aligned."""
+    """Interpolate square images linearly in both dimensions, with pixel centers aligned."""
     old = images.shape[-1]
     if size == old:
         return images
-    centres = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
-    left = np.minimum(centres.astype(np.int64), old - 2)
+    centers = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
+    left = np.minimum(centers.astype(np.int64), old - 2)
     weights = np.zeros((size, old), dtype=np.float32)
-    weights[np.arange(size), left] = 1 - (centres - left)
-    weights[np.arange(size), left + 1] = centres - left
+    weights[np.arange(size), left] = 1 - (centers - left)
+    weights[np.arange(size), left + 1] = centers - left
     return (weights @ images @ weights.T).astype(np.float32)

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
-from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, Kind, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, DatasetWithoutText, Kind, Split
 from axonlaunch.data.datasets.shuffle import mix
 
 _MAX_STRIDE = 8
 
 
-class SyntheticTokens(NoText):
+class SyntheticTokens(DatasetWithoutText):
     """Sequences that count up by a stride of 1 to 8 from a random start, modulo the vocabulary."""
 
     kind: Kind = "tokens"
@@ -50,7 +50,7 @@ class SyntheticTokens(NoText):
         return Batch.from_numpy(inputs, targets, np.tile(positions, (len(inputs), 1)))
 
 
-class SyntheticImages(NoText):
+class SyntheticImages(DatasetWithoutText):
     """A fixed pattern for each class, with noise of the same strength."""
 
     kind: Kind = "images"

@@ -133,7 +133,7 @@ def _refuse(checked: Iterable[tuple[Path, str | None]], patterns: list[str]) -> 
     """Raise an error for files that are not text.
 
     Raises:
-        ConfigError: It names the files, the reason, and what to do.
+        ConfigError: Always; the message names the files, the reason and the correction.
     """
     refused = [(path, reason) for path, reason in checked if reason is not None]
     if refused:

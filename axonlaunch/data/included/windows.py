@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
-from axonlaunch.data.datasets.dataset import Batch, Kind, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, DatasetWithoutText, Kind, Split
 
 Tokens = npt.NDArray[Any]
 
 
-class TokenWindows(NoText):
+class TokenWindows(DatasetWithoutText):
     """Adjacent windows; each target is the token after its input.
 
     A window starts at the end of the previous one, so each token is a target at most once per

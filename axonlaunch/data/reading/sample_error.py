@@ -51,7 +51,7 @@ class WorkerFailure:
 
         Raises:
             ConfigError: The exception was an error of the user.
-            SampleError: It was any other exception.
+            SampleError: The original exception had any other type.
         """
         if self.refusal is not None:
             raise self.refusal

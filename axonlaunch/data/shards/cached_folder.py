@@ -115,7 +115,7 @@ def has_sum(file: Path) -> bool:
     """Return whether a file of a complete folder has the checksum that it was written with.
 
     Raises:
-        OSError: It is a link or can't be read.
+        OSError: The file is a link or can't be read.
     """
     return find_change(file.parent, names=(file.name,)) is None
 
@@ -139,7 +139,7 @@ def remove(folder: Path) -> None:
     """Delete a folder to make room for a new one.
 
     Raises:
-        OSError: It can't be deleted, or it is a link.
+        OSError: The folder can't be deleted, or it is a link.
     """
     refuse_link(folder)
     if folder.exists():

@@ -67,14 +67,14 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Tokenising:
+class Tokenizing:
     """Progress as shown to a user.
 
     Attributes:
         file: Path or URL of the current file.
         fraction: Fraction of all files' bytes that is done.
         tokens: Number of tokens so far.
-        waits: Whether this process waits for another one that tokenises the file.
+        waits: Whether this process waits for another one that tokenizes the file.
         learns: Whether a tokenizer is being learned from the text.
         verifies: Whether cached tokens are being compared with their checksums.
     """
@@ -92,10 +92,10 @@ class Tokenising:
         if self.verifies:
             return f"verifying {self.fraction:.0%} of the tokens, {self.file}"
         if self.waits:
-            return f"waiting for another process that tokenises {self.file}"
+            return f"waiting for another process that tokenizes {self.file}"
         done = round(self.fraction * _BAR)
         bar = "█" * done + "░" * (_BAR - done)
-        return f"tokenising {bar} {self.fraction:.0%}, {self.tokens:,} tokens, {self.file}"
+        return f"tokenizing {bar} {self.fraction:.0%}, {self.tokens:,} tokens, {self.file}"
 
 
-OnProgress = Callable[[Tokenising], None]
+OnProgress = Callable[[Tokenizing], None]

@@ -22,7 +22,7 @@ import numpy as np
 from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder
-from axonlaunch.data.shards.encoding import Encoded, Encoder, OnProgress, Tokenising
+from axonlaunch.data.shards.encoding import Encoded, Encoder, OnProgress, Tokenizing
 from axonlaunch.system.processes.isolated import IsolatedCallError
 from axonlaunch.system.storage.files import appending_descriptor, replace_text
 
@@ -188,7 +188,7 @@ class ShardMaker:
         self._refuse_bad(progress)
         with ExitStack() as stack:
             written = _Files(partial, self._encoder, progress, stack)
-            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenising"))
+            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenizing"))
             stack.push(self._cancel)  # runs before the pool waits, so that Ctrl-C ends its call
             while True:
                 progress = self._add_file(written, pool, files, progress, report)
@@ -227,7 +227,7 @@ class ShardMaker:
                 progress = written.add(progress, done, encoded, bad, where)
                 self._refuse_bad(progress)
                 fraction = (done_bytes + done.fraction * source.size) / max(1, total)
-                report(Tokenising(source.name, fraction, progress.tokens))
+                report(Tokenizing(source.name, fraction, progress.tokens))
             encoding, pending = submitted, chunk
         self._open = opened
         return progress

@@ -1,4 +1,4 @@
-"""Cache of tokenised files, memory-mapped.
+"""Cache of tokenized files, memory-mapped.
 
 A corpus is a sequence of shards of about 16 MB of text. A large file has several shards, small
 files share one. The name of a shard is a hash of the files, its start position, the tokenizer and
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder, shard_maker
 from axonlaunch.data.shards.cached_folder import writer_lock
-from axonlaunch.data.shards.encoding import Encoder, OnProgress, Tokenising
+from axonlaunch.data.shards.encoding import Encoder, OnProgress, Tokenizing
 from axonlaunch.data.shards.shard_maker import (
     COUNTED_FILE,
     LENGTHS_FILE,
@@ -175,12 +175,12 @@ class Corpus:
 
     @property
     def num_known(self) -> int:
-        """Number of shards, from the first one on, that are known to be tokenised."""
+        """Number of shards, from the first one on, that are known to be tokenized."""
         return len(self._shards)
 
     @property
     def is_known(self) -> bool:
-        """Whether all shards are tokenised."""
+        """Whether all shards are tokenized."""
         return self._group == len(self._groups)
 
     def verify(self, numbers: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class Corpus:
             for index, change in enumerate(pool.map(cached_folder.find_change, folders)):
                 number = numbers[index]
                 fraction = index / len(folders)
-                self._report(Tokenising(files[number], fraction, verifies=True))
+                self._report(Tokenizing(files[number], fraction, verifies=True))
                 if change is not None:
                     cached_folder.discard(folders[index])
                     _say_changed(folders[index], change)
@@ -216,7 +216,7 @@ class Corpus:
             shard, change = self._open_shard(complete, files)
             if shard is not None:
                 return shard
-            waits = Tokenising(files[start.file].name, 0.0, waits=True)
+            waits = Tokenizing(files[start.file].name, 0.0, waits=True)
             with writer_lock(partial, waits=functools.partial(self._report, waits)) as is_current:
                 if not is_current:
                     continue  # another process has completed it
@@ -230,7 +230,7 @@ class Corpus:
                 sums = shard_maker.written_sums(partial)
                 cached_folder.publish(partial, complete, sums=sums)
 
-    def _report_total(self, state: Tokenising) -> None:
+    def _report_total(self, state: Tokenizing) -> None:
         """Report the progress in a group as the progress in all files."""
         group = min(self._group, len(self._groups) - 1)
         previous, size = sum(self._sizes[:group]), self._sizes[group]

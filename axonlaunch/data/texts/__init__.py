@@ -1,1 +1,1 @@
-"""Text datasets: documents, chats and mixes, tokenised into rows."""
+"""Text datasets: documents, chats and mixes, tokenized into rows."""

@@ -1,7 +1,7 @@
 """Learns a tokenizer from a run's text: byte-level BPE with a chat template.
 
 It is learned once for given files, fields and vocabulary size, and cached next to the tokens; a run
-keeps a copy. Invalid rows are skipped here and reported when they are tokenised.
+keeps a copy. Invalid rows are skipped here and reported when they are tokenized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, Unreadab
 from axonlaunch.data.files.selection import training_sources
 from axonlaunch.data.files.sources import SourceFile
 from axonlaunch.data.shards import cached_folder, token_cache
-from axonlaunch.data.shards.encoding import OnProgress, Tokenising
+from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat
 from axonlaunch.data.texts.chats.named_templates import chat_template
 from axonlaunch.data.texts.chats.prompt_format import PromptFormat
@@ -62,7 +62,8 @@ def load_or_learn(
     For ``tokenizer=train`` it is learned from the data.
 
     Raises:
-        ConfigError: It can't be read or learned, or the tokens or the template can't be used.
+        ConfigError: The tokenizer can't be read or learned, or its tokens or template can't be
+            used.
     """
     is_learned = tokenizer.name == "train"
     loaded = _load_learned(tokenizer, data, report) if is_learned else load_tokenizer(tokenizer)
@@ -77,7 +78,7 @@ def _load_learned(
     """Return the tokenizer that is learned from the data, once.
 
     Raises:
-        ConfigError: It can't be learned.
+        ConfigError: No tokenizer can be learned from the data.
     """
     if importlib.util.find_spec("transformers") is None:
         message = "needs transformers; pip install 'axonlaunch[hf]'"
@@ -137,7 +138,7 @@ def _learn(
     """
     for config, file in files[:1]:
         del config
-        report(Tokenising(file.name, 0.0, learns=True))
+        report(Tokenizing(file.name, 0.0, learns=True))
     copy = Isolated(files, is_bounded=False)
     try:
         copy.call(_learn_here, vocab_size, folder, seconds=_LONGEST_S)

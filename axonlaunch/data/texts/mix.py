@@ -38,7 +38,7 @@ def build_text(
     Args:
         config: The group ``data``.
         tokenizer: Tokenizer of the text.
-        report: Called from time to time while text is tokenised.
+        report: Called from time to time while text is tokenized.
         verifies: Whether to compare cached tokens with their checksums now.
 
     Raises:
@@ -241,7 +241,7 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
     """Refuse a held-out file of one source that is a training file of another.
 
     Raises:
-        ConfigError: There is such a file.
+        ConfigError: A held-out file of one source is a training file of another.
     """
     sources = config.sources()
     trained = [

@@ -1,4 +1,4 @@
-"""Rows of files that are tokenised while a run trains on earlier ones.
+"""Rows of files that are tokenized while a run trains on earlier ones.
 
 The first sample needs only the first shard: the shards of a pass follow one another, in the order
 of the files in the first pass, and rows are shuffled within each shard. As for any dataset, the
@@ -48,7 +48,7 @@ _OPEN = 4
 
 
 class ShardedRows:
-    """Rows of shards. A shard that is not yet cached is tokenised when it is needed.
+    """Rows of shards. A shard that is not yet cached is tokenized when it is needed.
 
     Attributes:
         tokenizer: Tokenizer of the text.
@@ -61,7 +61,7 @@ class ShardedRows:
     num_samples = 0
 
     def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
-        """Tokenise the first shard and held-out files; verify each shard when it is opened.
+        """Tokenize the first shard and held-out files; verify each shard when it is opened.
 
         Raises:
             ConfigError: One of these files can't be read, a row is invalid, or there are no
@@ -91,7 +91,7 @@ class ShardedRows:
         total = size(self.num_bytes)
         later = f"data.shuffle=shards: {total} in {len(sources)} file{'s' * (len(sources) > 1)}; "
         later += (
-            "the figures below are for the first shard, the others are tokenised during training"
+            "the figures below are for the first shard, the others are tokenized during training"
         )
         self._notes = (later, *self._first.info.notes)
 
@@ -105,7 +105,7 @@ class ShardedRows:
             order=self.order,
             file_sums=self.file_sums,
             tokenizer=self.tokenizer,
-            tokenising_ahead=self.tokenising_ahead,
+            tokenizing_ahead=self.tokenizing_ahead,
         )
 
     def order(self, positions: Indices, *, seed: int) -> Indices:
@@ -133,7 +133,7 @@ class ShardedRows:
         """Return (name, checksum of tokens) of the files of the first shards.
 
         Args:
-            shards: Number of shards, which are tokenised if necessary; None: those tokenised so
+            shards: Number of shards, which are tokenized if necessary; None: those tokenized so
                 far.
         """
         num_shards = self._corpus.num_known if shards is None else shards
@@ -145,7 +145,7 @@ class ShardedRows:
         return FileSums(token_cache.sums_by_file(first), None if is_all else len(first))
 
     def summaries(self) -> dict[str, TextSummary]:
-        """Count documents and tokens of all shards, tokenising the remaining ones."""
+        """Count documents and tokens of all shards, tokenizing the remaining ones."""
         with explain_failures(self._config):
             shards = range(len([*self._corpus]))
         summaries = [self._rows(shard).summaries()[""] for shard in shards]
@@ -154,7 +154,7 @@ class ShardedRows:
     def shard_rows(self) -> list[tuple[int, int]]:
         """Return (number of rows in the order, number of rows that documents fill) for each shard.
 
-        Tokenises all shards.
+        Tokenizes all shards.
         """
         while self._count_up_to(self._first_rows[-1]):
             pass
@@ -170,12 +170,12 @@ class ShardedRows:
         return self.tokenizer.decode(tokens)
 
     @contextmanager
-    def tokenising_ahead(self, tokenizer: TokenizerConfig) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a separate process that tokenises the remaining shards in order; end it on exit.
+    def tokenizing_ahead(self, tokenizer: TokenizerConfig) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a separate process that tokenizes the remaining shards in order; end it on exit.
 
         If it fails, the process that needs the shard fails too and reports the reason.
         """
-        command = [sys.executable, "-P", "-m", "axonlaunch.data.texts.tokenise_ahead"]
+        command = [sys.executable, "-P", "-m", "axonlaunch.data.texts.tokenize_ahead"]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
             try:
@@ -200,10 +200,10 @@ class ShardedRows:
     def _rows_of_shard(
         self, number: int, *, held_out: Any, validation_split: str | None = None
     ) -> TextRows:
-        """Return the rows of a shard, tokenised if it is missing or has changed.
+        """Return the rows of a shard, tokenized if it is missing or has changed.
 
         Raises:
-            ConfigError: It can't be tokenised.
+            ConfigError: The shard can't be tokenized.
         """
         with explain_failures(self._config):
             if self._corpus.shard(number) is not None:

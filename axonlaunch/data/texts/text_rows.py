@@ -1,6 +1,6 @@
 """Datasets of documents in files, packed into rows of tokens as ``data.datasets.packing`` says.
 
-Documents are tokenised once, into shards that are then memory-mapped. The held-out documents and
+Documents are tokenized once, into shards that are then memory-mapped. The held-out documents and
 the content of each row follow only from the files and the configuration.
 """
 
@@ -64,12 +64,12 @@ class TextRows:
         shards: Sequence[Shard] | None = None,
         verifies: bool = False,
     ) -> None:
-        """Tokenise files that are not cached, and pack rows.
+        """Tokenize files that are not cached, and pack rows.
 
         Args:
             config: The group ``data``.
             tokenizer: Tokenizer of the text.
-            report: Called from time to time while text is tokenised.
+            report: Called from time to time while text is tokenized.
             shards: Shards of ``data.files`` to use, which may have no rows; None: all.
             verifies: Whether to compare all tokens with their checksums now; otherwise they are
                 compared when they are mapped.
@@ -172,7 +172,7 @@ class TextRows:
 
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum of tokens) of all training files, in order."""
-        del shards  # all are tokenised
+        del shards  # all are tokenized
         return FileSums(token_cache.sums_by_file(self._shards[: self._train_shards]))
 
     def summaries(self) -> dict[str, TextSummary]:
@@ -309,7 +309,7 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     """Refuse held-out files that are also training files.
 
     Raises:
-        ConfigError: There is such a file.
+        ConfigError: A held-out file is also a training file.
     """
     for held_out in held_out_sources(config):
         if any(held_out.overlaps(source) for source in sources):
@@ -338,7 +338,7 @@ def corpus(
         config: Configuration of the encoder and of the cache.
         sources: The files, in order.
         tokenizer: Tokenizer of the run; its fingerprint is part of the cache's key.
-        report: Called from time to time while text is tokenised.
+        report: Called from time to time while text is tokenized.
 
     Raises:
         ConfigError: The tokenizer can't encode such rows.
@@ -360,7 +360,7 @@ def _shards(
     *,
     verifies: bool,
 ) -> Iterator[Shard]:
-    """Return the shards of files, after tokenising files that are not cached."""
+    """Return the shards of files, after tokenizing files that are not cached."""
     built = corpus(config, sources, tokenizer, report)
     count = len([*built])
     if verifies:

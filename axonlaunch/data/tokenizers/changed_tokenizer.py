@@ -106,7 +106,7 @@ def _compile(tokenizer: PretrainedTokenizer) -> None:
     """Compile the chat template.
 
     Raises:
-        ValueError: Its syntax is wrong.
+        ValueError: The template has a syntax error.
     """
     from jinja2 import TemplateSyntaxError
 

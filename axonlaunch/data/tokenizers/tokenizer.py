@@ -171,7 +171,7 @@ class PretrainedTokenizer:
             what: Possible cause of a failure, named in the message.
 
         Raises:
-            IsolatedCallError: It took too long, too much memory, or ended its process.
+            IsolatedCallError: The function took too long or too much memory, or ended its process.
         """
         seconds = _LEAST_SECONDS + characters / _CHARACTERS_PER_S
         try:
@@ -264,7 +264,7 @@ def load_kept(run_dir: Path) -> PretrainedTokenizer | None:
     """Return the tokenizer in the folder of a run or an export; None if it has no tokenizer.
 
     Raises:
-        ConfigError: It can't be read.
+        ConfigError: The tokenizer can't be read.
     """
     folder = run_dir / FOLDER
     return read_foreign(folder, model=model_of_folder(folder))

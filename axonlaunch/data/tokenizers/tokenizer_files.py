@@ -66,7 +66,7 @@ def folder_at(path: str) -> Path:
     """Return the folder of the tokenizer at a path, or of a model id in the Hub's cache.
 
     Raises:
-        ConfigError: It does not exist, or has no files of a tokenizer.
+        ConfigError: The folder does not exist, or has no tokenizer files.
     """
     expanded = Path(path).expanduser()
     if expanded.is_file():
@@ -181,7 +181,7 @@ def _cached_folder(path: str) -> Path:
     """Return the folder of a model id in the Hub's cache.
 
     Raises:
-        ConfigError: It is not in the cache.
+        ConfigError: The model id is not in the cache.
     """
     if importlib.util.find_spec("huggingface_hub") is not None:
         hub: Any = importlib.import_module("huggingface_hub")

@@ -137,7 +137,7 @@ def run_table(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[list[str
 
     Args:
         runs: Two or more runs.
-        names: Their labels.
+        names: Labels of the runs, in the same order.
     """
     settings = changed_settings(runs)
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)

@@ -147,7 +147,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _model(config: Mapping[str, Any]) -> Any:
-    """Return the model's name: of its folder or code, where these say more than hf or custom."""
+    """Return the model's name; for ``hf`` the last part of its path, for ``custom`` its target."""
     name = config.get("model.name")
     path, target = config.get("model.path"), config.get("model.target")
     if name == "hf" and isinstance(path, str):
@@ -217,7 +217,7 @@ def _progress(run: RunRecord) -> list[list[float]]:
 
 
 def _counts(run: RunRecord) -> list[float]:
-    """Return the targets since the previous logged step, assuming equal counts in all steps."""
+    """Return the number of targets between logged steps, assuming equal counts in all steps."""
     counts, previous = [], 0
     for line in run.steps:
         count = plain_number(line.get(run.unit)) or 0.0

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import ProcessGroup
+from axonlaunch.engines.precision.autocast import in_autocast_dtype
 
 _aten = torch.ops.aten
 _SEQUENCE_DIM = 2
@@ -36,11 +37,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup) -> T
     Returns:
         Attention output [B, heads, T / ranks, head_dim].
     """
-    if torch.is_autocast_enabled(q.device.type):
-        # Autocast handles torch's attention by name, but not this function. Rotary tables may have
-        # made the inputs fp32.
-        lower = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(lower) for x in (q, k, v))
+    # Autocast handles torch's attention by name, but not this function. Rotary tables may have made
+    # the inputs fp32.
+    q, k, v = in_autocast_dtype(q, k, v)
     attended: Tensor = _RingAttention.apply(q, k, v, group)  # type: ignore[no-untyped-call]
     return attended
 

@@ -18,7 +18,7 @@ from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
     """Return the mesh of a run, with axes pp, dp_replicate, dp_shard, tp.
 
-    Context-parallel ranks are neighbours within a data axis, see ``Layout.mesh_sizes``.
+    Context-parallel ranks are neighbors within a data axis, see ``Layout.mesh_sizes``.
     ``merged_group`` returns the ranks that share sequences.
 
     Args:

@@ -45,6 +45,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     estimate_fsdp_memory,
 )
 from axonlaunch.engines.data_parallel.torch_internals import reduce_gradients_to
+from axonlaunch.engines.expert.experts import sharded_dim
 from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
@@ -146,10 +147,10 @@ class FSDP(nn.Module):
                 a block.
             after: Modules that forward calls after the blocks, treated like ``before``, but kept
                 gathered until backward, which starts with them.
-            sharding: What is divided among ranks.
-            cpu_offload: What is kept in host memory. With ``params`` and ``optimizer_states`` the
-                update streams through the device: use the optimizer returned by ``optimizer``; the
-                step of any other is an error.
+            sharding: States that are divided among ranks: parameters, gradients or neither.
+            cpu_offload: States that are kept in host memory. With ``params`` and
+                ``optimizer_states`` the update streams through the device: use the optimizer
+                returned by ``optimizer``; the step of any other is an error.
             replicate: Number of copies of the parameters with hybrid_shard; must divide the world
                 size.
             mixed_precision: torch's policy with the types for gathering, computing and reducing.
@@ -343,10 +344,8 @@ def _shard_experts(
 
 
 def _expert_placement(parameter: nn.Parameter, *, shards: int) -> Shard:
-    """Return the dim to shard: the experts, or the next one if a rank has too few experts."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    is_uneven = local.shape[0] % shards and local.ndim > 1 and local.shape[1] % shards == 0
-    return Shard(1 if is_uneven else 0)
+    return Shard(sharded_dim(local.shape, shards=shards))
 
 
 def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:

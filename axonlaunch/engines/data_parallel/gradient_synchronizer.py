@@ -33,7 +33,7 @@ class GradSyncStrategy(StrEnum):
     """backward sends nothing; call ``sync_gradients`` before the update"""
 
 
-TRAVELLING = 2
+TRAVELING = 2
 """Maximum number of buckets in flight; earlier ones have arrived and their memory is free."""
 
 
@@ -71,7 +71,7 @@ class GradientSynchronizer:
             reduce_dtype: Type in which gradients are summed; None for the type of the gradients.
             scatters_rows: Give each of several ranks only the mean gradient of its rows, in
                 ``rows``, and free the full gradients. This halves the communicated bytes.
-            waits_in_backward: Wait during backward, except for the last ``TRAVELLING`` buckets, to
+            waits_in_backward: Wait during backward, except for the last ``TRAVELING`` buckets, to
                 free their memory. Must be false if backward passes of the group wait for each
                 other, as those of ranks that share a sequence do: a rank without some gradient
                 sends that bucket last, and would wait for ranks that are waiting for this bucket.
@@ -125,7 +125,7 @@ class GradientSynchronizer:
         while self._started < len(self._shares) and not self._shares[self._started].missing:
             self._start_next()
             if self._waits_in_backward:
-                self._finish(self._started - TRAVELLING)
+                self._finish(self._started - TRAVELING)
 
     def sync_all(self) -> None:
         """Replace every gradient by its mean over the group. All ranks must call it."""
@@ -133,7 +133,7 @@ class GradientSynchronizer:
             return
         while self._started < len(self._shares):
             self._start_next()
-            self._finish(self._started - TRAVELLING)
+            self._finish(self._started - TRAVELING)
         self._finish(self._started)
         self._started = self._finished = 0
 

@@ -26,9 +26,9 @@ def register_data_parallel(
 
     Args:
         name: Name of the variant.
-        averages: What the ranks average. "gradients" in every step: the result equals that of one
-            process, and `plan` includes the variant in its search. "parameters" every ``period``
-            steps.
+        averages: Values that the ranks average. "gradients" in every step: the result equals that
+            of one process, and `plan` includes the variant in its search. "parameters" every
+            ``period`` steps.
         config: Dataclass with a field ``name`` that types ``strategy.options``.
         period: Maps the options to the number of steps between averages of parameters, used to
             estimate traffic; None for 1.

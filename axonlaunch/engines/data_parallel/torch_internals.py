@@ -1,7 +1,7 @@
 """All private names of torch that data parallelism uses, and nothing else.
 
 ``tests/house/test_private_names.py`` checks each of them, ``tests/engines/test_ddp_internals.py``
-the behaviour of DDP's. If a torch release changes one, those tests report it, and only this file
+the behavior of DDP's. If a torch release changes one, those tests report it, and only this file
 has to change.
 """
 

@@ -52,7 +52,7 @@ class ExpertCounts:
             stages: This rank's parts of the model.
             device: Device of the counts.
             sum_over_data: Sums a tensor in place over the ranks with other tokens; a collective.
-            sum_over_stages: The same over the ranks with other blocks.
+            sum_over_stages: Sums a tensor in place over the ranks with other blocks; a collective.
             bias_rate: Step of the bias of routers; None leaves the bias unchanged.
         """
         self.layers = tuple(experts)

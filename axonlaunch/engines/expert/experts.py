@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
+from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch
 from axonlaunch.engines.expert.routing import InvalidRouteError
 from axonlaunch.engines.tensor.divided_layers.local_parameters import (
@@ -20,6 +21,7 @@ from axonlaunch.engines.tensor.divided_layers.local_parameters import (
 )
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.modules.convert_module import convert_module
+from axonlaunch.models.tensors.packed_blocks import BLOCK
 
 
 class DispatchedExperts(ReadsLocally):
@@ -138,6 +140,44 @@ def _divide_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int)
         for matrix, cut in cuts:
             convert_module(matrix, ReadsLocally)
             matrix.__dict__.update(_axis=axis, _sums_gradients=False, cuts={"weight": cut})
+
+
+def sharded_dim(shape: Sequence[int], *, shards: int) -> int:
+    """Return the dim of a rank's experts that ``fully_shard`` divides: 0 if that is even, or 1.
+
+    Args:
+        shape: Shape of the rank's part, [experts, ...].
+        shards: Number of ranks that hold parts of the same experts.
+    """
+    return 1 if shape[0] % shards and len(shape) > 1 and shape[1] % shards == 0 else 0
+
+
+def broken_expert_rows(
+    model: nn.Module, names: Iterable[str], *, degree: int, shards: int
+) -> Iterator[str]:
+    """Yield the matrices with rows that ranks of experts cut within blocks of ``BLOCK`` values.
+
+    Args:
+        model: The full model, on any device.
+        names: Names of the modules of experts.
+        degree: Number of ranks that share the experts.
+        shards: Number of ranks that hold parts of the same experts.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        num_experts = module.num_experts
+        assert isinstance(num_experts, int)
+        adapted = module.matrices() if isinstance(module, LoraExperts) else {}
+        by_columns = {f"{key}{EXPERTS}.lora_B.weight" for key in adapted}
+        for key, parameter in module.named_parameters():
+            if parameter.ndim != 2:
+                continue
+            rows, columns = parameter.shape
+            part = (rows, columns // degree) if key in by_columns else (rows // degree, columns)
+            is_cut = key in by_columns and num_experts // degree % BLOCK
+            is_sharded = sharded_dim(part, shards=shards) == 1 and part[1] // shards % BLOCK
+            if is_cut or is_sharded:
+                yield f"{name}.{key}"
 
 
 def dispatched_experts(module: nn.Module) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.code.plugins import import_callable
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     CustomOptimizerConfig,
@@ -43,7 +44,7 @@ def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     alike: dict[tuple[Any, str], tuple[Any, list[Tensor]]] = {}
     for name, tensor in tensors.items():
         config = configs[name]
-        which = (config.name, getattr(config, "target", None))
+        which = (config.name, custom_target(config))
         _, members = alike.setdefault((which, repr(options_of(config))), (config, []))
         members.append(tensor)
     by_class: dict[Any, list[tuple[Any, list[Tensor]]]] = {}

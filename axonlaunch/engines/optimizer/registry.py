@@ -120,7 +120,7 @@ def _with_groups(name: str, config: type) -> type:
 
 
 def _reduce(config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickle with the user's class, because the extended one is not in any module."""
+    """Pickle as the registered class and its values: the derived class exists only in memory."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return _restore, (type(config).__mro__[1], values)
 

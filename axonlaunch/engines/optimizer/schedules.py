@@ -89,7 +89,7 @@ def _user_factor(schedule: SchedulerConfig, step: int, steps: int) -> float:
     """Return the factor of the peak rate that a user's schedule gives for a step.
 
     Raises:
-        ConfigError: It fails, or returns no number from 0.
+        ConfigError: The schedule fails, or does not return a number of at least 0.
     """
     key, value = "scheduler.name", schedule.name
     if isinstance(schedule, CustomScheduleConfig):

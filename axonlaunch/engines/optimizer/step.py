@@ -168,6 +168,9 @@ class Update:
         parameter.grad_dtype = tensor.grad_dtype
         return parameter
 
+    def begin_backward(self, *, rate: Callable[[float], float], step: int) -> None:
+        """Prepare updates that begin in the next backward; takes the arguments of ``apply``."""
+
     def collect_gradients(self) -> None:
         """Move gradients to the updated tensors; full parameters already have theirs."""
 

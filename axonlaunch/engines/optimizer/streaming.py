@@ -109,7 +109,7 @@ def stream_parameters(
 
 @dataclass(frozen=True)
 class _Copies:
-    """A parameter or its master, its gradient and its states, on the device of the update."""
+    """Copies of a parameter or its master, its gradient and its states, where the update runs."""
 
     source: Tensor
     gradient: Tensor

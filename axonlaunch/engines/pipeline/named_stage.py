@@ -22,7 +22,7 @@ class NamedStage(pipelining.PipelineStage):
     """A torch pipeline stage with named actions."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the messages that connect this rank to its neighbours.
+        """Return the messages that connect this rank to its neighbors.
 
         In torch 2.11, the rank at the turn of a V-shaped schedule also sends them to itself, which
         gloo does not support. Those are removed.

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch.distributed import pipelining
 
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES, ScheduleRule
 from axonlaunch.config.problems.errors import one_of
 
@@ -78,6 +79,16 @@ class PipelineSchedule:
     torch_class: type = field(repr=False, compare=False)
     rank_of_stage: tuple[int, ...] = field(repr=False, compare=False)
     actions: tuple[tuple[Action, ...], ...] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Return the schedule of a layout's rounds."""
+        return cls(
+            layout.schedule,
+            degree=layout.pipeline,
+            microbatches=layout.microbatches_per_round,
+            stages_per_rank=layout.stages_per_rank,
+        )
 
     def __init__(
         self, name: str, *, degree: int, microbatches: int, stages_per_rank: int | None = None

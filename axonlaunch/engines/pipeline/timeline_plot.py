@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours by Okabe and Ito, distinguishable with all common forms of colour vision. For each kind: a
+# Colors by Okabe and Ito, distinguishable with all common forms of color vision. For each kind: a
 # light one with dark numbers for a rank's first stage, a dark one with white numbers for later
 # stages.
-ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
+ACTION_COLORS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#8fcdf0", "#0072b2"),
     "B": ("#f7b955", "#a84b00"),
     "I": ("#f0e442", "#8a7d00"),
@@ -72,7 +72,7 @@ def _bar(axes: Axes, slot: TimelineSlot, *, later: bool, size: float) -> None:
         slot.stop - slot.start,
         left=slot.start,
         height=0.86,
-        color=ACTION_COLOURS[slot.action.kind][later],
+        color=ACTION_COLORS[slot.action.kind][later],
         edgecolor="white",
         linewidth=0.8,
     )
@@ -95,7 +95,7 @@ def _add_legend(figure: Figure, timeline: Timeline) -> None:
     kinds = {slot.action.kind for slot in timeline.slots}
     shades = 2 if timeline.schedule.stages_per_rank > 1 else 1
     entries: dict[str, Any] = {
-        label: tuple(Patch(color=colour) for colour in ACTION_COLOURS[kind][:shades])
+        label: tuple(Patch(color=color) for color in ACTION_COLORS[kind][:shades])
         for kind, label in LABELS.items()
         if kind in kinds
     }

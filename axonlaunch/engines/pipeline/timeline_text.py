@@ -12,7 +12,7 @@ from rich.text import Text
 from axonlaunch.engines.pipeline.schedule import ActionKind
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline, TimelineSlot
 
-# Colours by Okabe and Ito, distinguishable with all common forms of colour vision: for a rank's
+# Colors by Okabe and Ito, distinguishable with all common forms of color vision: for a rank's
 # first stage and for its later ones. rich maps them to the terminal's palette.
 ACTION_STYLES: dict[ActionKind, tuple[str, str]] = {
     "F": ("#000000 on #56b4e9", "#ffffff on #0072b2"),
@@ -34,7 +34,7 @@ def text_timeline(timeline: Timeline, *, width: int) -> Text:
 
     A cell shows an action and its micro-batch; its width is proportional to the action's duration.
     Lower-case letters mark a rank's second and later stages, so the text is readable without
-    colour.
+    color.
     """
     schedule = timeline.schedule
     label_width = len(f"rank {schedule.degree - 1}") + 2
@@ -99,7 +99,7 @@ def _row(slots: list[TimelineSlot], first: int, shown: int, unit: float) -> Text
         width = stop - start
         if len(label) > width:  # a truncated number would be a different number
             label = ""
-        # Separate neighbours with a blank column if the label leaves one.
+        # Separate neighbors with a blank column if the label leaves one.
         gap = 1 if width > len(label) else 0
         row.append(" " * (start - len(row)))
         row.append(label.ljust(width - gap, "-"), ACTION_STYLES[slot.action.kind][later])

@@ -28,6 +28,7 @@ from torch import Tensor
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import max_over
 from axonlaunch.config.precision import QuantizedFormat
+from axonlaunch.engines.precision.autocast import in_autocast_dtype
 from axonlaunch.engines.precision.torch_internals import needs_gradient
 
 _LEAST = 2.0**-23
@@ -62,7 +63,7 @@ class QuantizedProducts:
         """Create the function.
 
         Args:
-            chosen: How factors are rounded.
+            chosen: Format that factors are rounded to.
             group: Ranks that have other features of the same inputs; None if inputs are complete.
             start: Decides about each step; None rounds in all.
         """
@@ -74,14 +75,11 @@ class QuantizedProducts:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map [..., in] to [..., out] with a weight [out, in], in the type of ``x``."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = in_autocast_dtype(x, weight)
         bias = None if bias is None else bias.to(x.dtype)
         if not self._start.is_on or not x.numel():  # nothing has no largest number
             return F.linear(x, weight, bias)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             # Views, as in ``ScaledProducts``.
             factors = x.view_as(x), weight.view_as(weight), bias
             return cast("Tensor", _apply(*factors, *self._input_scale(x.detach()), self))

@@ -21,7 +21,7 @@ _FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
 class RoundedStates:
     """Rounds states to bf16 at random, the same in every layout.
 
-    An fp32 number between two neighbouring bf16 numbers becomes the upper one with a probability
+    An fp32 number between two neighboring bf16 numbers becomes the upper one with a probability
     equal to its distance from the lower one, so sums of small changes are kept on average. The
     random number of an element depends on the seed, the step, the names of parameter and state, and
     the indices of the element in the full tensor.

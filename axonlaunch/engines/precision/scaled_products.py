@@ -13,7 +13,8 @@ not powers of two would have to be maxima over all these ranks, found by an exch
 product.
 
 torchao has the same recipes (``convert_to_float8_training``), but only as modules in place of
-``nn.Linear``, and its functions are not public. Here they apply to sharded layers too.
+``nn.Linear``, and its functions are not public; ``rounded_layers`` applies these to sharded layers
+too.
 
 Source: pytorch/ao, ``torchao/float8``: ``Float8LinearConfig.from_recipe_name``, and
 ``round_scales_to_power_of_2``; Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
@@ -21,21 +22,16 @@ Source: pytorch/ao, ``torchao/float8``: ``Float8LinearConfig.from_recipe_name``,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
-from axonlaunch.engines.precision.quantized_products import QuantizedProducts, RoundingStart
+from axonlaunch.config.precision import Float8Format
+from axonlaunch.engines.precision.autocast import in_autocast_dtype
 from axonlaunch.engines.precision.torch_internals import needs_gradient
-from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
-from axonlaunch.models.adapters.lora import LoraLayer
-from axonlaunch.models.modules.convert_module import convert_module
 
 _LEAST = 1e-12
 """Smallest magnitude that a scale maps to the largest number, torchao's ``EPS``."""
@@ -53,13 +49,12 @@ class ScaledProducts:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map [..., in] to [..., out] with a weight [out, in], in the type of ``x``."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = in_autocast_dtype(x, weight)
         if not x.numel():  # has no largest magnitude
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        with torch.autocast(device, enabled=False):  # of the fp32 that the CPU's kernel sums in
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # of the fp32 that the CPU's kernel sums in
             # Views, because autograd does not say whether it needs the gradient of a leaf.
             output = cast("Tensor", _apply(x.view_as(x), weight.view_as(weight), self))
         return output if bias is None else output + bias.to(output.dtype)
@@ -155,62 +150,3 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 _apply: Any = _ScaledProduct.apply
-
-
-class ScaledLinear(nn.Module):
-    """Mixin before the class of a linear layer that rounds the factors of its products.
-
-    Attributes:
-        product: Maps an input, the weight [out, in] and the bias to the output.
-        weight_is_transposed: Whether the weight is [in, out], as in GPT-2's Conv1D.
-    """
-
-    product: Callable[..., Tensor]
-    weight_is_transposed: bool
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        weight = self.weight.t() if self.weight_is_transposed else self.weight
-        return self.product(x, weight, self.bias)
-
-
-def scale_products(
-    layers: Iterable[nn.Module], chosen: MatmulFormat, start: RoundingStart | None = None
-) -> None:
-    """Make linear layers, sharded or not, round the factors of their products, in place.
-
-    Args:
-        layers: Linear layers.
-        chosen: How factors are rounded.
-        start: Decides whether a step rounds, with a ``QuantizedFormat``; None rounds in all.
-    """
-    products: dict[bool, Callable[..., Tensor]] = {}
-    for layer in layers:
-        # One object for all layers that can share it: dynamo compiles a block again for another.
-        is_divided = isinstance(layer, RowParallelLinear)
-        if is_divided not in products:
-            products[is_divided] = _products(layer, chosen, start)
-        layer.__dict__["product"] = products[is_divided]
-        if hasattr(type(layer), "product"):
-            continue  # a sharded layer, which calls it
-        base: Any = layer.base_class if isinstance(layer, LoraLayer) else type(layer)
-        layer.__dict__["weight_is_transposed"] = not issubclass(base, nn.Linear)
-        convert_module(layer, _scaled_class(base), beneath=isinstance(layer, LoraLayer))
-
-
-def _products(
-    layer: nn.Module, chosen: MatmulFormat, start: RoundingStart | None
-) -> Callable[..., Tensor]:
-    if isinstance(chosen, QuantizedFormat):
-        group = layer.axis.group if isinstance(layer, RowParallelLinear) else None
-        return QuantizedProducts(chosen, group, start)
-    assert isinstance(chosen, Float8Format)
-    return ScaledProducts(chosen)
-
-
-@functools.cache
-def _scaled_class(base: Any) -> Any:
-    """Return one class for all layers of a class: dynamo compiles a block again for each class."""
-    return type(base.__name__, (ScaledLinear, base), {"__module__": base.__module__})

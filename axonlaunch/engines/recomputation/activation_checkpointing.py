@@ -112,10 +112,16 @@ def _selective_contexts() -> Any:
 def may_draw(block: nn.Module) -> bool:
     """Return whether a block may use random numbers in training, as dropout does.
 
-    This is assumed of all classes that are not from torch or axonlaunch.
+    This is assumed of all classes that are not from torch or axonlaunch, and of modules with a
+    dropout rate, which they pass to ``functional.dropout``, as linear layers with an adapter do.
     """
     return any(
-        isinstance(part, _DRAWING) or not type(part).__module__.startswith(_KNOWN)
+        isinstance(part, _DRAWING)
+        or not type(part).__module__.startswith(_KNOWN)
+        or any(
+            "dropout" in name and isinstance(rate, float) and rate
+            for name, rate in vars(part).items()
+        )
         for part in block.modules()
     )
 

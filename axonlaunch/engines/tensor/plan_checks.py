@@ -13,11 +13,15 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import divisor_of
+from axonlaunch.engines.tensor.divided_layers.adapters import cuts_of_matrices
 from axonlaunch.engines.tensor.divided_layers.heads import indivisible_heads, key_value_heads
 from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, empty_part
+from axonlaunch.models.adapters.expert_lora import LoraExperts
+from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.attention import Attention
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of, logical_shape
 
@@ -61,6 +65,7 @@ that holds it must have the style ``experts`` or ``local``, or be in a region.
 """
 COLUMN_STYLES = ("column", "packed_column", "key_value")
 """Styles of linear layers whose outputs stay sharded."""
+_ROW_STYLES = ("row", "row_split")
 _CUTS = ("column", "packed_column", "row", "packed_row")
 
 
@@ -277,16 +282,26 @@ def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> I
         degree: Number of ranks on the tensor axis.
     """
     for entry in style_modules(module, plan):
-        cuts = dict(entry.cuts)
-        if _cuts_rows(entry):
-            cuts["weight"] = Cut(1, entry.pieces)
-        for key, cut in cuts.items():
-            parameter = entry.module._parameters[key]
-            assert parameter is not None
+        for key, cut in _cuts_of_weights(entry).items():
+            parameter = entry.module.get_parameter(key)
             of_rank, rest = divmod(parameter.shape[-1], degree * cut.pieces)
             is_row = cut.dim == parameter.ndim - 1 and parameter.ndim > 1
             if is_row and (rest or of_rank % BLOCK):
                 yield f"{entry.name}.{key}"
+
+
+def _cuts_of_weights(entry: Styled) -> dict[str, Cut]:
+    """Return the cuts of parameters that a style cuts along rows, with those of adapters."""
+    cuts = dict(entry.cuts)
+    if _cuts_rows(entry):
+        cuts["weight"] = Cut(1, entry.pieces)
+    if isinstance(entry.module, LoraLayer) and entry.style in _ROW_STYLES:
+        cuts["lora_A.weight"] = Cut(1, entry.pieces)
+    if isinstance(entry.module, LoraExperts):
+        for key, matrices in entry.module.matrices().items():
+            if key in entry.cuts and (of_inputs := cuts_of_matrices(matrices, cuts[key])[0]):
+                cuts[f"{key}{EXPERTS}.lora_A.weight"] = of_inputs
+    return cuts
 
 
 def rank_divisors(
@@ -301,7 +316,7 @@ def rank_divisors(
     """
     divisors: dict[str, tuple[int, int]] = {}
     for entry in style_modules(module, plan):
-        if entry.style in ("row", "row_split"):
+        if entry.style in _ROW_STYLES:
             divisors[entry.name] = (degree, 1)
         elif entry.style in (*COLUMN_STYLES, "column_gathered"):
             heads = key_value_heads(entry.holder, entry.module)
@@ -317,7 +332,7 @@ def _cuts_rows(entry: Styled) -> bool:
         return weight is not None and entry.style == "column_gathered"
     if (sizes := linear_sizes(entry.module)) is None:
         return False
-    if entry.style in ("row", "row_split"):
+    if entry.style in _ROW_STYLES:
         return not sizes.transposed
     return sizes.transposed and entry.style in (*COLUMN_STYLES, "column_gathered")
 
@@ -379,7 +394,7 @@ def _divided_size(entry: Styled) -> tuple[int, str]:
     if sizes is not None:
         if entry.style in (*COLUMN_STYLES, "column_gathered", "vocabulary"):
             return sizes.outputs, "outputs"
-        if entry.style in ("row", "row_split"):
+        if entry.style in _ROW_STYLES:
             return sizes.inputs, "inputs"
     return 0, "sizes"
 

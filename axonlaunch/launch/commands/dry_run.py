@@ -67,7 +67,7 @@ def dry_runs(
 
 
 def _dry_run(run: Run, *, missing: list[ConfigIssue]) -> DryRun:
-    config, context, issues, finished = run.config, run.options.context, list(missing), ""
+    config, context, issues, finished = run.config, run.options.fork_server, list(missing), ""
     ready = resolve_for_node(context, config)
     if missing:  # missing data files can't be checked
         synthetic = replace_with_synthetic(config)

@@ -122,7 +122,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         composed = environment.of_node().applied_to(composed, accelerators=count)
         config = configuration.type_config(composed.tree, composed.problems)
         identity = LauncherProcess(environment.launcher).identity
-        options = LaunchOptions(context=server(), started=started, identity=identity)
+        options = LaunchOptions(fork_server=server(), started=started, identity=identity)
         config = run_dir.resumes_if_restarted(config, identity)
         [run] = prepare_runs([Run(overrides=[], composed=None, config=config, options=options)])
         result = run.launch()

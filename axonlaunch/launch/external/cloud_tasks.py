@@ -19,7 +19,7 @@ from axonlaunch.launch.launcher import (
     check_anywhere,
     submission_issues,
 )
-from axonlaunch.launch.run_dir import with_scratch_folder
+from axonlaunch.launch.run_dir import with_folder_of_nodes
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
 SECRET_VARIABLE = "AXONLAUNCH_TOKEN"
@@ -77,7 +77,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 
 def render_task(config: RunConfig) -> str:
     """Return the YAML of a run's task, for the tool in ``launch.name``."""
-    config = with_scratch_folder(config)
+    config = with_folder_of_nodes(config)
     tool, legal = config.launch.name, str(config.name).lower().replace("_", "-").replace("/", "-")
     task = _sky_task(config, legal) if tool == "skypilot" else _dstack_task(config, legal)
     header = f"# {_SUBMIT[tool]}"

@@ -1,7 +1,7 @@
 """Finds and watches the process of torchrun, mpirun or srun that started this rank.
 
-A killed launcher can't end its ranks, which init adopts. For ranks that a user starts by hand
-nothing is watched, because the shell may end, for example after ``nohup``.
+If the launcher is killed, its ranks keep running, so they watch it. Ranks that a user starts by
+hand watch nothing, because their shell may end, for example after ``nohup``.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
     node need no barrier, because joining the world waits for all ranks.
 
     Raises:
-        ConfigError: They can't be downloaded.
+        ConfigError: The model or the data can't be downloaded.
     """
     if environment.rank == 0 or environment.local_rank != 0:
         return

@@ -171,7 +171,7 @@ def refuse_second_job(folder: Path) -> None:
     """Refuse to submit a run while an earlier job of its folder waits or runs.
 
     Raises:
-        ConfigError: There is such a job.
+        ConfigError: An earlier job waits or runs.
     """
     job = SlurmJob.of_folder(folder)
     state = None if job is None else job.state()

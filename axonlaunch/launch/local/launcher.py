@@ -85,7 +85,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     checking = forked_call.stream(
-        options.context,
+        options.fork_server,
         "axonlaunch.preflight.checks:resolving",
         config,
         task="checking the configuration",
@@ -111,7 +111,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     Raises:
         ConfigError: The port is in use or the folder can't be created; nothing was started.
     """
-    context = options.context
+    context = options.fork_server
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         rendezvous = stack.enter_context(_rendezvous(config))

@@ -161,7 +161,8 @@ class _Command:
         number: Number of the run in the sweep, counted from 0.
         run: The run.
         share: Share of the node that it uses.
-        process: Its process; standard output is its summary as JSON, standard error its console.
+        process: Process that trains; standard output is its summary as JSON, standard error its
+            console.
         stream: Output stream of this process.
     """
 

@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonlaunch import checkpoint
-from axonlaunch import config as configuration
+from axonlaunch import checkpoint, config as configuration
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.checkpoint.saving.saver import SaveError
 from axonlaunch.comm import RankFailedError, World

@@ -138,8 +138,8 @@ class Coordinator:
 
         Raises:
             TimeoutError: Member 0 did not publish the value in time.
-            EarlierStartError: It was not written for this start of the member: a message from an
-                old run has another nonce.
+            EarlierStartError: The value is from another start of the member: a message from
+                an old run has another nonce.
             ForgedMessageError: The message was not written by member 0.
         """
         deadline = time.monotonic() + timeout_s

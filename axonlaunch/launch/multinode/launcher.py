@@ -32,7 +32,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     ``launch`` runs the checks itself, because it reports problems to the other nodes.
 
     Raises:
-        ConfigError: In a dry run, this node can't run the configuration.
+        ConfigError: This node can't run the configuration (only in a dry run).
     """
     if not options.dry_run:
         return config
@@ -53,7 +53,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     resolved: RunConfig = forked_call.call(
-        options.context,
+        options.fork_server,
         "axonlaunch.preflight.checks:resolve",
         config,
         task="checking the configuration",
@@ -68,7 +68,7 @@ def _fetch(config: RunConfig, options: LaunchOptions) -> None:
     """
     with suppress(ConfigError):
         forked_call.call(
-            options.context,
+            options.fork_server,
             "axonlaunch.preflight.checks:fetch_model_and_data",
             config,
             task="downloading the data",
@@ -89,7 +89,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     Raises:
         ConfigError: The nodes can't meet or have different configurations. No rank was started.
     """
-    context = options.context
+    context = options.fork_server
     problems: list[ConfigIssue] = []
     with gathering(problems):  # problems are reported to the other nodes
         config = _resolve(config, options)

@@ -228,7 +228,7 @@ class NodeMembership:
         node 0 must stay.
 
         Args:
-            status: How the run ended, according to node 0; empty if it left no message.
+            status: End of the run according to node 0; empty if it left no message.
         """
         if self.attempts or is_elastic(self._given) or status == "done":
             return False

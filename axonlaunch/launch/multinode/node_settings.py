@@ -1,4 +1,4 @@
-"""Settings of one node of several: which one it is, how many there may be, where they meet."""
+"""Resolves a node's rank, the allowed number of nodes and the rendezvous address."""
 
 from __future__ import annotations
 

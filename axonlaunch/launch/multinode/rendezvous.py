@@ -52,7 +52,7 @@ class RunEndedError(Exception):
     """The run ended before this node could take part.
 
     Attributes:
-        status: How the run ended, according to node 0: "done", "failed" or "interrupted"; empty if
+        status: End of the run according to node 0: "done", "failed" or "interrupted"; empty if
             node 0 is gone and left no message.
     """
 
@@ -178,7 +178,8 @@ class ElasticRendezvous:
         gone, stopping it may block forever, so the wait is limited.
 
         Args:
-            status: How the run ended, for nodes that wait or come now.
+            status: End of the run, for nodes that wait or come now: "done", "failed" or
+                "interrupted".
             stay_s: Seconds that the first node waits for nodes that come.
         """
         if self._first:

@@ -1,4 +1,4 @@
-"""How a node that comes late, or again, learns that the run has ended."""
+"""Tells nodes that come late, or again, that the run has ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exit_status_and_line(status: str, *, where: str) -> tuple[int, str]:
     """Return the exit status of a node that takes no part, and the line that it prints.
 
     Args:
-        status: What node 0 said, or empty where it is gone.
+        status: End of the run according to node 0; empty if node 0 is gone.
         where: Address and port at which the nodes meet.
     """
     if status == "done":

@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDescription
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _NodeDesc as NodeDescription,
     _RendezvousState as RendezvousState,
 )
 

@@ -52,7 +52,7 @@ class RunRecorder:
         prediction: Background estimate of memory and step time; begins with the first logged step.
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
-        counted: What the loss counts: tokens, images, samples or targets.
+        counted: Unit that the loss counts: tokens, images, samples or targets.
         proof: Proof of the layout; None if no proof was requested.
         corrupt: A line for each corrupt checkpoint that was moved aside.
     """

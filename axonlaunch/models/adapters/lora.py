@@ -285,7 +285,7 @@ def _is_target(name: str, config: LoraConfig, spec: ModelSpec) -> bool:
 
 
 def _are_targets(name: str, config: LoraConfig) -> bool:
-    """Return whether packed experts are adapted; regular expressions are only for layers."""
+    """Return whether ``targets`` selects these packed experts; regular expressions never do."""
     if config.targets == "all-linear":
         return False
     patterns = [pattern for pattern in config.targets if not is_expression(pattern)]

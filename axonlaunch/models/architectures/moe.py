@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config.options.model import MoEConfig
-from axonlaunch.models.architectures.llama import SPEC as LLAMA_SPEC
-from axonlaunch.models.architectures.llama import GatedFeedForward, Llama, LlamaBlock
+from axonlaunch.models.architectures.llama import (
+    SPEC as LLAMA_SPEC,
+    GatedFeedForward,
+    Llama,
+    LlamaBlock,
+)
 
 
 class Router(nn.Module):
@@ -83,7 +87,7 @@ class Experts(nn.Module):
         Args:
             hidden_states: Tokens [T, hidden].
             top_k_index: Experts of each token, [T, K].
-            top_k_weights: Their weights, [T, K].
+            top_k_weights: Weight of each of these experts, [T, K].
         """
         if self.is_plain:
             return self._one_after_another(hidden_states, top_k_index, top_k_weights)

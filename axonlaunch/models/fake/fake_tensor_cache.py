@@ -217,10 +217,9 @@ class _Made:
 
 
 def _likely_number(mode: FakeTensorMode, keywords: dict[str, Any]) -> Any:
-    """Return a random number with a value, so that code can branch on it.
+    """Return a constant just below 1 in place of a random number, so that code can branch on it.
 
-    The number is just below 1, so layerdrop, which skips a block if the number is below a
-    threshold, skips none.
+    Layerdrop, which skips a block if the number is below a threshold, then skips none.
     """
     with unset_fake_temporarily():
         number = torch.full(

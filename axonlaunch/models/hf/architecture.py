@@ -37,7 +37,7 @@ def architecture(config: TransformersModel) -> Any:
     """Return transformers' typed configuration of a model.
 
     Raises:
-        ConfigError: It can't be read, or the model can't be trained here.
+        ConfigError: The configuration can't be read, or the model can't be trained here.
     """
     library.transformers()
     content = files.read_config(config)
@@ -45,7 +45,7 @@ def architecture(config: TransformersModel) -> Any:
     if content and model_type != content.get("model_type"):
         message = f"model.path is {content.get('model_type')}; remove this setting"
         raise ConfigError([ConfigIssue("model.config.model_type", message, model_type)])
-    _refuse_quantised(content, config)
+    _refuse_quantized(content, config)
     _refuse_kernels(content, config)
     typed = _read_remote(config, content) if _is_remote(config, content) else None
     if typed is None:
@@ -180,7 +180,7 @@ def _is_remote(config: TransformersModel, content: Mapping[str, Any]) -> bool:
     """Return whether a model uses the code in its repository.
 
     Raises:
-        ConfigError: It needs this code, but ``trust_remote_code`` is off.
+        ConfigError: The model needs this code, but ``trust_remote_code`` is off.
     """
     auto_map = content.get("auto_map")
     if not isinstance(auto_map, Mapping) or "AutoModelForCausalLM" not in auto_map:
@@ -223,7 +223,7 @@ def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
     return typed
 
 
-def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> None:
+def _refuse_quantized(content: Mapping[str, Any], config: TransformersModel) -> None:
     quantization = content.get("quantization_config") or {}
     if (
         method := quantization.get("quant_method")
@@ -231,7 +231,7 @@ def _refuse_quantised(content: Mapping[str, Any], config: TransformersModel) -> 
         else quantization
     ):
         message = (
-            f"its weights are quantised ({method}), which can't be trained; fp32, bf16 and fp16 "
+            f"its weights are quantized ({method}), which can't be trained; fp32, bf16 and fp16 "
             "are supported: give the model that it was made from"
         )
         raise ConfigError([ConfigIssue("model.path", message, config.path)])

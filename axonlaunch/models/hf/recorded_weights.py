@@ -89,12 +89,12 @@ class Whole:
     Attributes:
         module: Module with the parameter, without storage.
         name: Name of the parameter in the module.
-        initialise: The model's function that initializes such modules.
+        initialize: The model's function that initializes such modules.
     """
 
     module: nn.Module
     name: str
-    initialise: Any
+    initialize: Any
     key: str | None = None
     blockwise: bool = False
 
@@ -106,7 +106,7 @@ class Whole:
             setattr(module, name, nn.Parameter(real))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(generator.initial_seed())
-            self.initialise(module)
+            self.initialize(module)
         values: Tensor = module.get_parameter(self.name).detach().float()
         assert values.shape == torch.Size(shape), "a parameter is drawn as a whole"
         return values

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 FEW = 3
-"""Number of representative blocks: the first, the last, and one with two neighbours."""
+"""Number of representative blocks: the first, the last, and one with two neighbors."""
 
 
 def are_alike(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = ()) -> bool:

@@ -29,7 +29,7 @@ class CustomLoss:
         sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
         count: Maps a micro-batch to the number that its loss counts as; None counts targets or
             samples.
-        counted: What ``count`` counts.
+        counted: Unit that ``count`` counts: tokens, images, samples or targets.
     """
 
     sum: Callable[[Any, Any], Tensor]
@@ -60,7 +60,7 @@ def register_loss(
         count: Maps a micro-batch, before the forward, to the number that divides its sum. By
             default, the number of targets that are not -100 for a dataset of pairs, otherwise the
             number of samples.
-        counted: What ``count`` counts, which names metrics: tokens, images, samples or targets.
+        counted: Unit of ``count``, used in names of metrics: tokens, images, samples or targets.
         summary: One line for ``axonlaunch ls losses``; by default the first line of the docstring.
 
     Raises:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs
 
+MOST_LIKELY = 20
+"""Number of classes that ``entropy_weights`` takes into account."""
+
 
 def cross_entropy_sum(
     outputs: Tensor | ModelOutputs,
@@ -21,6 +24,7 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    eaft: float = 0.0,
 ) -> Tensor:
     """Return the summed cross entropy, in nats, of logits [..., C] and classes [...], in fp32.
 
@@ -36,25 +40,44 @@ def cross_entropy_sum(
         dft: Whether the cross entropy of each target is multiplied by the target's probability,
             without a gradient through this factor (Wu et al., "On the Generalization of SFT: A
             Reinforcement Learning Perspective with Reward Rectification", 2025, equation 9).
+        eaft: Exponent of the factor ``entropy_weights``, by which the cross entropy of each target
+            is multiplied; 0: no factor.
 
     Raises:
-        ValueError: ``dft`` is combined with another term.
+        ValueError: ``dft`` or ``eaft`` is combined with another term.
     """
-    check_terms(label_smoothing, z_loss, dft=dft)
+    check_terms(label_smoothing, z_loss, dft=dft, eaft=eaft)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return _cross_entropy_sum(logits, targets, label_smoothing, z_loss, dft=dft)
+        return _cross_entropy_sum(logits, targets, label_smoothing, z_loss, dft=dft, eaft=eaft)
 
     return with_auxiliary_loss(loss, outputs, targets)
 
 
-def check_terms(label_smoothing: float, z_loss: float, *, dft: bool) -> None:
-    """Raise ``ValueError`` if DFT, which weights plain cross entropy, has another term."""
-    if dft and (label_smoothing or z_loss):
-        raise ValueError(
-            f"dft=True weights plain cross entropy: label_smoothing={label_smoothing} and "
-            f"z_loss={z_loss} must be 0"
-        )
+def check_terms(label_smoothing: float, z_loss: float, *, dft: bool, eaft: float) -> None:
+    """Raise ``ValueError`` if a factor of plain cross entropy is combined with another term."""
+    if (dft or eaft) and (label_smoothing or z_loss or (dft and eaft)):
+        weighted = "dft=True" if dft else f"eaft={eaft}"
+        others = f"label_smoothing={label_smoothing} and z_loss={z_loss}"
+        others = f"{others}, and eaft={eaft}," if dft and eaft else others
+        raise ValueError(f"{weighted} weights plain cross entropy: {others} must be 0")
+
+
+def entropy_weights(highest: Tensor, exponent: float) -> Tensor:
+    """Return the weights [...] of targets by the entropy of the model's most likely classes.
+
+    A weight is ``(H / 3) ** exponent`` with the entropy H in nats of the distribution over the
+    ``MOST_LIKELY`` classes, whose largest value is about 3.
+
+    Source: entropy-adaptive fine-tuning (EAFT), as in LLaMA-Factory's ``eaft_loss_func``.
+
+    Args:
+        highest: Largest logits [..., K] in fp32 or more; -inf stands for a missing class.
+        exponent: Exponent.
+    """
+    entropy = torch.special.entr(highest.softmax(-1)).sum(-1)
+    weights: Tensor = (entropy / 3.0) ** exponent
+    return weights
 
 
 def with_auxiliary_loss(
@@ -76,18 +99,27 @@ def with_auxiliary_loss(
 
 
 def _cross_entropy_sum(
-    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, *, dft: bool
+    logits: Tensor,
+    targets: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    *,
+    dft: bool,
+    eaft: float,
 ) -> Tensor:
     rows, targets = logits.flatten(0, -2).float(), targets.flatten()
     total = F.cross_entropy(
         rows,
         targets,
         ignore_index=IGNORE_INDEX,
-        reduction="none" if dft else "sum",
+        reduction="none" if dft or eaft else "sum",
         label_smoothing=label_smoothing,
     )
     if dft:  # targets that don't count are 0
         total = (total * total.detach().neg().exp()).sum()
+    if eaft:
+        highest = rows.detach().topk(min(MOST_LIKELY, rows.shape[-1]), -1).values
+        total = (total * entropy_weights(highest, eaft)).sum()
     if z_loss:
         denominators = torch.logsumexp(rows, -1).masked_fill(targets == IGNORE_INDEX, 0.0)
         total = total + z_loss * denominators.square().sum()

@@ -168,7 +168,7 @@ def make_custom_metric(config: CustomMetricConfig, *, key: str) -> Metric:
         key: Configuration key of the metric in errors, such as ``metrics[0]``.
 
     Raises:
-        ConfigError: It can't be imported or does not accept its arguments.
+        ConfigError: The function can't be imported or does not accept its arguments.
     """
     function = import_callable(f"{key}.target", config.target, config.arguments, passed=2)
     bound = partial(function, **config.arguments)

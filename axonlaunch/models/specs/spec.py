@@ -89,8 +89,8 @@ class ModelSpec:
         initializers: Maps a module to ``{parameter name: initializer}``; None if the module
             initializes itself. The module may be a pipeline stage without some of the parts.
         tensor_plan: Plan for tensor parallelism: patterns of module names to styles
-            (see ``engines.tensor_plan``), or a function that returns them for a module or pipeline
-            stage. None if the model can't be split.
+            (see ``engines.tensor.parallelize``), or a function that returns them for a module or
+            pipeline stage. None if the model can't be split.
         sequence_parallel: Whether the plan also says which modules see only a part of the sequence.
         ends: Attributes that only the first and only the last pipeline stage keeps. Other stages
             set them, and the blocks that they lack, to None. If ``ends`` is None, ``flow`` is used.

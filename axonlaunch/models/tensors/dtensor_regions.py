@@ -98,18 +98,6 @@ def dtensor_of(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def local_region(tensor: Tensor) -> list[Interval]:
-    """Return ``(offset, length)`` of this rank's part in each dimension of the full tensor.
-
-    Raises:
-        NotImplementedError: The part is not a single box.
-    """
-    boxes = local_boxes(tensor)
-    if len(boxes) != 1:
-        raise NotImplementedError(f"this rank holds {len(boxes)} boxes of {tuple(tensor.shape)}")
-    return list(boxes[0].region)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank; all ranks of its mesh must call this.
 

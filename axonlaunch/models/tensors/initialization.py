@@ -62,28 +62,6 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class TruncatedNormal:
-    """A normal distribution without values beyond ``cutoff`` standard deviations."""
-
-    std: float
-    mean: float = 0.0
-    cutoff: float = 3.0
-    key: str | None = None
-
-    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return fp32 values of the shape."""
-        reach = self.cutoff * self.std
-        return nn.init.trunc_normal_(
-            _empty(shape),
-            self.mean,
-            self.std,
-            a=self.mean - reach,
-            b=self.mean + reach,
-            generator=generator,
-        )
-
-
-@dataclass(frozen=True)
 class Uniform:
     """A uniform distribution between ``-bound`` and ``bound``."""
 

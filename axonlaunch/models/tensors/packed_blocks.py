@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm.mesh import local_part
-from axonlaunch.config.precision import BLOCK as BLOCK
-from axonlaunch.config.precision import EIGHT_BITS, SCALE_BYTES
+from axonlaunch.config.precision import BLOCK as BLOCK, EIGHT_BITS, SCALE_BYTES
 from axonlaunch.config.registry import Needs
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.torch_internals import local_tensor, without_modes

@@ -12,7 +12,7 @@ from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of, sums_as_stored
-from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
+from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELING
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
 
@@ -150,7 +150,7 @@ def _divided_update_moments(
     """Return the moments of ZeRO-1; takes the arguments of ``_replicated_moments``."""
     gradients, shard = shares.gradients * total, 1 / layout.optimizer_shards
     # Gradients of the bucket being filled, which are freed afterwards, and buckets being sent.
-    in_flight = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
+    in_flight = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELING * BUCKET_BYTES)
     # Gradients in 16 bits are larger in the buckets that sum them in fp32.
     precision = precision_of(config)
     ratio = precision.reduce.nbytes / precision.gradients.nbytes

@@ -46,7 +46,7 @@ class Change:
 
 
 class _Block:
-    """Part of a segment, linked to its neighbours. In an expandable segment it may be unmapped."""
+    """Part of a segment, linked to its neighbors. In an expandable segment it may be unmapped."""
 
     __slots__ = ("free", "mapped", "next", "pool", "previous", "size", "start")
 

@@ -30,7 +30,7 @@ from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.engine_categories import follow_gradients
+from axonlaunch.planning.tracing.engine_categories import categorize_gradients
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
@@ -142,7 +142,7 @@ def communicator_sizes(layout: Layout) -> list[int]:
     - Each axis of the mesh with more than one rank. A single such axis is the world.
     - Each axis that is merged into a data axis, which includes its ranks as well.
 
-    Not included are communicators between neighbouring pipeline stages, which only carry messages,
+    Not included are communicators between neighboring pipeline stages, which only carry messages,
     because NCCL's memory for them is not known.
     """
     axis_sizes = [size for size in layout.mesh_sizes().values() if size > 1]
@@ -231,7 +231,7 @@ def _run_steps(
             with trace.during("temporary"), fake_world.assume_true():
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
-            follow_gradients(dry.engine, trace)
+            categorize_gradients(dry.engine, trace)
         recording = trace.recording(dry.engine, blocks)
     return recording, {stage: len(members) for stage, members in blocks.items()}
 

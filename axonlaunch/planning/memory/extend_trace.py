@@ -121,15 +121,15 @@ class TraceExtender:
         return copies if self._is_ascending(number) else copies[::-1]
 
     def _is_ascending(self, number: int) -> bool:
-        """Return whether a pass visits blocks in ascending order, judging by the neighbours."""
+        """Return whether a pass visits blocks in ascending order, judging by the neighbors."""
         block_pass = self._passes[number]
         assert block_pass.block is not None
-        for neighbour_index in (number - 1, number + 1):
-            if not 0 <= neighbour_index < len(self._passes):
+        for neighbor_index in (number - 1, number + 1):
+            if not 0 <= neighbor_index < len(self._passes):
                 continue
-            neighbour = self._passes[neighbour_index]
-            if neighbour.pass_number == block_pass.pass_number and neighbour.block is not None:
-                return (neighbour.block[1] < block_pass.block[1]) == (neighbour_index < number)
+            neighbor = self._passes[neighbor_index]
+            if neighbor.pass_number == block_pass.pass_number and neighbor.block is not None:
+                return (neighbor.block[1] < block_pass.block[1]) == (neighbor_index < number)
         return True
 
     def _shifts(self, storage: int) -> range:

@@ -13,7 +13,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
 from axonlaunch.planning.tracing.devices import gloo_buffers
-from axonlaunch.planning.tracing.engine_categories import follow, host_categories
+from axonlaunch.planning.tracing.engine_categories import categorize_engine, host_categories
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 
@@ -57,7 +57,7 @@ class CpuPeakMemory:
             yield
             return
         with trace:
-            follow(engine, trace)
+            categorize_engine(engine, trace)
             trace.forget()
             yield
         trace.finish()

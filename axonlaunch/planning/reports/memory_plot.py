@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.reports.memory_table import CATEGORY_COLOURS, stage_name
+from axonlaunch.planning.reports.memory_table import CATEGORY_COLORS, stage_name
 from axonlaunch.system.text.formatting import MIB, figures, size, unit_of
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def draw_memory(forecast: Forecast) -> Figure:
     figure = Figure(figsize=(9.0, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     offsets = [0.0] * len(rows)
-    for category, colour in CATEGORY_COLOURS.items():
+    for category, color in CATEGORY_COLORS.items():
         widths = [rank.breakdown[category] / unit for rank in estimate.ranks]
-        axes.barh(rows, widths, left=offsets, height=0.8, color=colour, label=category)
+        axes.barh(rows, widths, left=offsets, height=0.8, color=color, label=category)
         offsets = [start + width for start, width in zip(offsets, widths, strict=True)]
     for row, rank in enumerate(estimate.ranks):
         label = f" {figures(rank.peak_bytes / unit)}"

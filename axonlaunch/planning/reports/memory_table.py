@@ -1,6 +1,6 @@
 """Formats an estimate for a terminal, as a table and stacked bars with a row per pipeline stage.
 
-The output is readable without colours.
+The output is readable without colors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from axonlaunch.system.text.formatting import UNITS, figures, size, unit_of
 if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category
 
-# Palette of Okabe and Ito, lightened for dark letters; suitable for colour-blind readers.
-CATEGORY_COLOURS: dict[Category, str] = {
+# Palette of Okabe and Ito, lightened for dark letters; suitable for color-blind readers.
+CATEGORY_COLORS: dict[Category, str] = {
     "parameters": "#8fcdf0",
     "gradients": "#f7b955",
     "optimizer": "#f0e442",
@@ -50,13 +50,13 @@ def build_memory_table(estimate: Estimate) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
     for name in ("ranks", f"peak {UNITS[unit]}"):
         table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
-    for category in CATEGORY_COLOURS:
+    for category in CATEGORY_COLORS:
         table.add_column(_SHORT_NAMES.get(category, category), justify="right", no_wrap=True)
     has_host = any(rank.host_bytes for rank in estimate.ranks)
     if has_host:
         table.add_column("host", justify="right", no_wrap=True)
     for rank in estimate.ranks:
-        numbers = [rank.peak_bytes, *(rank.breakdown[category] for category in CATEGORY_COLOURS)]
+        numbers = [rank.peak_bytes, *(rank.breakdown[category] for category in CATEGORY_COLORS)]
         if has_host:
             numbers.append(rank.host_bytes)
         table.add_row(stage_name(rank, estimate), *(figures(number / unit) for number in numbers))
@@ -173,10 +173,10 @@ def bars(estimate: Estimate, *, memory_bytes: int | None, width: int) -> Text:
 def _bar(rank: RankEstimate, unit: float, limit: int | None) -> Text:
     bar = Text()
     total = 0
-    for category, colour in CATEGORY_COLOURS.items():
+    for category, color in CATEGORY_COLORS.items():
         total += rank.breakdown[category]
         width = round(total / unit) - len(bar)
-        bar.append(_letter(category).ljust(width, "-")[:width], f"#000000 on {colour}")
+        bar.append(_letter(category).ljust(width, "-")[:width], f"#000000 on {color}")
     if limit is None:
         return bar
     if len(bar) <= limit:
@@ -186,8 +186,8 @@ def _bar(rank: RankEstimate, unit: float, limit: int | None) -> Text:
 
 def _legend(memory_bytes: int | None, width: int) -> list[Text]:
     entries = [
-        Text.assemble((f" {_letter(category)} ", f"#000000 on {colour}"), f" {category}")
-        for category, colour in CATEGORY_COLOURS.items()
+        Text.assemble((f" {_letter(category)} ", f"#000000 on {color}"), f" {category}")
+        for category, color in CATEGORY_COLORS.items()
     ]
     if memory_bytes is not None:
         entries.append(Text(f" |  {size(memory_bytes)}"))

@@ -1,4 +1,4 @@
-"""Formats the predicted duration, goodput and cost of training as labelled lines."""
+"""Formats the predicted duration, goodput and cost of training as labeled lines."""
 
 from __future__ import annotations
 

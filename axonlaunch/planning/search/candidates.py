@@ -28,7 +28,12 @@ from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
-from axonlaunch.preflight.parallelism import expert_degrees, product_problems, state_problems
+from axonlaunch.preflight.parallelism import (
+    expert_degrees,
+    expert_state_problems,
+    product_problems,
+    state_problems,
+)
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MAX_STAGES = 32
@@ -157,7 +162,9 @@ def candidates(
                 layout = Layout.of(candidate_config, world_size=devices)
                 if math.prod(layout.axes.values()) != devices:
                     continue  # replicas do not divide the ranks that read different samples
-                if not any(layout_problems(candidate_config, layout)):
+                if any(layout_problems(candidate_config, layout)):
+                    continue
+                if not any(expert_state_problems(candidate_config, spec, model)):
                     yield Candidate(candidate_config, layout, settings)
 
 

@@ -1,7 +1,7 @@
 """Estimates the time of collectives and messages from the links that they use.
 
 The alpha-beta model adds a latency per hop and the transferred bytes divided by the bandwidth. The
-algorithm is a ring, or a tree if that has lower latency. Contention between groups is not modelled.
+algorithm is a ring, or a tree if that has lower latency. Contention between groups is not modeled.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; bus bandwidth as in NCCL's tests; hops of rings and trees over nodes as in NCCL's
@@ -28,7 +28,7 @@ class Links:
         Args:
             hardware: Description of the devices, nodes and network.
             meshes: Sizes of the axes of each mesh, outermost first. Ranks along the innermost axis
-                are neighbours in a node.
+                are neighbors in a node.
         """
         self._hardware = hardware
         self._meshes = [dict(axes) for axes in meshes]
@@ -87,7 +87,7 @@ class Links:
         return self._hardware.link == "loopback"
 
     def message(self, num_bytes: float, *, axis: str) -> float:
-        """Return the time of a message to the neighbour along an axis, in seconds."""
+        """Return the time of a message to the neighbor along an axis, in seconds."""
         size, stride = self._extent((axis,))
         is_in_node = size == 1 or self._ranks_per_node(stride) > 1
         kind = "link" if is_in_node else "network"

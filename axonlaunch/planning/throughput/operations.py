@@ -171,7 +171,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class Send:
-    """A message to the neighbouring rank along a mesh axis."""
+    """A message to the neighboring rank along a mesh axis."""
 
     phase: Phase
     axis: str

@@ -172,12 +172,7 @@ class StepTime:
     def _round(self, work: StepWork) -> tuple[Timeline, list[Parts], list[Parts]]:
         """Return one round, and the parts of each stage's forward and backward."""
         layout = self._layout
-        schedule = PipelineSchedule(
-            layout.schedule,
-            degree=layout.pipeline,
-            microbatches=layout.microbatches_per_round,
-            stages_per_rank=layout.stages_per_rank,
-        )
+        schedule = PipelineSchedule.of(layout)
         stages = [work.stage(index) for index in range(layout.num_stages)]
         forward, backward = (
             [

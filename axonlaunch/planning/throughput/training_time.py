@@ -169,9 +169,10 @@ def assumed_rates(hardware: HardwareConfig) -> dict[str, Any]:
 def _band(
     costs: SaveCosts, rates: FailureRates, *, useful_s: float, interval_s: float, devices: int
 ) -> tuple[float, float]:
-    """Return the goodput with many failures at the low rate, and with few at the high rate.
+    """Return the goodput at the low and at the high rate of failures.
 
-    One run of twenty has more failures at that rate, and one of twenty has fewer.
+    At the low rate, the number of failures is the one that 5% of runs exceed; at the high rate, 5%
+    of runs have fewer.
     """
 
     def goodput_at(rate: float, probability: float) -> float:

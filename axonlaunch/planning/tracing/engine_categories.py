@@ -19,7 +19,7 @@ _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
 }
 
 
-def follow(engine: Engine, trace: StorageTrace) -> None:
+def categorize_engine(engine: Engine, trace: StorageTrace) -> None:
     """Set the categories of an engine's tensors in an entered trace.
 
     This creates the optimizer states if they do not exist yet.
@@ -27,13 +27,13 @@ def follow(engine: Engine, trace: StorageTrace) -> None:
     for module in engine.modules:
         trace.tag([*module.parameters(), *module.buffers()], "parameters")
     trace.tag(engine.optimizer_states(), "optimizer")
-    follow_gradients(engine, trace)
+    categorize_gradients(engine, trace)
 
 
-def follow_gradients(engine: Engine, trace: StorageTrace) -> None:
+def categorize_gradients(engine: Engine, trace: StorageTrace) -> None:
     """Count accumulated gradients and those used by the optimizer as gradients from now on."""
     accumulated, updated = engine.named_parameters(), engine.named_updated()
-    trace.follow(tensor for _, tensor in (*accumulated, *updated))
+    trace.count_gradients_of(tensor for _, tensor in (*accumulated, *updated))
 
 
 def host_categories(config: RunConfig) -> tuple[Category, ...]:

@@ -7,7 +7,7 @@ never undone: use this module in a process that is forked for one rank and ends 
 Patched, each by one function below, with the problem that it avoids:
 
     DDP.__init__, Reducer._rebuild_buckets     the C++ reducer reads gradients, which have no bytes
-    _PipelineSchedule._warmup_p2p              stages would ask absent neighbours for shapes
+    _PipelineSchedule._warmup_p2p              stages would ask absent neighbors for shapes
     schedules._batch_p2p                       a sent tensor would count as freed too early
     ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
     routing.read_counts                        the chosen experts of a token are unknown
@@ -76,9 +76,9 @@ def join_fake_world(*, rank: int, world_size: int, expert_load: float = 1.0) -> 
 
 
 def hide_gpus() -> None:
-    """Hide all GPUs from torch in this process, before CUDA is initialised.
+    """Hide all GPUs from torch in this process, before CUDA is initialized.
 
-    Adam checks whether the current stream is being captured into a graph. That would initialise
+    Adam checks whether the current stream is being captured into a graph. That would initialize
     CUDA, whose context needs memory on a device that may be training another run.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -10,6 +10,7 @@ import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import (
     DATASETS,
     ShapeOnlyTokensConfig,
@@ -64,7 +65,7 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
                 vocab_size=num_classes,
                 sequence_length=length,
                 document_length=length,
-                packing=getattr(config.data, "packing", "none"),
+                packing=packing_of(config.data),
             )
     else:
         channels, height, width = sample.shape

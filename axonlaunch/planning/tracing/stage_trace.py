@@ -29,7 +29,7 @@ from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention, gloo_buffers
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.engine_categories import follow, host_categories
+from axonlaunch.planning.tracing.engine_categories import categorize_engine, host_categories
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth, extrapolate_schedule
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
@@ -292,7 +292,7 @@ def measure_stage(
         spec: Specification of the model.
         updating: Returns a context manager for the optimizer update.
     """
-    follow(engine, trace)
+    categorize_engine(engine, trace)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     step(engine, batch, trace, updating=updating)

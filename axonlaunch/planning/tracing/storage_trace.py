@@ -202,7 +202,7 @@ class StorageTrace(UncompiledDispatchMode):
             else:
                 self._recategorize(storage, category)
 
-    def follow(self, parameters: Iterable[Tensor]) -> None:
+    def count_gradients_of(self, parameters: Iterable[Tensor]) -> None:
         """Count the ``.grad`` of these parameters as gradients from now on."""
         self._parameters = list(parameters)
 
@@ -327,7 +327,7 @@ class StorageTrace(UncompiledDispatchMode):
     def _update_peak(self) -> None:
         """Update the categories of the peak of an event, before memory is freed.
 
-        Gradients are recognised only here, because no operation shows when a parameter gets one.
+        Gradients are recognized only here, because no operation shows when a parameter gets one.
         """
         if self._peak_index is not None:
             index, self._peak_index = self._peak_index, None

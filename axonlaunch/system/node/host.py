@@ -63,7 +63,7 @@ def requested_threads() -> int | None:
         it. torchrun sets it to 1 for its ranks if the user did not.
 
     Raises:
-        ValueError: It is not a number of threads.
+        ValueError: ``OMP_NUM_THREADS`` is not a number of threads.
     """
     text = os.environ.get(OMP_NUM_THREADS, "").partition(",")[0].strip()
     if not text or (text == "1" and _is_set_by_torchrun()):

@@ -66,8 +66,8 @@ class Isolated:
             seconds: Until the copy is killed.
 
         Raises:
-            Exception: What the function raised.
-            IsolatedCallError: It did not return in time, or the process ended.
+            Exception: Any exception that the function raised.
+            IsolatedCallError: The function did not return in time, or the process ended.
         """
         with self._lock:
             copy = self._copy
@@ -105,7 +105,7 @@ class _Copy:
         self._requests: SimpleQueue[tuple[_Request, Future[_Answer]] | None] = SimpleQueue()
         self._pid: int | None = None
         self._reaping = threading.Lock()
-        """Held while the process is signalled or reaped: its number may be another's afterwards."""
+        """Held while the process is signaled or reaped: its number may be another's afterwards."""
         self._is_killed = False
         self._failure = ""
         self._memory = max(_LEAST_MEMORY, free_memory_bytes() // 2) if is_bounded else None
@@ -275,7 +275,7 @@ def _receive(descriptor: int, *, until: float | None) -> bytes:
 
     Raises:
         EOFError: The other end is closed.
-        TimeoutError: It is late.
+        TimeoutError: No message arrived in time.
     """
     length = _LENGTH.unpack(_read(descriptor, _LENGTH.size, until=until))[0]
     return bytes(_read(descriptor, length, until=until))

@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a function that makes the process that calls it end with its parent.
+    """Return a function that, called in a new process, ends it when its parent ends.
 
-    Linux sends the signal when the thread ends that made the process. On other systems the function
-    does nothing. Call this before a fork and the result after it, because loading a library in the
-    new process can wait forever for a lock of another thread.
+    Linux sends the signal when the thread that created the process ends. On other systems the
+    function does nothing. Call this before a fork and the result after it, because loading a
+    library in the new process can wait forever for a lock of another thread.
 
     Args:
         number: Signal that the process gets when its parent ends.

@@ -7,14 +7,17 @@ separate thread (``background``). Its first problem is reported, and training co
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
+from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.problems.errors import failure_text
 from axonlaunch.events import (
@@ -28,6 +31,7 @@ from axonlaunch.events import (
 from axonlaunch.system.storage.files import read_text, replace_text
 from axonlaunch.system.storage.run_files import EVENTS, METRICS
 from axonlaunch.system.text.units import Counted, named_by_unit
+from axonlaunch.training.loggers import trainjob
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -66,7 +70,7 @@ class RunLoggers:
             world_size: Number of ranks of the run.
             resumed_at: Step of the checkpoint that was loaded; None if none was.
             report: Receives every event, and a note on each logger that fails.
-            counted: What the loss counts; it names metrics.
+            counted: Unit that the loss counts, used in names of metrics.
 
         Raises:
             OSError: The run folder can't be read or written.
@@ -109,14 +113,17 @@ class RunLoggers:
     def __enter__(self) -> RunLoggers:
         """Start the thread of every logger."""
         for config in self._configs:
-            name = str(getattr(config, "target", config.name))
-            make = partial(_make_logger, config)
-            self._loggers.append(
-                BackgroundLogger(
-                    name, make, run=self._run, last_step=self._last, started=self._save_state
-                )
-            )
+            name = custom_target(config) or config.name
+            self._start(name, partial(_make_logger, config))
+        if trainjob.URL in os.environ:
+            self._start("TrainJob status", partial(trainjob.TrainJobLogger, os.environ))
         return self
+
+    def _start(self, name: str, make: Callable[[], Any]) -> None:
+        logger = BackgroundLogger(
+            name, make, run=self._run, last_step=self._last, started=self._save_state
+        )
+        self._loggers.append(logger)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait until the loggers have sent their queues, up to a common time limit."""

@@ -24,7 +24,7 @@ class RunInfo:
         resumed_at: Step of the checkpoint that was loaded; None if the run starts at step 0.
         ids: Ids of this run at external services, by name of the logger. A logger adds its id for
             the next start of the run. Empty if the run was not resumed.
-        counted: What the loss counts, which names metrics: tokens, images, samples or targets.
+        counted: Unit that the loss counts, used in names of metrics.
     """
 
     name: str

@@ -36,7 +36,7 @@ class EventLog:
         Args:
             folder: Run folder.
             world_size: Number of ranks of this attempt.
-            counted: What the loss counts; it names metrics.
+            counted: Unit that the loss counts, used in names of metrics.
         """
         self._counted = counted
         self._folder = folder

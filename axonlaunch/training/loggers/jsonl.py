@@ -40,7 +40,7 @@ class JSONLLogger:
         Args:
             path: Path of the file.
             resumed_at: Step of the checkpoint that was loaded; None if none was.
-            counted: What the loss counts; it names metrics.
+            counted: Unit that the loss counts, used in names of metrics.
 
         Raises:
             OSError: The file can't be read or written.

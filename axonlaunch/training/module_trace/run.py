@@ -81,9 +81,9 @@ class RunTracer:
             *(("output", name) for name in self._modules),
             *(("output gradient", name) for name in self._modules),
         ]
-        self._shapes = self._whole_shapes(model, sample)
+        self._shapes = self._full_shapes(model, sample)
 
-    def _whole_shapes(self, model: nn.Module, sample: Tensor) -> dict[TracedKey, tuple[int, ...]]:
+    def _full_shapes(self, model: nn.Module, sample: Tensor) -> dict[TracedKey, tuple[int, ...]]:
         """Return the full shapes of all tensors to write with elements. The model is consumed."""
         train = self._config.train
         if train.trace.tensors != "full":

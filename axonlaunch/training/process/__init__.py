@@ -1,1 +1,1 @@
-"""Settings of a rank's process: arithmetic of torch, garbage collection."""
+"""Settings of a rank's process (arithmetic of torch, garbage collection), and notes on settings."""

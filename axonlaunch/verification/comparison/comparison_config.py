@@ -36,7 +36,7 @@ _MIN_EPS = 1e-4
 _ACCUMULATION = 2
 """Micro-batches of a step, or rounds of a pipeline schedule."""
 _BATCH_NORM_SAMPLES = 4
-"""Samples of a micro-batch if the model has batch normalisation."""
+"""Samples of a micro-batch if the model has batch normalization."""
 _WARMUP = 2
 _STEPS_LEFT = 4
 """Steps of the run after the compared ones, so that the learning rate still decreases."""
@@ -76,7 +76,7 @@ def _batch(config: RunConfig) -> dict[str, Any]:
     per_round = 1
     size = 1 if layout.pipeline > 1 and spec_for(config).inputs == "tokens" else 2
     if has_batch_norm(on_meta(config, seed=config.seed)):
-        # Two samples are normalised to 1 and -1, with a gradient that consists of rounding errors.
+        # Two samples are normalized to 1 and -1, with a gradient that consists of rounding errors.
         size = _BATCH_NORM_SAMPLES
     if configured != "auto":
         size = configured

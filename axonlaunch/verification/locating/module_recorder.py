@@ -1,6 +1,6 @@
 """Records the outputs of named modules in a step, and the gradients of these outputs.
 
-Copies are kept in host memory. Output tensors are also referenced until the next step, to recognise
+Copies are kept in host memory. Output tensors are also referenced until the next step, to recognize
 a module that takes the output of another module as input.
 """
 

@@ -48,7 +48,7 @@ class ProvedTable:
     families: Mapping[str, Family]
 
     @property
-    def named(self) -> dict[str, Family]:
+    def families_by_type(self) -> dict[str, Family]:
         """Model classes by ``model_type``, including types that share a class."""
         shared = {other: family for family in self.families.values() for other in family.also}
         return dict(sorted((shared | dict(self.families)).items()))

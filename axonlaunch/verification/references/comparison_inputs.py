@@ -110,7 +110,7 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
         starts_constant = parameter.ndim == 1 or name.endswith(".lora_B.weight")
         if not starts_constant or not parameter.is_floating_point() or not _numel(parameter):
             continue
-        noise = _noise(name, parameter.shape) * _NOISE_DEVIATION
+        noise = _seeded_normal(name, parameter.shape) * _NOISE_DEVIATION
         local = local_part(parameter)
         for box in local_boxes(parameter):
             region = tuple(slice(start, start + length) for start, length in box.region)
@@ -179,7 +179,7 @@ def _numel(parameter: Tensor) -> int:
     return local_part(parameter).numel()
 
 
-def _noise(name: str, shape: torch.Size) -> Tensor:
+def _seeded_normal(name: str, shape: torch.Size) -> Tensor:
     return torch.randn(tuple(shape), generator=_generator(name))
 
 

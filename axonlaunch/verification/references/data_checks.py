@@ -37,7 +37,7 @@ _STEPS = 16
 _ORDERED = 2**14
 """Samples of an epoch with an order that is checked at once: 2 ms."""
 _SHARDS_BYTES = 2**26
-"""Largest size of files that are tokenised to check the order in their shards."""
+"""Largest size of files that are tokenized to check the order in their shards."""
 _PASSES = 3
 """Passes over shards that are compared; the first one keeps the order of the files."""
 _FEW = 16

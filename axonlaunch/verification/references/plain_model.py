@@ -80,6 +80,7 @@ def loss_sum(
     label_smoothing: float,
     z_loss: float,
     dft: bool,
+    eaft: float,
 ) -> Tensor:
     """Return the sum of the loss over counted targets.
 
@@ -95,6 +96,7 @@ def loss_sum(
         label_smoothing: ``train.label_smoothing`` in training, 0 in evaluations.
         z_loss: ``train.z_loss`` in training, 0 in evaluations.
         dft: ``train.dft`` in training, False in evaluations.
+        eaft: ``train.eaft`` in training, 0 in evaluations.
     """
     if spec.loss is not cross_entropy_sum:
         return spec.loss(outputs, targets)
@@ -108,6 +110,10 @@ def loss_sum(
     if dft:
         likely = logits.log_softmax(-1).gather(-1, targets[counted].unsqueeze(-1))
         total = -(likely.detach().exp() * likely).sum()
+    if eaft:
+        likely = logits.log_softmax(-1).gather(-1, targets[counted].unsqueeze(-1)).squeeze(-1)
+        top = logits.detach().sort(-1, descending=True).values[:, :20].log_softmax(-1)
+        total = -(likely * (-(top.exp() * top).sum(-1) / 3) ** eaft).sum()
     if z_loss:
         total = total + z_loss * (logits.logsumexp(-1) ** 2).sum()
     if not isinstance(outputs, Tensor):
@@ -137,7 +143,7 @@ def loss_argument(batch: MicroBatch) -> Any:
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches. Independent of the code by which engines divide a batch."""
+    """Split a batch into micro-batches of ``size`` samples without using engine code."""
     for part in (slice(start, start + size) for start in range(0, len(batch), size)):
         if isinstance(batch, Batch):
             end = len(batch) - batch.surplus
@@ -220,14 +226,14 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 def moves_buffers(model: nn.Module) -> bool:
     """Return whether results can depend on the micro-batch size or on earlier forwards.
 
-    Persistent buffers may be changed by a forward. Batch normalisation mixes samples even without
+    Persistent buffers may be changed by a forward. Batch normalization mixes samples even without
     running statistics.
     """
     return has_batch_norm(model) or bool(saved_buffers(model))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether a model normalises over samples."""
+    """Return whether a model normalizes over samples."""
     return any(isinstance(part, BatchNorm) for part in model.modules())
 
 

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonlaunch.config.code.plugins import import_callable
+from axonlaunch.config.consistency.optional_keys import (
+    custom_arguments,
+    custom_target,
+    optimizer_groups,
+)
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
 from axonlaunch.config.optimization.schedules import SCHEDULERS
 from axonlaunch.models.specs.spec import ModelSpec
@@ -64,7 +69,7 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         steps: Number of steps of the complete run.
     """
     if not hasattr(schedule, "warmup_steps"):
-        if getattr(schedule, "target", None) is None:
+        if custom_target(schedule) is None:
             return float(peak * SCHEDULERS.get(schedule.name)(schedule)(step, steps))
         function = import_callable("scheduler.target", schedule.target)
         return float(peak * function(step, steps, **schedule.arguments))
@@ -127,7 +132,7 @@ def _class_and_options(
     Weight decay applies to matrices but not to vectors. Groups of the configuration override this.
     """
     group_options: dict[str, Any] = {}
-    for pattern, options in getattr(config, "groups", {}).items():
+    for pattern, options in optimizer_groups(config).items():
         if fnmatchcase(name, pattern):
             group_options |= options
     scale = group_options.pop("lr_scale", 1.0)
@@ -149,7 +154,7 @@ def _class_and_options(
         for field in dataclasses.fields(config)
         if field.name not in _NOT_OPTIONS and not field.metadata.get("not_an_argument")
     }
-    options |= getattr(config, "arguments", {})
+    options |= custom_arguments(config)
     if "weight_decay" in options and ndim < 2:
         options["weight_decay"] = 0.0
     options |= group_options
@@ -163,8 +168,8 @@ def class_of(config: Any) -> Any:
         return PlainLion
     if config.name in OWN_OPTIMIZERS:
         return _CLASSES[config.name]
-    if getattr(config, "target", None) is not None:
-        return import_callable("optimizer.target", config.target)
+    if (target := custom_target(config)) is not None:
+        return import_callable("optimizer.target", target)
     return OPTIMIZERS.get(config.name)  # a torch.optim.Optimizer registered by a plug-in
 
 

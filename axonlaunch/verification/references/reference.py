@@ -20,6 +20,7 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import (
     QuantizedFormat,
@@ -164,7 +165,7 @@ class PlainRun:
         self._ranks = self._layout.gradient_ranks if is_scaled else 1
         described: Any = config.model
         self._balance = None
-        if getattr(described, "balance", "none") == "bias":
+        if balances_by_bias(described):
             experts, rate = self._spec.experts(self.model), described.balance_rate
             self._balance = PlainBalance(self.model, experts, rate=rate)
 
@@ -417,6 +418,7 @@ class PlainRun:
                 label_smoothing=train.label_smoothing if training else 0.0,
                 z_loss=train.z_loss if training else 0.0,
                 dft=train.dft and training,
+                eaft=train.eaft if training else 0.0,
             )
         total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0

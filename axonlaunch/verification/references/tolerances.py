@@ -25,9 +25,12 @@ from axonlaunch.verification.references.differences import (
     compare_tensors,
 )
 from axonlaunch.verification.references.reference_values import Reference
-from axonlaunch.verification.result import GRADIENT_FLOOR as GRADIENT_FLOOR
-from axonlaunch.verification.result import PARAMETER_FLOOR as PARAMETER_FLOOR
-from axonlaunch.verification.result import norm_tolerance, tolerance_of
+from axonlaunch.verification.result import (
+    GRADIENT_FLOOR as GRADIENT_FLOOR,
+    PARAMETER_FLOOR as PARAMETER_FLOOR,
+    norm_tolerance,
+    tolerance_of,
+)
 
 TIMES = {False: 8.0, True: 4.0}
 """Allowed multiple of the measured noise, in fp32 (False) and in lower precision (True).
@@ -50,7 +53,7 @@ _FEW = 2**10
 _STATISTICS_FACTOR = 10.0
 """Factor for the last evaluation of models with running statistics.
 
-The statistics lag behind the bias before a batch normalisation, which removes this bias, so that
+The statistics lag behind the bias before a batch normalization, which removes this bias, so that
 only rounding errors change it.
 """
 _SAME_OPERATIONS = 2.0**-11
@@ -65,7 +68,7 @@ by 1e-4, sums in bf16 by 1e-3.
 _MAX_SAME_OPERATIONS = 0.25
 """Largest tolerance of later steps in this case.
 
-Sums over ranks round a few elements to a neighbouring bf16 number. This changes gradients less than
+Sums over ranks round a few elements to a neighboring bf16 number. This changes gradients less than
 the perturbation of all weights: by 0.04 compared with 0.2 in step 4 of a model with 4 layers of
 width 32. All steps are therefore compared.
 """
@@ -83,7 +86,7 @@ normal numbers.
 _ONLY_ROUNDING = 0.5
 """Relative difference of a first-step gradient that shows it to consist of rounding errors.
 
-An example is the gradient of a bias before batch normalisation, which removes every constant.
+An example is the gradient of a bias before batch normalization, which removes every constant.
 """
 FEW_STEPS = 6
 """Largest number of steps over which perturbed runs of a small model stay close at large rates."""
@@ -121,7 +124,7 @@ class Tolerances:
         self._state_spacing = 2 * stored.roundoff if stored is not None and stored.is_low else 0.0
         """Relative distance of the numbers to which states are rounded; 0 if they aren't.
 
-        Where a state differs by a share d of its size, it is rounded to another neighbour with the
+        Where a state differs by a share d of its size, it is rounded to another neighbor with the
         probability d / spacing, so the root mean square of differences is sqrt(d * spacing).
         """
         if quantizes_states(config.optimizer):
@@ -288,7 +291,7 @@ def _relative_noise(
     one: Reference, other: Reference
 ) -> Iterable[tuple[tuple[int, str, str], float]]:
     """Yield relative differences of two references with step, kind and name."""
-    for noise in _noise(one, other):
+    for noise in _differences_between(one, other):
         yield (noise.step, noise.kind, noise.name), noise.relative
         if noise.kind == "gradient" and noise.ratio is not None:
             yield (noise.step, _LENGTH, noise.name), abs(noise.ratio - 1)
@@ -311,8 +314,8 @@ def _gradients_of_rounding(one: Reference, other: Reference) -> set[str]:
     }
 
 
-def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
-    """Yield the differences between two references."""
+def _differences_between(one: Reference, other: Reference) -> Iterable[Difference]:
+    """Yield the differences from a reference with perturbed weights, which measure rounding."""
     zero = _gradients_of_rounding(one, other)
     for number, (step, expected_step) in enumerate(zip(other.steps, one.steps, strict=True)):
         if step.skipped != expected_step.skipped:

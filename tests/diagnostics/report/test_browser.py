@@ -214,10 +214,10 @@ def test_a_run_in_dark_mode_is_dark(browser: Any, tmp_path: Path) -> None:
     def ground(scheme: str) -> str:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        colour: str = browser.execute_script(
+        color: str = browser.execute_script(
             "return getComputedStyle(document.body).backgroundColor"
         )
-        return colour
+        return color
 
     opened(browser, [run_folder(tmp_path / "demo")])
     assert (ground("light"), ground("dark")) == ("rgb(255, 255, 255)", "rgb(18, 22, 27)")
@@ -266,7 +266,7 @@ def test_use_of_the_node_is_shown_with_a_curve_for_each_gpu(browser: Any, tmp_pa
 def test_it_prints_dark_on_white_whatever_the_screen_shows(browser: Any, tmp_path: Path) -> None:
     opened(browser, [run_folder(tmp_path / "demo", ranks=2)])
     dark = {"name": "prefers-color-scheme", "value": "dark"}
-    for media, colours in (
+    for media, colors in (
         ("screen", ["rgb(18, 22, 27)", "rgb(230, 233, 236)"]),
         ("print", ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]),
     ):
@@ -277,7 +277,7 @@ def test_it_prints_dark_on_white_whatever_the_screen_shows(browser: Any, tmp_pat
             "return [style.backgroundColor, style.color, "
             "getComputedStyle(document.querySelector('.tools')).display];"
         )
-        assert shown == [*colours, "none" if media == "print" else "flex"]
+        assert shown == [*colors, "none" if media == "print" else "flex"]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert base64.b64decode(browser.print_page()).startswith(b"%PDF")
     assert complaints(browser) == []

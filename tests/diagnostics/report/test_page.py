@@ -38,7 +38,7 @@ def test_the_page_of_a_long_run_of_64_ranks_is_small_and_keeps_the_peak(
     assert len(steps) < 5000
 
 
-def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", name=HOSTILE, extra_config=f"seed: {HOSTILE!r}\n")
     with (folder / "events.jsonl").open("a") as stream:
         event = {"time": 2000, "event": "noted", "text": HOSTILE}
@@ -141,7 +141,7 @@ def test_the_head_names_the_model_and_how_it_is_trained(
     assert (head["model"], head["optimizer"], head["learning rate"]) == (name, "muon", "0.02")
 
 
-def test_a_run_on_images_has_images_on_its_page_and_beside_others(tmp_path: Path) -> None:
+def test_image_run_shows_images_on_its_page_and_in_comparisons(tmp_path: Path) -> None:
     runs = [
         read_run(run_folder(tmp_path / "a", counted="images")),
         read_run(run_folder(tmp_path / "b", counted="tokens")),

@@ -107,9 +107,9 @@ def test_an_encoder_that_is_set_to_be_a_decoder_is_taken() -> None:
     assert described.model_type == "bert"
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"], quantization_config={"quant_method": "gptq"})
-    assert "its weights are quantised (gptq)" in refusal(path=path)
+    assert "its weights are quantized (gptq)" in refusal(path=path)
 
 
 def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def of_its_version() -> None:
 def test_rerun_row_equals_hf_table(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
-    reason = proved_table().named[kind].refused.get(layout)
+    reason = proved_table().families_by_type[kind].refused.get(layout)
     assert (row.outcome == "equal") == (reason is None), row.reason
     if reason is not None:
         assert reason == f"{row.outcome}: {row.reason}"
@@ -113,7 +113,7 @@ def test_ls_hf_shows_proved_layouts(tmp_path: Path, server: Server) -> None:
     refused = axonlaunch("ls", "hf", "--like", "xlnet").stdout
     assert refused.count("xlnet, all layouts: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
-    named = proved_table().named
+    named = proved_table().families_by_type
     counted = axonlaunch("ls", "hf").stdout.partition(f"yes (of {len(named)})")[2].split()
     assert int(counted[0]) == sum("fsdp 2" not in family.refused for family in named.values())
     assert listed["versions"] == proved_table().versions

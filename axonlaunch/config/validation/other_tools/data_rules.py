@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,8 @@ def set_template(translation: Translation, key: str, model: str) -> None:
         translation.set("data.chat_template", written, key)
     elif written in _TEMPLATES:
         translation.set("data.chat_template", _TEMPLATES[written], key)
+    elif re.fullmatch(r"qwen3.*_nothink", written):
+        translation.set("data.chat_template", "chatml", key)
     elif _is_of_family(written, model):
         translation.not_needed.append(key)
     else:
@@ -100,6 +103,14 @@ def translate_special_tokens(translation: Translation, prefix: str = "") -> None
     if tokens:
         translation.set("tokenizer.special", tokens, *(keys[name] for name in tokens))
 
+
+ALPACA = (
+    "Below is an instruction that describes a task{% if input is defined and input %}, paired with "
+    "an input that provides further context{% endif %}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{{ instruction }}"
+    "{% if input is defined and input %}\n\n### Input:\n{{ input }}{% endif %}\n\n### Response:\n"
+)
+"""Prompt of a row of Alpaca, in Jinja."""
 
 _TEMPLATES = {
     **{name: name for name in ("chatml", "llama3", "gemma", "zephyr", "alpaca")},

@@ -7,11 +7,15 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION, PRECISIONS, automatic_precision
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.validation.other_tools.translation import Rule, Translation
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "false", "no", "none", "None", "off", [], {})
 """Values with which most tools switch a feature off."""
+_FIRST_LAYER = (
+    "accelerate leaves the first linear layer out; for most models that is "
+    "train.matmul_exclude=['*.layers.0.self_attn.q_proj']"
+)
 _BASES = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
 
 
@@ -34,8 +38,14 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
 
 
 def products_in_8_bits(recipe: str) -> Rule:
-    """Return the rule of a key that switches on one of torchao's recipes for fp8."""
-    return to("train.matmul_dtype", lambda on: recipe if on is True else None)
+    """Return the rule of a key that switches on one of torchao's recipes for fp8 in accelerate."""
+
+    def apply(translation: Translation, key: str, value: Any) -> None:
+        translation.set("train.matmul_dtype", recipe if value is True else None, key)
+        if value is True:
+            translation.note(key, _FIRST_LAYER)
+
+    return Rule("expressed", apply)
 
 
 def with_others() -> Rule:
@@ -114,7 +124,14 @@ def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> Non
             translation.set("adapter.base", base, key)
 
 
-def set_batch(translation: Translation, micro: str, accumulation: str, *, divided_by: int) -> None:
+def set_batch(
+    translation: Translation,
+    micro: str,
+    accumulation: str,
+    *,
+    divided_by: int,
+    of_device: str = "",
+) -> None:
     """Set the batch sizes.
 
     Args:
@@ -122,9 +139,14 @@ def set_batch(translation: Translation, micro: str, accumulation: str, *, divide
         micro: Key with the samples of a device per forward.
         accumulation: Key with the number of forwards per step.
         divided_by: Number of devices that process the same samples.
+        of_device: Key with the samples of a device per step, for files without ``accumulation``.
     """
-    samples = int(translation.number(micro, 1))
-    forwards = max(1, int(translation.number(accumulation, 1)))
+    samples = max(1, int(translation.number(micro, 1)))
+    if of_device and translation.has(of_device) and not translation.has(accumulation):
+        accumulation = of_device
+        forwards = max(1, int(translation.number(of_device)) // samples)
+    else:
+        forwards = max(1, int(translation.number(accumulation, 1)))
     ranks = max(1, translation.devices // max(1, divided_by))
     devices = f"{translation.devices} device{'s' if translation.devices > 1 else ''}"
     note = f"on {devices}" if divided_by <= 1 else f"on {devices}, {divided_by} with equal samples"
@@ -185,6 +207,8 @@ def set_schedule(
     warmup_ratio: str = "warmup_ratio",
     final_lr_ratio: float = 0.0,
     final_from: str = "",
+    default_share: float = 0.0,
+    default_steps: int = 0,
 ) -> None:
     """Set the schedule of the learning rate and its warm-up.
 
@@ -195,6 +219,8 @@ def set_schedule(
         warmup_ratio: Key with that fraction.
         final_lr_ratio: Last learning rate as a fraction of the peak.
         final_from: Key that sets the last learning rate; empty if none does.
+        default_share: Warm-up of files without one, as a fraction of all steps.
+        default_steps: Largest number of steps of that warm-up.
     """
     written = str(translation.get(name))
     option = _SCHEDULES.get(written)
@@ -206,6 +232,8 @@ def set_schedule(
     steps, ratio = translation.number(warmup_steps), translation.number(warmup_ratio)
     if written == "constant":  # transformers ignores the warm-up of this schedule
         translation.set("scheduler.warmup_steps", 0, name)
+    elif default_share and not translation.has(warmup_steps) and not translation.has(warmup_ratio):
+        _set_default_warmup(translation, default_share, default_steps)
     elif steps >= 1:
         translation.set("scheduler.warmup_steps", int(steps), warmup_steps)
     else:
@@ -214,6 +242,15 @@ def set_schedule(
     if option not in ("constant", "inverse_sqrt"):
         keys = (final_from,) if final_from else (name,)
         translation.set("scheduler.final_lr_ratio", final_lr_ratio, *keys)
+
+
+def _set_default_warmup(translation: Translation, share: float, most: int) -> None:
+    length = translation.settings.get("train.steps")
+    if length is not None and isinstance(length.value, int):
+        translation.set("scheduler.warmup_steps", min(int(share * length.value), most))
+    else:
+        note = f"at most {most} steps there"
+        translation.set("scheduler.warmup_ratio", share, note=note)
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
@@ -284,6 +321,22 @@ def set_optimizer(
             translation.set("optimizer.eps", translation.number(eps), eps)
 
 
+def set_decay_of_all(translation: Translation, decay: float) -> None:
+    """Decay vectors too, as torch does by default; here, only matrices are decayed."""
+    if decay:
+        groups = {"*": {"weight_decay": decay}}
+        translation.set("optimizer.groups", groups, note="norms and biases too")
+
+
+def set_router_loss(translation: Translation, *keys: str) -> None:
+    """Switch the loss of routers off, which is on here, if none of these keys is on.
+
+    Models without routers accept the setting.
+    """
+    if not any(translation.flag(key) for key in keys):
+        translation.set("model.router_aux_loss", False, note="only for mixtures of experts")
+
+
 def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) -> None:
     """Set the precision by keys with the names of precisions.
 
@@ -297,11 +350,9 @@ def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) ->
             translation.set("train.precision", chosen, name)
             break
     else:
-        translation.set(
-            "train.precision", automatic_precision(has_bf16=False), MIXED_PRECISION.name
-        )
-    if weights and translation.flag(MIXED_PRECISION.name):
-        translation.set("train.param_dtype", MIXED_PRECISION.name, *weights)
+        translation.set("train.precision", "fp32", "bf16")
+    if weights and translation.flag("bf16"):
+        translation.set("train.param_dtype", "bf16", *weights)
 
 
 def precision_named(name: object) -> str:
@@ -353,9 +404,8 @@ _LETTERS = f"{string.ascii_letters}{string.digits}_-., "
 """Characters of names of layers; other texts are regular expressions."""
 
 
-def set_early_stop(translation: Translation) -> None:
+def set_early_stop(translation: Translation, key: str = "early_stopping_patience") -> None:
     """Set the number of evaluations without improvement after which a run ends."""
-    key = "early_stopping_patience"
     if not translation.has(key):
         return
     every = translation.settings.get("train.eval_every")

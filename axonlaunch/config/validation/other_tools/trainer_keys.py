@@ -86,13 +86,15 @@ def _offloading(translation: Translation, key: str, value: Any) -> None:
         translation.note(key, "blocks are recomputed from inputs that are in host memory")
 
 
-def drop_smoothing_of_dft(translation: Translation) -> None:
-    """Drop label smoothing if the loss is DFT, whose function in these tools ignores it."""
-    dft, smoothing = map(translation.settings.get, ("train.dft", "train.label_smoothing"))
-    if dft and dft.value and smoothing:
+def drop_smoothing_of_weighted_loss(translation: Translation) -> None:
+    """Drop label smoothing with the losses of DFT and EAFT, whose functions there ignore it."""
+    smoothing = translation.settings.get("train.label_smoothing")
+    chosen = [translation.settings.get(key) for key in ("train.dft", "train.eaft")]
+    if smoothing and any(setting and setting.value for setting in chosen):
         del translation.settings["train.label_smoothing"]
         if smoothing.value:
-            text = f"{translation.tool.name} ignores it with the loss of DFT"
+            name = "DFT" if chosen[0] and chosen[0].value else "EAFT"
+            text = f"{translation.tool.name} ignores it with the loss of {name}"
             translation.note("label_smoothing_factor", text)
 
 

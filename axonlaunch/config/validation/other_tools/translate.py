@@ -44,7 +44,7 @@ def convert_file(path: Path, *, tool: str | None = None, devices: int = 1) -> Tr
 
     Args:
         path: YAML or JSON file.
-        tool: Name of the tool; None recognises it by the keys of the file.
+        tool: Name of the tool; None recognizes it by the keys of the file.
         devices: Number of devices that the original runs on.
 
     Raises:

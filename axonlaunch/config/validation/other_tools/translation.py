@@ -46,7 +46,7 @@ class Setting:
     Attributes:
         value: Plain value, or the name of an option.
         origin: Description of the keys that it came from, for a comment.
-        keys: These keys, as far as the file has them.
+        keys: Keys of the file that the value came from.
     """
 
     value: Any

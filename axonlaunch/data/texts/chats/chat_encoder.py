@@ -22,7 +22,7 @@ from axonlaunch.data.texts.chats.computed_fields import (
 )
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
-_FORMAT = "chat 5"
+_FORMAT = "chat 7"
 """Changed whenever chats are encoded or refused differently; cached tokens are then invalid."""
 
 
@@ -58,7 +58,7 @@ class ChatEncoder:
         self.masks = assistant_only
 
     def columns(self, names: list[str]) -> list[str]:
-        """Return the columns to read; all, if no form of a chat is recognised."""
+        """Return the columns to read; all, if no form of a chat is recognized."""
         return chat_columns(names, fields=self._fields)
 
     def cancel(self) -> None:

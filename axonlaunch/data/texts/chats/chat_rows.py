@@ -7,9 +7,10 @@ of columns and keys. Content that would be lost silently is an error.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from axonlaunch.data.files.rows import Row
@@ -29,6 +30,8 @@ _NAMED_ROLES = ("user", "assistant", "tool")
 """Roles that ``data.fields`` may give other names."""
 _OPTIONAL = ("system", "tools")
 """Further columns of rows of every form."""
+_OPTIONS = "chat_template_kwargs"
+"""Column with values for variables of the chat template, which trl reads too."""
 _REFUSED = ("chosen", "rejected", "label")
 """Columns of data for other losses, which are read to be refused."""
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
@@ -44,18 +47,21 @@ class Chat:
         tools: JSON schemas of functions that may be called; None: no tools.
         uncounted: Indices of messages of the assistant that the row excludes from the loss by a
             flag, such as ``training: false``.
-        context: Number of messages at the start that are the prompt, and excluded from the loss.
+        num_prompt_messages: Number of messages at the start that are the prompt, and excluded from
+            the loss.
+        options: Values of further variables of the chat template, such as ``enable_thinking``.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     uncounted: frozenset[int] = frozenset()
-    context: int = 0
+    num_prompt_messages: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, number: int) -> bool:
-        """Return whether the message with an index is of the assistant and counts."""
+        """Return whether message ``number`` is by the assistant and its tokens enter the loss."""
         is_said = self.messages[number]["role"] == "assistant"
-        return is_said and number >= self.context and number not in self.uncounted
+        return is_said and number >= self.num_prompt_messages and number not in self.uncounted
 
 
 def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
@@ -64,7 +70,7 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
     Args:
         row: Row of a file.
         fields: Names of columns and keys by their content (``data.fields``). Columns that it does
-            not name are recognised by their usual names.
+            not name are recognized by their usual names.
 
     Raises:
         ValueError: The row is not a chat; the message describes the row.
@@ -79,7 +85,8 @@ def read_chat(row: Row | str, *, fields: Mapping[str, str]) -> Chat:
         raise ValueError(f"{fields.get('system', 'system')} is {_kind(system)}, not text")
     if system:
         chat = _with_system(chat, system)
-    chat = replace(chat, tools=_tools(_optional(row, "tools", fields)))
+    tools = _tools(_optional(row, "tools", fields))
+    chat = replace(chat, tools=tools, options=_options(row.get(_OPTIONS)))
     for number, message in enumerate(chat.messages, start=1):
         for text in (value for value in message.values() if isinstance(value, str)):
             refuse_surrogates(text, f"message {number}")
@@ -103,7 +110,7 @@ def chat_columns(names: list[str], *, fields: Mapping[str, str]) -> list[str]:
         if {*form.needed} <= {*names}
         for name in (*form.needed, *form.optional)
     }
-    shared = {*(fields.get(name, name) for name in _OPTIONAL), *_REFUSED}
+    shared = {*(fields.get(name, name) for name in _OPTIONAL), _OPTIONS, *_REFUSED}
     return [name for name in names if name in read or name in shared] if read else names
 
 
@@ -178,7 +185,12 @@ def _messages(row: Row, fields: Mapping[str, str]) -> Chat:
 
 
 def _read_list(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) -> Chat:
-    messages, uncounted = _parse_list(columns[0], row[columns[0]], fields)
+    """Return the chat of a list of messages, or of texts, in which two speakers take turns."""
+    content = row[columns[0]]
+    if isinstance(content, list) and content and all(isinstance(text, str) for text in content):
+        turns = zip(content, itertools.cycle(("user", "assistant")), strict=False)
+        return Chat([{"role": role, "content": text} for text, role in turns])
+    messages, uncounted = _parse_list(columns[0], content, fields)
     return Chat(messages, uncounted=uncounted)
 
 
@@ -188,7 +200,7 @@ def _read_pair(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) ->
     asked, _ = _side(row, prompt, "user", fields)
     answered, uncounted = _side(row, completion, "assistant", fields)
     flagged = frozenset(len(asked) + number for number in uncounted)
-    return Chat([*asked, *answered], uncounted=flagged, context=len(asked))
+    return Chat([*asked, *answered], uncounted=flagged, num_prompt_messages=len(asked))
 
 
 def _side(
@@ -215,13 +227,13 @@ def _with_system(chat: Chat, system: str) -> Chat:
     """Return a chat that begins with a system message.
 
     Raises:
-        ValueError: It begins with another one.
+        ValueError: The chat begins with a different system message.
     """
     message = {"role": "system", "content": system}
     if chat.messages[0]["role"] != "system":
         moved = frozenset(number + 1 for number in chat.uncounted)
-        context = chat.context + 1 if chat.context else 0
-        return Chat([message, *chat.messages], uncounted=moved, context=context)
+        num_prompt = chat.num_prompt_messages + 1 if chat.num_prompt_messages else 0
+        return Chat([message, *chat.messages], uncounted=moved, num_prompt_messages=num_prompt)
     if chat.messages[0] != message:
         raise ValueError("has a system field and begins with a system message; leave one out")
     return chat
@@ -295,6 +307,20 @@ def _optional(row: Row, name: str, fields: Mapping[str, str]) -> Any:
     return row.get(fields.get(name, name))
 
 
+def _options(options: Any) -> dict[str, Any]:
+    """Return the variables of the template that a row sets, which may be JSON text."""
+    if isinstance(options, str) and options.strip():
+        try:
+            options = json.loads(options)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{_OPTIONS} is text that is not JSON: {error}") from None
+    if not options:
+        return {}
+    if not isinstance(options, dict):
+        raise ValueError(f"{_OPTIONS} is {_kind(options)}, not an object with variables")
+    return {str(name): value for name, value in options.items()}
+
+
 def _tools(tools: Any) -> list[Any] | None:
     """Return the JSON schemas of functions, which files without nested values hold as text."""
     if isinstance(tools, str) and tools.strip():
@@ -313,7 +339,7 @@ def text_of(row: Row, name: str) -> str:
     """Return the text in a column.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The column's value is not a text.
     """
     if not isinstance(text := row[name], str):
         raise ValueError(f"{name} is {_kind(text)}, not text")

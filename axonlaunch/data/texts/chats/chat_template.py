@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -130,6 +132,7 @@ class _Writer:
         self._tokenizer = tokenizer
         self._marks_assistant = marks_assistant
         self._has_marks = bool(_MARKS.search(tokenizer.get_chat_template()))
+        self._taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
         self._jinja: Any = importlib.import_module("transformers.utils.chat_template_utils")
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
@@ -153,6 +156,8 @@ class _Writer:
 
     def _text(self, chat: Chat) -> str | BadRow:
         """Return the rendered text of a chat, or why it is invalid."""
+        if taken := sorted(chat.options.keys() & self._taken):
+            return BadRow(f"chat_template_kwargs sets {taken[0]}, which is no variable of a row")
         try:
             text = self._render(chat.messages, chat)
         except ValueError as error:
@@ -166,7 +171,8 @@ class _Writer:
         Templates may drop the reasoning of earlier turns, so reasoning is checked as if no turn
         followed.
         """
-        if chat.tools is not None and self._writes_alike(chat.messages, Chat([]), text):
+        without = replace(chat, tools=None)
+        if chat.tools is not None and self._writes_alike(chat.messages, without, text):
             yield "tools"
         for number, message in enumerate(chat.messages, start=1):
             previous, following = chat.messages[: number - 1], chat.messages[number:]
@@ -193,8 +199,9 @@ class _Writer:
             return False
 
     def _mark_tokens(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written | BadRow]:
-        """Yield tokens by the template's marks, in groups of chats with the same tools."""
-        for tools, group in itertools.groupby(chats, lambda each: each[0].tools):
+        """Yield tokens by the template's marks, in groups of chats with the same variables."""
+        variables = itertools.groupby(chats, lambda each: (each[0].tools, each[0].options))
+        for (tools, options), group in variables:
             written = [*group]
             rendered = self._tokenizer.apply_chat_template(
                 [chat.messages for chat, _ in written],
@@ -202,11 +209,12 @@ class _Writer:
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
+                **options,
             )
             tokens, masks = rendered["input_ids"], rendered["assistant_masks"]
             for number, (chat, text) in enumerate(written):
                 mask: npt.NDArray[np.uint8] | BadRow = np.array(masks[number], dtype=np.uint8)
-                if chat.uncounted or chat.context:
+                if chat.uncounted or chat.num_prompt_messages:
                     mask = self._some_marks(chat, text)
                 if isinstance(mask, BadRow):
                     yield mask
@@ -220,7 +228,7 @@ class _Writer:
             tools=chat.tools,
             chat_template=self._tokenizer.get_chat_template(tools=chat.tools),
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
+            **{**self._tokenizer.special_tokens_map, **chat.options},
         )
         said = [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if len(spans) != len(said):
@@ -319,6 +327,7 @@ class _Writer:
                 tools=None if chat is None else chat.tools,
                 tokenize=False,
                 add_generation_prompt=asks,
+                **({} if chat is None else chat.options),
             )
         except Exception as error:  # templates may raise any exception
             reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,7 +1,7 @@
 """Writes the prompt of a row by a format, and encodes it with the completion that follows.
 
 A format with ``{{`` or ``{%`` is in Jinja and runs in its sandbox; any other is plain text with
-``{COLUMN}``. The text is tokenised without a chat template: a prompt, its completion and the end.
+``{COLUMN}``. The text is tokenized without a chat template: a prompt, its completion and the end.
 """
 
 from __future__ import annotations

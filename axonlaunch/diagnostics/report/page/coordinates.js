@@ -24,7 +24,7 @@ function parallelCoordinates({ axes, quality }, labels, shown, width) {
     const path = `M${points.map((point) => point.map((each) => each.toFixed(1)).join(",")).join("L")}`;
     const text = `${labels[run]}: ${axes.map((axis) => `${axis.name} ${axis.texts[run] || "unknown"}`).join(", ")}`;
     const worth = quality[run];
-    const stroke = worth === null ? "var(--faint)" : `color-mix(in oklab, ${COLOURS[0]} ${Math.round(100 * worth)}%, ${COLOURS[1]})`;
+    const stroke = worth === null ? "var(--faint)" : `color-mix(in oklab, ${COLORS[0]} ${Math.round(100 * worth)}%, ${COLORS[1]})`;
     const line = drawn("g", { class: worth === 1 ? "run best" : worth === null ? "run unknown" : "run", "data-run": labels[run] },
       drawn("path", { d: path, class: "wide" }), drawn("path", { d: path, style: `stroke: ${stroke}` }), drawn("title", {}, text));
     line.addEventListener("mouseenter", () => { caption.textContent = text; });

@@ -1,7 +1,7 @@
 "use strict";
 // Creates HTML elements and axes of charts, and formats numbers. The other files follow in the same script.
 
-const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
+const COLORS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -14,7 +14,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-function colour(name) {
+function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
@@ -25,7 +25,7 @@ const POWERS = [...Array(60).keys()].map((power) => 2 ** power);
 // Returns the axes of a chart by uPlot, with the texts of values and the width of those on the left.
 // Labels of times and bytes are at multiples of round times and of powers of two.
 function axes(horizontal, vertical, size = 64) {
-  const drawn = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+  const drawn = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
   return [
     { ...drawn, values: (u, values) => values.map(horizontal), space: 70, ...(horizontal === clock && { incrs: SECONDS }) },
     { ...drawn, size, ...([bytes, byteRate].includes(vertical) && { incrs: POWERS }), values: (u, values) => values.map((value) => (value === null ? "" : vertical(value))) },

@@ -49,7 +49,7 @@
       if (view.hidden.has(run.label)) return;
       const several = data.runs.length > 1;
       const named = (curve) => (several ? `${run.label} ${curve}` : curve);
-      const stroke = COLOURS[index % COLOURS.length];
+      const stroke = COLORS[index % COLORS.length];
       const curve = run.series[key];
       if (curve) {
         const x = along(run, curve[0]);
@@ -185,7 +185,7 @@
         },
       });
       box.checked = !view.hidden.has(label);
-      box.style.accentColor = COLOURS[row.run % COLOURS.length];
+      box.style.accentColor = COLORS[row.run % COLORS.length];
       const cells = row.cells.map((text, index) => (index === 0 && row.is_best ? `${text} (best)` : text));
       return element("tr", row.is_best ? { class: "best" } : {}, element("td", {}, box), ...cells.map((text, index) => element("td", index === 1 ? { class: text } : {}, text)));
     });
@@ -219,7 +219,7 @@
     const bars = parts(estimated, names, most);
     if (run.memory.measured !== null) {
       bars.push(element("div", {}, `highest rank: ${bytes(run.memory.measured)} measured`),
-        element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: colour("--faint") } })));
+        element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: color("--faint") } })));
     }
     section("Peak memory of tensors", key(names), ...bars);
   }
@@ -229,13 +229,13 @@
       element("div", {}, bar.title),
       element("div", { class: "bar" }, ...names.map((name, index) => element("span", {
         title: `${name} ${bar.text(bar.parts[name] ?? 0)}`,
-        style: { width: `${100 * (bar.parts[name] ?? 0) / most}%`, background: COLOURS[index % COLOURS.length] },
+        style: { width: `${100 * (bar.parts[name] ?? 0) / most}%`, background: COLORS[index % COLORS.length] },
       })))));
   }
 
   function key(names) {
     return element("div", { class: "key" }, ...names.map((name, index) => element("span", {},
-      element("i", { style: { background: COLOURS[index % COLOURS.length] } }), name)));
+      element("i", { style: { background: COLORS[index % COLORS.length] } }), name)));
   }
 
   function steps(run) {
@@ -247,7 +247,7 @@
     const drawn = parts(bars.map((bar) => ({ title: `${bar.name}: ${text(bar.step_s)} a step`, parts: bar.parts, text })), names, most);
     if (measured !== null) {
       drawn.push(element("div", {}, `measured, median of the logged steps: ${text(measured)}`),
-        element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: colour("--faint") } })));
+        element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: color("--faint") } })));
     }
     section("Step time", ...(names.length ? [key(names)] : []), ...drawn,
       reason ? element("p", { class: "faint" }, `No prediction: ${reason}`) : "",
@@ -267,7 +267,7 @@
       ...rows.map((rank) => element("div", { class: "lane" }, element("span", { class: "faint" }, `rank ${rank}`),
         element("div", {}, ...actions.filter((action) => action[0] === rank).map(([, start, stop, action]) => element("i", {
           title: `${action}: ${text(stop - start)}`,
-          style: { left: `${100 * start / span}%`, width: `${100 * (stop - start) / span}%`, background: ACTIONS[action.match(/[FBIW]/)?.[0]] ?? colour("--faint") },
+          style: { left: `${100 * start / span}%`, width: `${100 * (stop - start) / span}%`, background: ACTIONS[action.match(/[FBIW]/)?.[0]] ?? color("--faint") },
         }))))),
     ];
   }
@@ -292,7 +292,7 @@
       width: box.clientWidth, height: Math.min(420, 90 + 14 * number),
       scales: { x: { time: false }, y: { range: () => [-0.5, number - 0.5], dir: -1 } },
       axes: [axes(ticks, ticks)[0], {
-        stroke: colour("--faint"), size: 64, grid: { show: false },
+        stroke: color("--faint"), size: 64, grid: { show: false },
         splits: () => [...Array(number).keys()].filter((row) => number <= 16 || row % Math.ceil(number / 16) === 0),
         values: (u, values) => values.map((row) => names[row]),
       }],

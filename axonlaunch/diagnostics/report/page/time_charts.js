@@ -46,7 +46,7 @@ function systemCharts(holder, charts) {
       series: [
         { label: "time", value: (u, value) => (value === null ? "--" : clock(value)) },
         ...lines.map((line, number) => ({
-          label: line.label, stroke: COLOURS[number % COLOURS.length], width: 1.2, points: { show: line.x.length < 3 },
+          label: line.label, stroke: COLORS[number % COLORS.length], width: 1.2, points: { show: line.x.length < 3 },
           value: (u, value) => (value === null || value === undefined ? "--" : text(value)),
         })),
       ],

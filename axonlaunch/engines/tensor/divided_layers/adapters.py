@@ -22,7 +22,7 @@ from axonlaunch.engines.tensor.divided_layers.local_parameters import (
     ReadsLocally,
     TensorAxis,
 )
-from axonlaunch.models.adapters.expert_lora import LoraExperts
+from axonlaunch.models.adapters.expert_lora import ExpertMatrices, LoraExperts
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.convert_module import convert_module
 
@@ -90,10 +90,19 @@ def divide_experts(experts: nn.Module, axis: TensorAxis, *, cuts: Mapping[str, C
         return
     for key, matrices in experts.matrices().items():
         if (cut := cuts.get(key)) is not None:
-            # A weight has shape [experts, outputs, inputs], or [experts, inputs, outputs].
-            is_of_outputs = (cut.dim == 1) != matrices.is_transposed
-            _cut(matrices.lora_A, None if is_of_outputs else Cut(1, cut.pieces), axis)
-            _cut(matrices.lora_B, Cut(0, cut.pieces) if is_of_outputs else None, axis)
+            inputs, outputs = cuts_of_matrices(matrices, cut)
+            _cut(matrices.lora_A, inputs, axis)
+            _cut(matrices.lora_B, outputs, axis)
+
+
+def cuts_of_matrices(matrices: ExpertMatrices, cut: Cut) -> tuple[Cut | None, Cut | None]:
+    """Return the cuts of A and B of experts whose parameter has a cut; None keeps a matrix whole.
+
+    A parameter has shape [experts, outputs, inputs], or [experts, inputs, outputs].
+    """
+    if (cut.dim == 1) != matrices.is_transposed:
+        return None, Cut(0, cut.pieces)
+    return Cut(1, cut.pieces), None
 
 
 def _cut(matrix: nn.Module, cut: Cut | None, axis: TensorAxis) -> None:

@@ -27,6 +27,7 @@ from axonlaunch.comm.autograd import (
     start_reduce_scatter,
     start_sum,
 )
+from axonlaunch.engines.precision.autocast import in_autocast_dtype
 from axonlaunch.engines.tensor.divided_layers.local_parameters import TensorAxis
 
 SEQUENCE_DIM = 1
@@ -126,13 +127,9 @@ def linears(
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters]
     x = entered.detach()
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        # Inside the autograd function below, autocast would cast tensors that backward needs
-        # uncast.
-        dtype = torch.get_autocast_dtype(device)
-        x, *weights = (t.to(dtype) for t in (x, *weights))
-        biases = [b if b is None else b.to(dtype) for b in biases]
+    # Inside the autograd function below, autocast would cast tensors that backward needs uncast.
+    x, *weights = in_autocast_dtype(x, *weights)
+    biases = [b if b is None else b.to(x.dtype) for b in biases]
     outputs: tuple[Tensor, ...] = _apply_linears(source, x, region, len(weights), *weights, *biases)
     return outputs
 

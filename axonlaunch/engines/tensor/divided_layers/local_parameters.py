@@ -129,17 +129,26 @@ def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> T
 
     Args:
         parameter: A DTensor; a plain tensor is returned unchanged.
-        summed_over: Group over which the gradient is summed, if each rank sees only part of it.
+        summed_over: Group over which the gradient is summed, if each rank sees only part of it. It
+            is summed in fp32 and then has the type of the parameter.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
         local: Tensor = parameter.to_local()
-        return local if summed_over is None else copy_to_group(local, summed_over)
+        if summed_over is None:
+            return local
+        # Backward sums in the type of this copy, which the compiler does not store.
+        return copy_to_group(local.to(_sum_dtype(local)), summed_over).to(local.dtype)
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_tensor(parameter)
     part: Tensor = _to_local(parameter, summed_over)
     return part
+
+
+def _sum_dtype(partial: Tensor) -> torch.dtype:
+    """Return the type in which partial gradients are added up: at least fp32."""
+    return torch.promote_types(partial.dtype, torch.float32)
 
 
 class _LocalPart(torch.autograd.Function):
@@ -153,7 +162,8 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.summed_over is not None:
-            gradient = sum_over(gradient, ctx.summed_over)
+            summand = gradient.to(_sum_dtype(gradient))
+            gradient = sum_over(summand, ctx.summed_over).to(gradient.dtype)
         # Copy the spec, because sharding propagation writes into the specs it is passed.
         gradient = gradient.contiguous()
         return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False), None

@@ -17,7 +17,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, max_over, sum_over
 from axonlaunch.engines.tensor.divided_layers.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
-from axonlaunch.models.specs.loss import check_terms
+from axonlaunch.models.specs.loss import MOST_LIKELY, check_terms, entropy_weights
 from axonlaunch.models.specs.spec import IGNORE_INDEX
 
 
@@ -30,6 +30,7 @@ def vocab_parallel_cross_entropy_sum(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    eaft: float = 0.0,
 ) -> Tensor:
     """Return the summed cross entropy in nats, 0-dim, in fp32, the same on every rank.
 
@@ -39,16 +40,19 @@ def vocab_parallel_cross_entropy_sum(
         targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
         group: The ranks among which the classes are divided.
         classes: Total number of classes; None if every rank has equally many.
-        label_smoothing: As in ``models.specs.loss.cross_entropy_sum``.
-        z_loss: As in ``models.specs.loss.cross_entropy_sum``.
-        dft: As in ``models.specs.loss.cross_entropy_sum``.
+        label_smoothing: Share of each target's probability that is spread evenly over the classes.
+        z_loss: Factor of the squared log of the softmax's denominator.
+        dft: Whether each target's cross entropy is multiplied by the target's probability
+            (``models.specs.loss.cross_entropy_sum`` has the sources of the three).
+        eaft: Exponent of ``models.specs.loss.entropy_weights``, by which each target's cross
+            entropy is multiplied; 0: no factor.
 
     Raises:
         ValueError: The shapes of logits and targets differ, the number of columns is not this
-            rank's share of the classes, or ``dft`` is combined with another term.
+            rank's share of the classes, or ``dft`` or ``eaft`` is combined with another term.
         RuntimeError: A target is not a class (asynchronously on CUDA).
     """
-    check_terms(label_smoothing, z_loss, dft=dft)
+    check_terms(label_smoothing, z_loss, dft=dft, eaft=eaft)
     if logits_local.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits {list(logits_local.shape)} do not fit targets {list(targets.shape)}: they "
@@ -60,7 +64,7 @@ def vocab_parallel_cross_entropy_sum(
         raise ValueError(
             f"rank {group.rank} has logits of {columns} of {size} classes, expected {expected}"
         )
-    terms = label_smoothing, z_loss, dft
+    terms = label_smoothing, z_loss, dft, eaft
     loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size, terms)
     return loss
 
@@ -81,9 +85,9 @@ class _CrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         group: ProcessGroup,
         classes: int,
-        terms: tuple[float, float, bool],
+        terms: tuple[float, float, bool, float],
     ) -> Tensor:
-        smoothing, z_loss, dft = terms
+        smoothing, z_loss, dft, eaft = terms
         counted = targets != IGNORE_INDEX
         is_class = (targets >= 0) & (targets < classes)
         assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
@@ -93,6 +97,7 @@ class _CrossEntropySum(torch.autograd.Function):
         # beforehand.
         precision = torch.promote_types(logits.dtype, torch.float32)
         highest = max_over(logits.amax(-1, keepdim=True).to(precision), group)
+        weights = _entropy_weights(logits, group, classes, eaft) if eaft else None
         exponents = logits - highest
         target_logits = exponents.gather(-1, local_targets).masked_fill_(elsewhere, 0.0)
         if smoothing:
@@ -103,9 +108,9 @@ class _CrossEntropySum(torch.autograd.Function):
         total, target_logits = sum_over(stacked, group)
         uncounted = ~counted.unsqueeze(-1)
         losses = total.log() - target_logits
-        probabilities = losses.neg().exp() if dft else None
-        if probabilities is not None:
-            losses *= probabilities
+        weights = losses.neg().exp() if dft else weights
+        if weights is not None:
+            losses *= weights
         log_denominators = total.log() + highest if z_loss else None
         if log_denominators is not None:
             losses += z_loss * log_denominators.square()
@@ -120,8 +125,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 gradient -= smoothing / classes
             targets_here = (1 - smoothing) * (elsewhere.to(precision) - 1.0)
             gradient.scatter_add_(-1, local_targets, targets_here)
-            if probabilities is not None:
-                gradient *= probabilities
+            if weights is not None:
+                gradient *= weights
             ctx.save_for_backward(gradient.masked_fill_(uncounted, 0.0).to(logits.dtype))
         return loss
 
@@ -132,3 +137,13 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 _cross_entropy_sum: Any = _CrossEntropySum.apply
+
+
+def _entropy_weights(logits: Tensor, group: ProcessGroup, classes: int, exponent: float) -> Tensor:
+    """Return the weights [..., 1] by the most likely classes, which several ranks may have."""
+    count = min(MOST_LIKELY, classes)
+    here = logits.topk(min(count, logits.shape[-1]), -1).values
+    here = here.to(torch.promote_types(logits.dtype, torch.float32))
+    here = F.pad(here, (0, count - here.shape[-1]), value=float("-inf"))
+    highest = collect_from(here, group, -1).topk(count, -1).values
+    return entropy_weights(highest, exponent).unsqueeze(-1)

@@ -33,7 +33,7 @@ class Losses:
 
     Attributes:
         loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
-        evaluation_loss: The same without label smoothing, z-loss and DFT.
+        evaluation_loss: ``loss`` without label smoothing, z-loss and DFT.
         gather_outputs: Gathers a rank's output shard to full outputs.
         chunked: Chunked loss; None computes the loss on all logits at once.
         evaluates_logits: Whether evaluations compute all logits, also with a chunked loss.
@@ -135,7 +135,7 @@ def losses_of(
             return torch.compile(loss, mode=train.compile_mode)
         return loss
 
-    terms = {name: getattr(train, name) for name in ("label_smoothing", "z_loss", "dft")}
+    terms = {name: getattr(train, name) for name in ("label_smoothing", "z_loss", "dft", "eaft")}
     terms = {name: value for name, value in terms.items() if value}
     loss = select(True, **terms)
     is_same = not terms and not (evaluates_logits and chunked)

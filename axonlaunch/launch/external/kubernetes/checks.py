@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     toleration,
 )
 from axonlaunch.launch.launcher import submission_issues
-from axonlaunch.launch.run_dir import SCRATCH_FOLDER, default_name
+from axonlaunch.launch.run_dir import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
 _KEY = "launch.kubernetes"
@@ -101,26 +100,24 @@ def with_folder_of_pods(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: No volume keeps the run folder or the checkpoints, or the name is not legal.
     """
-    name = default_name(config) if config.name == "auto" else config.name
+    requested = config.run_dir
     volumes = [Volume.parse(text) for text in config.launch.kubernetes.volumes]
     writable = [volume for volume in volumes if not volume.read_only]
-    folder, in_bucket = config.run_dir, is_url(config.checkpoint.path or "")
-    if folder == "auto":
-        root = writable[0].path if writable else SCRATCH_FOLDER
-        folder = str(Path(root, name))
+    root = writable[0].path if writable else SCRATCH_FOLDER
+    config = with_folder_of_nodes(config, root=root)
+    in_bucket = is_url(config.checkpoint.path or "")
     issues = []
-    if not in_bucket and not any(volume.holds(folder) for volume in writable):
+    if not in_bucket and not any(volume.holds(config.run_dir) for volume in writable):
         message = (
             "the disk of a pod ends with it; mount a claim that all pods can write, as "
             "launch.kubernetes.volumes=[runs:/runs], or save to a bucket, as "
             "checkpoint.path=s3://bucket/run"
         )
-        issues.append(ConfigIssue("run_dir", message, config.run_dir))
-    config = dataclasses.replace(config, name=name, run_dir=folder)
+        issues.append(ConfigIssue("run_dir", message, requested))
     try:
         run_name(config)
     except ValueError as error:
-        issues.append(ConfigIssue("name", str(error), name))
+        issues.append(ConfigIssue("name", str(error), config.name))
     if issues:
         raise ConfigError(issues)
     return config

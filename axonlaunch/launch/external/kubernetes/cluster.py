@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.launch import KubernetesConfig
 
-_TIMEOUT_S = 30.0
+_READ_S, _CHANGE_S = 10.0, 30.0
+"""Timeouts of requests in seconds. A follower repeats those that only read, and reports it."""
 _LEAST_ERROR, _TOO_MANY, _SERVER_ERROR = 400, 429, 500
 """HTTP statuses."""
 _MANAGER = "axonlaunch"
@@ -45,7 +46,7 @@ class RefusedError(Exception):
     Attributes:
         status: HTTP status.
         content: Content of the answer: a ``Status`` of Kubernetes, or plain text as ``message``.
-        action: What was requested, for a message.
+        action: Requested action, for a message.
         kind: Kind of the object.
     """
 
@@ -223,7 +224,7 @@ class Cluster:
                 f"{self.server}{path}{suffix}",
                 body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
-                timeout=_TIMEOUT_S,
+                timeout=_READ_S if method == "GET" else _CHANGE_S,
                 retries=False,
             )
         except HTTPError as error:

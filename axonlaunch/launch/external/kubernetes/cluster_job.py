@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ class ClusterJob:
     name: str
     run_dir: str = ""
     nproc: int = 1
-    _times: dict[str, str] = field(default_factory=dict)
+    _times: dict[str, tuple[datetime, str]] = field(default_factory=dict)
     _is_lost: bool = False
 
     @classmethod
@@ -93,9 +94,9 @@ class ClusterJob:
         return now
 
     def read_log(self, *, rank: int = 0) -> str:
-        """Return what was added since the last call to the log of the pod of a rank.
+        """Return the text added to the log of a rank's pod since the last call.
 
-        It is empty while the pod has no log and while the server does not answer.
+        The text is empty if there is none, and while the server does not answer.
         """
         try:
             pods, node = self.pods(), rank // self.nproc
@@ -192,15 +193,17 @@ class ClusterJob:
 
     def _new_lines(self, pod: dict[str, Any]) -> str:
         name = pod["metadata"]["name"]
-        last = self._times.get(name, "")
+        last = self._times.get(name)
         # The server filters by seconds, so lines of the last one come again.
-        text = self.cluster.log(name, CONTAINER, since=_second(last))
+        since = "" if last is None else f"{last[0]:%Y-%m-%dT%H:%M:%SZ}"
+        text = self.cluster.log(name, CONTAINER, since=since)
         lines = []
         for line in text.splitlines():
             time, _, content = line.partition(" ")
-            if time > last:
+            moment = _moment(time)
+            if moment is not None and (last is None or moment > last):
                 lines.append(f"{content}\n")
-                self._times[name] = time
+                self._times[name] = moment
         return "".join(lines)
 
 
@@ -278,8 +281,14 @@ def _exit_code(pod: dict[str, Any]) -> int | None:
     return None
 
 
-def _second(time: str) -> str:
-    """Return a time of a log line to the second; empty for an empty text."""
-    if not time:
-        return ""
-    return f"{datetime.fromisoformat(time[:19]).isoformat()}Z"
+def _moment(time: str) -> tuple[datetime, str] | None:
+    """Return the second of a log line's time, in UTC, and the digits after the point.
+
+    Nodes write their local time, and may omit zeros at the end. A line without a time, such as the
+    node's message that a log is being rotated, is not of the run: None.
+    """
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT[\d:]{8})(?:\.(\d+))?(Z|[+-]\d\d:\d\d)", time)
+    if match is None:
+        return None
+    second = datetime.fromisoformat(f"{match[1]}{match[3]}").astimezone(UTC)
+    return second, (match[2] or "").ljust(9, "0")

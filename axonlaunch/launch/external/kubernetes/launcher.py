@@ -80,7 +80,7 @@ def _objects(config: RunConfig, options: LaunchOptions) -> RunObjects:
     """
     choices = config.launch.kubernetes
     patch = read_patch(choices)
-    objects = build_objects(config, pod_resources(config, options.context), patch)
+    objects = build_objects(config, pod_resources(config, options.fork_server), patch)
     if patch is None:
         return objects
     try:
@@ -176,7 +176,7 @@ def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> N
     """Refuse a run whose folder another job of the namespace uses.
 
     Raises:
-        ConfigError: There is such a job that has not ended.
+        ConfigError: A job that has not ended uses the folder.
     """
     folder = job["metadata"]["annotations"][RUN_DIR]
     for other in retry(partial(cluster_jobs, cluster), cluster, name):

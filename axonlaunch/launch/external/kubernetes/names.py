@@ -20,7 +20,7 @@ def object_name(name: str, *, longest_suffix: str) -> str:
 
     Args:
         name: Name of the run.
-        longest_suffix: What is appended to form the longest name of a pod of this object.
+        longest_suffix: Suffix that forms the longest name of a pod of this object.
 
     Raises:
         ValueError: No legal name follows from it, or the names of pods would be too long.

@@ -8,6 +8,7 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import estimate_device, is_on_cpu
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Estimate
@@ -76,7 +77,7 @@ def pod_resources(config: RunConfig, context: ForkServerContext) -> PodResources
     cpus = options.cpus
     if cpus == "auto":
         threads = 1 if launch.threads == "auto" else launch.threads
-        cpus = launch.nproc * (threads + getattr(config.data, "workers", 0))
+        cpus = launch.nproc * (threads + num_data_workers(config.data))
     return PodResources(memory, cpus, 0 if is_on_cpu(launch) else launch.nproc, grace)
 
 

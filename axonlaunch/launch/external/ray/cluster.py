@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, and turns what Ray reports into errors of keys."""
+"""Connects to a Ray cluster, and turns reports of Ray into errors that name keys."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_size(spec: RunSpec) -> None:
     """Check that the cluster has enough nodes for a run, including those in use.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: The cluster has too few nodes.
     """
     import ray
 

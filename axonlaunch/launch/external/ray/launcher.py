@@ -21,7 +21,7 @@ from axonlaunch.launch.launcher import (
     check_anywhere,
     submission_issues,
 )
-from axonlaunch.launch.run_dir import with_scratch_folder
+from axonlaunch.launch.run_dir import with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
 
@@ -39,7 +39,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             config = check_anywhere(config, options)
     if issues:
         raise ConfigError(issues)
-    return with_scratch_folder(config)
+    return with_folder_of_nodes(config)
 
 
 def _setting_issues(config: RunConfig) -> Iterator[ConfigIssue]:

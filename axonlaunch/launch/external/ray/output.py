@@ -9,7 +9,7 @@ KEPT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """NodeOutput of a node.
+    """Most recent output of a node.
 
     Attributes:
         text: The last ``KEPT_BYTES`` bytes.

@@ -117,7 +117,7 @@ class RayJob:
         """Let the run save a checkpoint and end; return a line for the user.
 
         Raises:
-            ConfigError: It has ended.
+            ConfigError: The run has ended.
         """
         now, actor = self.state(), _actor_of(self.name)
         if now.status is not None or actor is None:
@@ -129,7 +129,7 @@ class RayJob:
         """Start the run again in the same folder; return a line for the user.
 
         Raises:
-            ConfigError: It has not ended.
+            ConfigError: The run has not ended.
         """
         now = self.state()
         if now.status is None:

@@ -10,6 +10,7 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import is_on_cpu
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.launch import RayConfig
 
 
@@ -81,6 +82,6 @@ def bundle_of(config: RunConfig) -> dict[str, float]:
     cpus = options.cpus
     if cpus == "auto":
         threads = 1 if launch.threads == "auto" else launch.threads
-        cpus = launch.nproc * (threads + getattr(config.data, "workers", 0))
+        cpus = launch.nproc * (threads + num_data_workers(config.data))
     gpus = {} if is_on_cpu(launch) else {"GPU": float(launch.nproc)}
     return {"CPU": float(cpus), **gpus, **options.resources}

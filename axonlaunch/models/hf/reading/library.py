@@ -171,7 +171,7 @@ def transformers() -> Any:
     """Import transformers and disable its log messages and progress bars.
 
     Raises:
-        ConfigError: It is not installed, or too old.
+        ConfigError: transformers is not installed, or too old.
     """
     try:
         version = importlib.metadata.version("transformers")

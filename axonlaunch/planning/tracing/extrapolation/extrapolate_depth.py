@@ -2,7 +2,7 @@
 
 The memory held at a given moment of a step is linear in the number of equal blocks, so the result
 is exact to the byte. A moment is identified by the running operation and its block, counted from
-the nearer end of the model. The memory of blocks in the middle is between that of their neighbours,
+the nearer end of the model. The memory of blocks in the middle is between that of their neighbors,
 so the peak is at one of the extrapolated moments. Blocks before the equal ones, such as dense ones
 before mixtures of experts, are traced as they are. Other models must be traced whole.
 

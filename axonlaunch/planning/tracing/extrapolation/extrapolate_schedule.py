@@ -1,9 +1,9 @@
 """Extrapolates a pipeline step with many actions from a traced step with few actions.
 
 An action changes the memory of its rank by an amount that depends on the action and on its
-neighbours in the schedule, but not on the number of waiting micro-batches. So each action of the
+neighbors in the schedule, but not on the number of waiting micro-batches. So each action of the
 long step gets the effect of the most similar action of the short step. Receive buffers depend on
-the neighbours in the schedule, so the error is about one activation between stages.
+the neighbors in the schedule, so the error is about one activation between stages.
 
 An example: the first of 2 ranks under 1f1b, in MiB of activations. Traced with 4 micro-batches:
 
@@ -118,15 +118,15 @@ def watch_actions(trace: StorageTrace) -> None:
     def categorize_buffers(method: str, *, source: int, local_category: Category) -> None:
         """Set the category of a stage's receive buffers.
 
-        If the neighbouring stage is on the same rank, its tensors replace the buffers: with 8
+        If the neighboring stage is on the same rank, its tensors replace the buffers: with 8
         micro-batches, 8 outputs of the previous stage instead of 8 messages.
         """
         prepare = getattr(stage, method)
 
         @functools.wraps(prepare)
         def make_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
-            neighbour = self.stage_index_to_group_rank.get(self.stage_index + source)
-            with trace.during(local_category if neighbour == self.group_rank else "communication"):
+            neighbor = self.stage_index_to_group_rank.get(self.stage_index + source)
+            with trace.during(local_category if neighbor == self.group_rank else "communication"):
                 return prepare(self, *args, **kwargs)
 
         setattr(stage, method, make_buffers)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
+from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs, sample_targets
@@ -142,12 +143,7 @@ class ReducedRun:
     @property
     def schedule(self) -> PipelineSchedule:
         """One round of a pipeline."""
-        return PipelineSchedule(
-            self.layout.schedule,
-            degree=self.layout.pipeline,
-            microbatches=self.layout.microbatches_per_round,
-            stages_per_rank=self.layout.stages_per_rank,
-        )
+        return PipelineSchedule.of(self.layout)
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a rank, given its position on the pp axis."""
@@ -320,7 +316,7 @@ def _updates_blocks_equally(
     config: RunConfig, spec: ModelSpec, blocks: Mapping[str, nn.Module], model: nn.Module
 ) -> bool:
     """Return whether all blocks get the same optimizer states, given any parameter groups."""
-    if not getattr(config.optimizer, "groups", None):
+    if not optimizer_groups(config.optimizer):
         return True
     states_in: dict[str, set[str]] = {name: set() for name in blocks}
     for name, parameter in parameter_facts(spec, model).items():

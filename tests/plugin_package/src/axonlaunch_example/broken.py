@@ -1,3 +1,3 @@
-"""What an entry point that can't be imported does: nothing, until it is chosen."""
+"""An entry point that can't be imported; it has no effect until it is chosen."""
 
-raise RuntimeError("no licence")
+raise RuntimeError("no license")

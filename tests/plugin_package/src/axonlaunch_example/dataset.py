@@ -9,7 +9,7 @@ import numpy as np
 
 import axonlaunch as ax
 from axonlaunch.config.options.data import SampleShape
-from axonlaunch.data.datasets.dataset import Batch, NoText, Split
+from axonlaunch.data.datasets.dataset import Batch, DatasetWithoutText, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def shape(config: SquaresConfig) -> SampleShape:
 
 
 @ax.register_dataset("squares", config=SquaresConfig, sample=shape)
-class Squares(NoText):
+class Squares(DatasetWithoutText):
     """Squares of numbers that count up, modulo the vocabulary."""
 
     kind = "tokens"

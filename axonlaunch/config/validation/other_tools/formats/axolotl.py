@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.config.validation.other_tools import (
     data_rules,
     quantization,
@@ -15,6 +15,7 @@ from axonlaunch.config.validation.other_tools import (
 )
 from axonlaunch.config.validation.other_tools.formats.axolotl_data import DATA_KEYS, set_data
 from axonlaunch.config.validation.other_tools.rules import (
+    OFF,
     missing,
     not_needed,
     to,
@@ -44,6 +45,13 @@ def _attention(translation: Translation, key: str, value: Any) -> None:
         translation.not_needed.append(key)
 
 
+def _eager(translation: Translation, key: str, value: Any) -> None:
+    if value is True:
+        translation.set("model.attention", "eager", key)
+    else:
+        translation.not_needed.append(key)
+
+
 def _tokens(translation: Translation, key: str, value: Any) -> None:
     if isinstance(value, list):
         translation.set("tokenizer.add_tokens", [str(token) for token in value], key)
@@ -52,7 +60,7 @@ def _tokens(translation: Translation, key: str, value: Any) -> None:
 
 
 def _plugins(translation: Translation, key: str, value: Any) -> None:
-    kernels = ("liger", "cut_cross_entropy", "kernels", "expert_parallel", "spectrum")
+    kernels = ("liger", "cut_cross_entropy", "kernels", "expert_parallel", "swanlab")
     for name in value if isinstance(value, list) else [value]:
         if not any(f".{each}." in str(name).lower() for each in kernels):
             translation.leave_out(key, f"{name} is not supported; train without it")
@@ -87,6 +95,52 @@ _KEYS: Table = {
     },
     **DATA_KEYS,
     "activation_offloading": trainer_keys.OFFLOADING,
+    "added_tokens_overrides.*": missing("the name of an unused token can't be changed", off=()),
+    "auto_find_batch_size": missing("set train.micro_batch_size=auto"),
+    "batch_flattening": not_needed("padding is masked"),
+    "chunked_cross_entropy*": not_needed(reasons.EXACT_KERNEL),
+    "deepcompile": not_needed(reasons.EXACT_KERNEL),
+    "dion_*": missing("there is no optimizer dion; optimizer=custom takes any class"),
+    "eager_attention": Rule("expressed", _eager),
+    "embedding_lr": with_others(),
+    "embedding_lr_scale": with_others(),
+    "eval_sequence_len": missing("held-out rows are as long as training rows"),
+    "fix_untrained_tokens": missing("embeddings of unused tokens stay as they are"),
+    "float32": with_note("train.precision=fp32 is used"),
+    "gc_*": not_needed("does not change training"),
+    "gpu_memory_limit": not_needed(reasons.LAYOUT_ONLY),
+    "heads_k_stride": not_needed(reasons.LAYOUT_ONLY),
+    "hub_revision": with_note("checkpoint.push uploads to the main branch", off=("main", *OFF)),
+    "include_tkps": not_needed(reasons.REPORTING),
+    "layer_offloading": with_note("strategy.fsdp.cpu_offload=full moves weights to the host"),
+    "lora_embedding_kernel": not_needed(reasons.EXACT_KERNEL),
+    "lora_on_cpu": not_needed(reasons.LAYOUT_ONLY),
+    "lr_groups": with_others(),
+    "lr_scheduler_kwargs.*": missing("set the options of the schedule (scheduler.*)", off=()),
+    "max_memory": not_needed(reasons.LAYOUT_ONLY),
+    "mean_resizing_embeddings": not_needed("new rows are the mean of the others"),
+    "overrides_of_model_config.*": missing("set it in model.config", off=()),
+    "overrides_of_model_kwargs.*": missing("has no counterpart", off=()),
+    "pad_to_multiple_of": not_needed("padding is masked"),
+    "peft_autocast_adapter_dtype": not_needed("adapters are stored in fp32"),
+    "peft_init_lora_weights": missing(
+        "adapters begin with random A and zero B; train with adapter=lora", off=(True, "true")
+    ),
+    "peft_layers_*": missing("name the layers in adapter.targets", off=()),
+    "profiler_steps*": not_needed("train.profile.steps records steps"),
+    "pretraining_sample_concatenation": not_needed("packing decides it"),
+    "qgalore_*": missing("there is no optimizer galore; optimizer=custom takes any class"),
+    "ring_attn_func": not_needed(reasons.EXACT_KERNEL),
+    "sage_attention": not_needed(reasons.EXACT_KERNEL),
+    "save_first_step": not_needed("does not change training"),
+    "sdpa_varlen": not_needed(reasons.EXACT_KERNEL),
+    "selective_checkpointing.*": with_note("set train.activation_checkpointing=selective"),
+    "sequence_parallel_degree": with_others(),
+    "torch_compile_options.*": not_needed(reasons.EXACT_KERNEL),
+    "type_of_model": not_needed("transformers knows the class of a model"),
+    "use_comet": with_note("loggers takes a class of yours"),
+    "use_pose": missing("positions are not skipped; set data.sequence_length"),
+    "use_trackio": with_note("loggers takes a class of yours"),
     "adam_eps": with_others(),
     "adapter": Rule("expressed", _adapter),
     "attn_implementation": Rule("expressed", _attention),
@@ -94,7 +148,7 @@ _KEYS: Table = {
     "base_model": to("model.path", str),
     "base_model_config": not_needed("base_model has the configuration"),
     "base_model_ignore_patterns": not_needed("weights are read from safetensors"),
-    "batch_size": with_note("micro_batch_size and gradient_accumulation_steps say it"),
+    "batch_size": with_others(),
     "bfloat16": with_others(),
     "bnb_config_kwargs.*": not_needed("load_in_4bit says it"),
     "center_rewards_coefficient": missing(reasons.NO_PREFERENCES),
@@ -115,9 +169,10 @@ _KEYS: Table = {
     "dp_replicate_size": with_others(),
     "dp_shard_size": with_others(),
     "dsv4_*": not_needed(reasons.EXACT_KERNEL),
-    "eaft_*": not_needed("use_eaft says it"),
+    "eaft_alpha": with_others(),
+    "eaft_k": missing("the 20 most likely classes count", off=(20,)),
     "ebft.*": missing(reasons.NO_PREFERENCES, off=()),
-    "eta_min": with_others(),
+    "eta_min": with_note("axolotl ignores it; cosine_min_lr_ratio is its key"),
     "eval_batch_size": not_needed("evaluation has the batches of training"),
     "eval_causal_lm_metrics": not_needed(reasons.REPORTING),
     "eval_max_new_tokens": not_needed(reasons.REPORTING),
@@ -155,7 +210,7 @@ _KEYS: Table = {
     "logging_steps": to("train.log_every", lambda steps: max(1, int(steps))),
     "lora_alpha": with_others(),
     "lora_dropout": with_others(),
-    "lora_fan_in_fan_out": not_needed("layers are recognised by their class"),
+    "lora_fan_in_fan_out": not_needed("layers are recognized by their class"),
     "lora_mlp_kernel": not_needed(reasons.EXACT_KERNEL),
     "lora_model_dir": to("adapter.path", str),
     "lora_modules_to_save": with_others(),
@@ -212,6 +267,7 @@ _KEYS: Table = {
     "rl_beta": missing(reasons.NO_PREFERENCES),
     "saves_per_epoch": with_others(),
     "special_tokens.*": with_others(),
+    "spectrum_*": missing("name the trained parameters in train.unfreeze"),
     "strict": not_needed(reasons.READING),
     "swanlab_*": not_needed(reasons.REPORTING),
     "tensor_parallel_size": with_others(),
@@ -229,7 +285,7 @@ _KEYS: Table = {
     "trust_remote_code": to("model.trust_remote_code", bool),
     "unfrozen_parameters": Rule("expressed", _unfrozen),
     "use_dsv4_kernels": not_needed(reasons.EXACT_KERNEL),
-    "use_eaft": missing("there is no such loss; train.loss takes a loss of yours"),
+    "use_eaft": with_others(),
     "use_glm_dsa_kernels": not_needed(reasons.EXACT_KERNEL),
     "use_kernels": not_needed(reasons.EXACT_KERNEL),
     "use_mlflow": not_needed(reasons.REPORTING),
@@ -260,15 +316,23 @@ def _finish(translation: Translation) -> None:
         data_rules.set_in_order(translation, "curriculum_sampling")
     shared = _set_layout(translation)
     rules.set_batch(
-        translation, "micro_batch_size", "gradient_accumulation_steps", divided_by=shared
+        translation,
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        divided_by=shared,
+        of_device="batch_size",
     )
     rules.set_length(translation, "num_epochs", "max_steps")
     _set_optimizer(translation)
     _set_precision(translation)
     trainer_keys.set_clipping(translation)
+    _set_weighted_loss(translation)
     _set_intervals(translation, held_out=held_out)
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
+    if "checkpoint.push" in translation.settings:
+        translation.set("checkpoint.push_private", True, "hub_model_id")
+    rules.set_router_loss(translation, "model_config.output_router_logits")
     _set_adapter(translation)
     rules.set_base(translation)
     quantization.set_axolotl_types(translation)
@@ -278,8 +342,11 @@ def _finish(translation: Translation) -> None:
 
 def _set_layout(translation: Translation) -> int:
     """Set the degrees of the layout; return the number of devices with equal samples."""
+    earlier = translation.has("sequence_parallel_degree")
     shared = rules.set_degrees(
-        translation, tensor="tensor_parallel_size", context="context_parallel_size"
+        translation,
+        tensor="tensor_parallel_size",
+        context="sequence_parallel_degree" if earlier else "context_parallel_size",
     )
     shards = int(translation.number("dp_shard_size", 1))
     replicas = int(translation.number("dp_replicate_size", 1))
@@ -298,9 +365,47 @@ def _set_optimizer(translation: Translation) -> None:
     if translation.has("cosine_min_lr_ratio"):
         origin = "cosine_min_lr_ratio"
         ratio = float(translation.number(origin))
-    elif translation.has("eta_min") and (peak := translation.number("learning_rate")):
-        ratio, origin = translation.number("eta_min") / peak, "eta_min"
-    rules.set_schedule(translation, "lr_scheduler", final_lr_ratio=ratio, final_from=origin)
+    rules.set_schedule(
+        translation,
+        "lr_scheduler",
+        final_lr_ratio=ratio,
+        final_from=origin,
+        default_share=0.03,
+        default_steps=100,
+    )
+    _set_groups(translation)
+
+
+def _set_groups(translation: Translation) -> None:
+    """Set the learning rates of embeddings and of named modules; later patterns have priority."""
+    groups: dict[str, dict[str, float]] = {}
+    rate = "embedding_lr" if translation.has("embedding_lr") else "embedding_lr_scale"
+    keys = [rate]
+    if translation.has(rate):
+        option = "lr" if rate == "embedding_lr" else "lr_scale"
+        groups["*embed_tokens*"] = {option: translation.number(rate), "weight_decay": 0.0}
+    for group in translation.items("lr_groups"):
+        if isinstance(group, Mapping) and isinstance(group.get("lr"), int | float):
+            groups |= {f"*{name}*": {"lr": group["lr"]} for name in group.get("modules", ())}
+            keys.append("lr_groups")
+    if groups:
+        translation.set("optimizer.groups", groups, *dict.fromkeys(keys))
+
+
+def _set_weighted_loss(translation: Translation) -> None:
+    """Set the loss of EAFT; gradients are clipped in proportion to axolotl's larger weights."""
+    if not translation.flag("use_eaft"):
+        return
+    exponent = translation.number("eaft_alpha", 1.0)
+    translation.set("train.eaft", exponent, "use_eaft", "eaft_alpha")
+    if (limit := translation.settings["train.grad_clip"]).value is not None:
+        note = "for weights that are smaller than those of axolotl"
+        clipped = limit.value / 3.0**exponent
+        translation.set("train.grad_clip", clipped, *limit.keys, note=note)
+    text = (
+        "axolotl does not divide the entropy by 3; Adam's updates are the same, and its loss larger"
+    )
+    translation.note("use_eaft", text)
 
 
 def _set_precision(translation: Translation) -> None:
@@ -310,9 +415,9 @@ def _set_precision(translation: Translation) -> None:
             translation.set("train.precision", name, alias)
             return
     rules.set_precision(translation)
-    if not translation.flag("adapter") and translation.flag(MIXED_PRECISION.name):
+    if not translation.flag("adapter") and translation.flag("bf16"):
         text = "weights are stored in fp32, not in bf16; train.param_dtype=bf16 halves them"
-        translation.note(MIXED_PRECISION.name, text)
+        translation.note("bf16", text)
 
 
 def _set_intervals(translation: Translation, *, held_out: bool) -> None:

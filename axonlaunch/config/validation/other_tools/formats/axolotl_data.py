@@ -17,6 +17,7 @@ DATA_KEYS: Table = {
     "dataset_keep_in_memory": not_needed(reasons.READING),
     "dataset_prepared_path": not_needed(reasons.READING),
     "dataset_processes": not_needed(reasons.READING),
+    "chat_template_kwargs.*": missing("write the value into data.chat_template", off=()),
     "datasets": with_others(),
     "default_system_message": missing("add a system message to the rows"),
     "eot_tokens": not_needed("what the template ends a turn with counts"),
@@ -46,6 +47,8 @@ DATA_KEYS: Table = {
 
 _CHATS = ("chat_template", "chat_template.default", "sharegpt", "chat_template.argilla")
 _DOCUMENTS = ("completion", "pretrain", "")
+_TEXTS = ("instruction", "input", "system")
+"""Names of columns in prompts."""
 _HAS_INPUT = "input is defined and input"
 _TASK = "Below is an instruction that describes a task"
 _INPUT = ", paired with an input that provides further context"
@@ -58,7 +61,7 @@ def _prompt_in_style(system: str, turn: str, without_input: str) -> dict[str, An
     Args:
         system: Text of the system message, with {system}.
         turn: Text of the question, with {instruction} and {input}.
-        without_input: The same for rows without input.
+        without_input: Text of the question for rows without input, with {instruction}.
     """
     head = system.replace(
         "{system}", f"{_TASK}{{% if {_HAS_INPUT} %}}{_INPUT}{{% endif %}}. {_ANSWER}"
@@ -66,15 +69,29 @@ def _prompt_in_style(system: str, turn: str, without_input: str) -> dict[str, An
     return {"prompt_format": head + _with_or_without_input(turn, without_input)}
 
 
-def _with_or_without_input(text: str, without: str) -> str:
-    chosen = f"{_in_jinja(text)}{{% else %}}{_in_jinja(without)}"
-    return f"{{% if {_HAS_INPUT} %}}{chosen}{{% endif %}}"
+def _with_or_without_input(
+    text: str, without: str, columns: Mapping[str, str] | None = None
+) -> str:
+    columns = columns or {}
+    return _either("input", _in_jinja(text, columns), _in_jinja(without, columns), columns)
 
 
-def _in_jinja(text: str) -> str:
-    for name in ("instruction", "input", "system"):
-        text = text.replace(f"{{{name}}}", f"{{{{ {name} }}}}")
+def _either(name: str, text: str, otherwise: str, columns: Mapping[str, str]) -> str:
+    """Return Jinja that writes a text in rows with a value, and another one in other rows."""
+    column = _variable(name, columns)
+    return f"{{% if {column} is defined and {column} %}}{text}{{% else %}}{otherwise}{{% endif %}}"
+
+
+def _in_jinja(text: str, columns: Mapping[str, str]) -> str:
+    for name in _TEXTS:
+        text = text.replace(f"{{{name}}}", f"{{{{ {_variable(name, columns)} }}}}")
     return text
+
+
+def _variable(name: str, columns: Mapping[str, str]) -> str:
+    """Return the name of a column in Jinja; ``data.fields`` maps those that are no names there."""
+    column = columns.get(name, name)
+    return column if column.isidentifier() else name
 
 
 _PROMPTS: dict[str, dict[str, Any]] = {
@@ -96,7 +113,8 @@ _PROMPTS: dict[str, dict[str, Any]] = {
     ),
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
-_USUAL_ROLES = ("user", "human", "assistant", "gpt", "tool")
+_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ()}
+"""Roles that may have one other name in the rows, and names of theirs that are recognized."""
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),
@@ -105,7 +123,23 @@ _KNOWN = {
     *("message_field_training", "message_field_training_detail", "trust_remote_code", "skip"),
     *("train_on_eos", "train_on_eot", "chat_template", "field_tools", "field_system"),
     *("field_thinking", "template_thinking_key", "drop_system_message", "field_human"),
+    *("split_thinking", "preprocess_shards", "input_transform", "field_model", "shards_idx"),
 }
+_FLAGS = ("training", "train", "loss", "weight", "loss_weight")
+"""Keys of messages that are read as flags by themselves."""
+_THINKING = "reasoning_content"
+_CHANGES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "drop_system_message": ((False,), "remove them from the rows"),
+    "input_transform": ((), "is code; write the rows as they are read"),
+    "message_field_training": (_FLAGS, "name it training in the rows"),
+    "message_field_training_detail": ((), "a whole message counts, or none of it"),
+    "shards": ((), "is a part of the rows; set data.limit"),
+    "skip": ((0,), "rows are read from the first one"),
+    "split_thinking": ((False,), "the template sees the reasoning as a part of the content"),
+    "train_on_eos": (("turn",), "the end of a turn counts if the turn does"),
+    "train_on_eot": (("turn",), "the end of a turn counts if the turn does"),
+}
+"""Keys of a dataset with the values that change nothing here, and what else to do."""
 _PREFERENCES = ("field_chosen", "field_rejected", "step_separator", "max_completion_length")
 
 
@@ -190,8 +224,10 @@ def _source(
     if roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         text = "answers of the assistant count, or with data.train_on=all every token"
         translation.leave_out(f"{place}.roles_to_train", text)
-    if entry.get("drop_system_message") is True:
-        translation.leave_out(f"{place}.drop_system_message", "remove them from the rows")
+    for name in entry.keys() & _CHANGES.keys():
+        same, text = _CHANGES[name]
+        if entry[name] not in same:
+            translation.leave_out(f"{place}.{name}", text)
     path, files = str(entry.get("path")), entry.get("data_files")
     source: dict[str, Any] = {"data": "chat", "files": [path]}
     if files and path in _FILE_KINDS:
@@ -205,8 +241,6 @@ def _source(
     for theirs, ours in (("name", "subset"), ("split", "split")):
         if theirs in entry and (is_hub_id or entry[theirs] != "train"):
             source[ours] = str(entry[theirs])
-    if "shards" in entry:
-        translation.leave_out(f"{place}.shards", "is a part of the rows; set data.limit")
     _set_type(translation, place, key, entry, source)
     return source
 
@@ -222,7 +256,7 @@ def _set_type(
     if isinstance(kind, Mapping):
         source.update(_custom_prompt(kind))
     elif kind in _CHATS:
-        if fields := _message_fields(entry):
+        if fields := _message_fields(translation, place, entry):
             source["fields"] = fields
     elif kind in _DOCUMENTS:
         source["data"] = "documents"
@@ -234,39 +268,65 @@ def _set_type(
         translation.leave_out(f"{place}.type", text)
 
 
-def _message_fields(entry: Mapping[str, Any]) -> dict[str, str]:
+def _message_fields(
+    translation: Translation, place: str, entry: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the names of columns, of keys of messages and of roles that differ from the usual."""
     mapping = entry.get("message_property_mappings", {})
-    mapping = mapping if isinstance(mapping, Mapping) else {}
+    mapping = dict(mapping) if isinstance(mapping, Mapping) else {}
     named = {
         "messages": entry.get("field_messages"),
-        "role": mapping.get("role", entry.get("message_field_role")),
-        "content": mapping.get("content", entry.get("message_field_content")),
+        "role": mapping.pop("role", entry.get("message_field_role")),
+        "content": mapping.pop("content", entry.get("message_field_content")),
         "tools": entry.get("field_tools"),
     }
-    return {name: str(column) for name, column in {**named, **_roles(entry)}.items() if column}
+    thinking = entry.get("template_thinking_key", _THINKING)
+    mapping[thinking] = entry.get("field_thinking", mapping.get(thinking, thinking))
+    if other := [f"{key}: {name}" for key, name in mapping.items() if key != name]:
+        text = f"name the key in the rows as the template does ({', '.join(other)})"
+        translation.leave_out(f"{place}.message_property_mappings", text)
+    roles = _roles(translation, place, entry)
+    return {name: str(column) for name, column in {**named, **roles}.items() if column}
 
 
-def _roles(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of roles in rows that differ from the usual ones."""
+def _roles(translation: Translation, place: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of roles in rows that differ from the usual ones; each role has one."""
     roles = entry.get("roles", {})
     other: dict[str, str] = {}
     for role, names in roles.items() if isinstance(roles, Mapping) else ():
-        for name in names if isinstance(names, list) else [names]:
-            if role in ("user", "assistant", "tool") and name not in _USUAL_ROLES:
-                other[role] = str(name)
+        every = [str(name) for name in (names if isinstance(names, list) else [names])]
+        unusual = [name for name in every if name not in (role, *_ROLES.get(role, ()))]
+        if len(unusual) > 1 or (unusual and role not in _ROLES):
+            text = f"rename them to {role} in the rows ({', '.join(unusual)})"
+            translation.leave_out(f"{place}.roles", text)
+        elif unusual:
+            other[role] = unusual[0]
     return other
 
 
 def _custom_prompt(kind: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``data`` for a prompt that the file writes out."""
+    """Return the keys of ``data`` for a prompt that the file writes out.
+
+    Rows may lack the columns of the input and of the system text.
+    """
+    columns = {name: str(kind.get(f"field_{name}") or name) for name in _TEXTS}
     text = str(kind.get("format", "{instruction}"))
-    names = {
-        "instruction": kind.get("field_instruction"),
-        "input": kind.get("field_input"),
-        "completion": kind.get("field_output"),
-        "system": kind.get("field_system"),
-    }
     if "no_input_format" in kind:
-        text = _with_or_without_input(text, str(kind["no_input_format"]))
-    fields = {name: str(column) for name, column in names.items() if column}
-    return {"prompt_format": text, "fields": fields} if fields else {"prompt_format": text}
+        text = _with_or_without_input(text, str(kind["no_input_format"]), columns)
+    else:
+        text = _in_jinja(text, columns)
+    source: dict[str, Any] = {"prompt_format": _system_text(kind, columns) + text}
+    fields = {name: column for name, column in columns.items() if not column.isidentifier()}
+    if kind.get("field_output"):
+        fields["completion"] = str(kind["field_output"])
+    return {**source, "fields": fields} if fields else source
+
+
+def _system_text(kind: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """Return the beginning of a prompt: the system text of the row, else that of the file."""
+    default = str(kind.get("system_prompt") or "")
+    if not default and not kind.get("field_system"):
+        return ""
+    written = str(kind.get("system_format") or "{system}")
+    otherwise = written.replace("{system}", default) if default else ""
+    return _either("system", _in_jinja(written, columns), otherwise, columns)

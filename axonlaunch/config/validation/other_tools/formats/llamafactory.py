@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ _KEYS: Table = {
     "cutoff_len": with_others(),
     "dataset": with_others(),
     "dataset_dir": with_others(),
-    "default_system": with_note("is added to chats without a system message; add it to the rows"),
+    "default_system": missing("is added to chats without a system message; add it to the rows"),
     "disable_gradient_checkpointing": with_others(),
     "disable_shuffling": with_others(),
     "double_quantization": not_needed("quantization_bit says it"),
@@ -155,6 +156,41 @@ _KEYS: Table = {
     "asft_alpha": not_needed("use_asft_loss says it"),
     "use_badam": missing(_OTHER_OPTIMIZER),
     "apply_rope_fusion": not_needed(reasons.EXACT_KERNEL),
+    "buffer_size": not_needed(reasons.READING),
+    "compute_accuracy": not_needed(reasons.REPORTING),
+    "create_new_adapter": missing("train.unfreeze and adapter.path train one adapter"),
+    "data_shared_file_system": not_needed(reasons.READING),
+    "eaft_alpha": with_others(),
+    "early_stopping_steps": with_others(),
+    "enable_thinking": missing("the template of the tokenizer decides", off=(True,)),
+    "enable_torch_profiler": not_needed("train.profile.steps records steps"),
+    "eval_on_each_dataset": not_needed(reasons.REPORTING),
+    "hf_hub_token": not_needed("the token of `hf auth login`, or HF_TOKEN, is used"),
+    "ignore_pad_token_for_loss": not_needed("padding is masked"),
+    "include_effective_tokens_per_second": not_needed(reasons.REPORTING),
+    "infer_dtype": not_needed("no generation in training"),
+    "init_special_tokens": not_needed("new rows are the mean of the others"),
+    "loraplus_lr_embedding": not_needed("loraplus_lr_ratio says it"),
+    "low_cpu_mem_usage": not_needed(reasons.LAYOUT_ONLY),
+    "print_param_status": not_needed(reasons.REPORTING),
+    "profiler_*": not_needed("train.profile.steps records steps"),
+    "recompute_*": not_needed(reasons.LAYOUT_ONLY),
+    "split_special_tokens": missing("special tokens in texts are single tokens"),
+    "tool_format": missing("the template of the tokenizer writes tools"),
+    "train_from_scratch": to("model.init", lambda on: "random" if on is True else "pretrained"),
+    "upcast_lmhead_output": not_needed("losses are computed in fp32"),
+    "use_mca": not_needed(reasons.LAYOUT_ONLY),
+    "use_megatron_bridge": not_needed(reasons.LAYOUT_ONLY),
+    "megatron_bridge_args.*": not_needed(reasons.LAYOUT_ONLY),
+    "use_unsloth_gc": not_needed(reasons.EXACT_KERNEL),
+    "virtual_pipeline_model_parallel_size": not_needed(reasons.LAYOUT_ONLY),
+    **dict.fromkeys(
+        (
+            *("do_sample", "length_penalty", "max_length", "num_beams", "repetition_penalty"),
+            *("skip_special_tokens", "temperature", "top_k", "top_p"),
+        ),
+        not_needed("no generation in training"),
+    ),
     "bias_activation_fusion": not_needed(reasons.EXACT_KERNEL),
     "context_parallel_size": with_others(),
     "do_predict": with_note("axonlaunch sample RUN generates text"),
@@ -172,7 +208,7 @@ _KEYS: Table = {
     "use_packed_sequences": not_needed("packing decides it"),
     "use_dft_loss": to("train.dft", lambda on: on is True),
     "use_dora": with_others(),
-    "use_eaft_loss": missing(_OTHER_LOSS),
+    "use_eaft_loss": with_others(),
     "use_fast_tokenizer": not_needed("the fast tokenizer is used"),
     "use_galore": missing(_OTHER_OPTIMIZER),
     "use_kt": with_note("experts stay on the device; strategy.fsdp.cpu_offload=params moves them"),
@@ -223,15 +259,20 @@ def _finish(translation: Translation) -> None:
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     rules.set_precision(translation, weights=_weights(translation))
     trainer_keys.set_clipping(translation)
-    trainer_keys.drop_smoothing_of_dft(translation)
+    if translation.flag("use_eaft_loss"):
+        exponent = translation.number("eaft_alpha", 1.0)
+        translation.set("train.eaft", exponent, "use_eaft_loss", "eaft_alpha")
+    trainer_keys.drop_smoothing_of_weighted_loss(translation)
     recomputes = not translation.flag("disable_gradient_checkpointing")
     if not translation.has("gradient_checkpointing"):
         chosen = "full" if recomputes else "none"
         key = "disable_gradient_checkpointing"
         translation.set("train.activation_checkpointing", chosen, key)
     rules.set_intervals(translation, held_out=held_out)
-    rules.set_early_stop(translation)
+    rules.set_early_stop(translation, "early_stopping_steps")
     trainer_keys.set_push(translation)
+    rules.set_router_loss(translation, "moe_aux_loss_coef")
+    _refuse_quantized_weights(translation)
     _set_finetuning(translation)
     if base := BASES.get(str(translation.get("quantization_bit"))):
         rules.set_base(translation, {"quantization_bit": base})
@@ -242,6 +283,14 @@ def _weights(translation: Translation) -> tuple[str, ...]:
     if translation.flag("pure_bf16"):
         return ("pure_bf16",)
     return ()
+
+
+def _refuse_quantized_weights(translation: Translation) -> None:
+    """Report weights that are quantized on the Hub, which the name of the repository says."""
+    key = "model_name_or_path"
+    words = re.split(r"[^a-z]+", str(translation.get(key)).lower())
+    if {"awq", "gptq", "aqlm", "hqq", "eetq"} & {*words}:
+        translation.leave_out(key, "has quantized weights; name the original, and set adapter.base")
 
 
 def _set_finetuning(translation: Translation) -> None:

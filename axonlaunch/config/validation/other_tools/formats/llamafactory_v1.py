@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.config.validation.other_tools import (
     data_rules,
     freezing,
@@ -28,7 +27,7 @@ from axonlaunch.system.storage.files import read_text
 
 _LARGEST = 1 << 20
 _CONVERTERS = (None, "alpaca", "sharegpt")
-"""Forms of rows that are recognised here too; None: messages with parts."""
+"""Forms of rows that are recognized here too; None: messages with parts."""
 _OWN_OPTIMIZER = "there is no such optimizer; adamw is used: optimizer=custom takes any class"
 
 
@@ -52,7 +51,7 @@ def _offload(translation: Translation, key: str, value: Any) -> None:
 _KEYS: Table = {
     "batching_strategy": with_others(),
     "batching_workers": not_needed(reasons.READING),
-    MIXED_PRECISION.name: with_others(),
+    "bf16": with_others(),
     "cp_mode": not_needed(reasons.LAYOUT_ONLY),
     "cp_size": with_others(),
     "custom_chat_template": to("data.chat_template", str),
@@ -143,8 +142,9 @@ def _finish(translation: Translation) -> None:
         translation.set("train.micro_batch_size", micro, "micro_batch_size")
     rules.set_length(translation, "num_train_epochs", "max_steps")
     _set_optimizer(translation)
-    rules.set_precision(translation, weights=(MIXED_PRECISION.name,))
+    rules.set_precision(translation, weights=("bf16",))
     trainer_keys.set_clipping(translation)
+    rules.set_router_loss(translation)
     _set_saves(translation)
     _set_adapter(translation)
 
@@ -156,6 +156,7 @@ def _set_optimizer(translation: Translation) -> None:
     else:
         translation.option("optimizer", "adamw")
         translation.set("optimizer.weight_decay", 0.01)
+        rules.set_decay_of_all(translation, 0.01)
         translation.set("optimizer.betas", [0.9, 0.999])
     translation.set("optimizer.lr", float(translation.number("learning_rate")), "learning_rate")
     translation.option("scheduler", "constant")
@@ -264,7 +265,7 @@ LLAMA_FACTORY_V1 = Format(
         "cutoff_len": 2048,
         "enable_activation_checkpointing": True,
         "batching_strategy": "normal",
-        MIXED_PRECISION.name: True,
+        "bf16": True,
         "max_grad_norm": 1.0,
         "micro_batch_size": 1,
         "num_train_epochs": 3,

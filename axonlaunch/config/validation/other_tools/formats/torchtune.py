@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION, automatic_precision
 from axonlaunch.config.validation.other_tools import data_rules, quantization, reasons, rules
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -40,6 +39,10 @@ _DATASETS: dict[str, dict[str, Any]] = {
 }
 _ALL_TOKENS = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """Datasets whose prompts count in the loss by default."""
+_INSTRUCTIONS = ("llama2_tokenizer", "mistral_tokenizer")
+"""Tokenizers that put a question between [INST] and [/INST]."""
+_TEMPLATES = {"llama3": "llama3", "qwen": "chatml", "phi3": "phi3"}
+"""Chat templates by the beginning of a tokenizer's name; gemma's writes texts as they are."""
 _FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 
 
@@ -58,11 +61,11 @@ def _logger(translation: Translation, key: str, value: Any) -> None:
 
 
 def _dtype(translation: Translation, key: str, value: Any) -> None:
-    if value == MIXED_PRECISION.name:
-        translation.set("train.precision", MIXED_PRECISION.name, key)
-        translation.set("train.param_dtype", MIXED_PRECISION.name, key)
+    if value == "bf16":
+        translation.set("train.precision", "bf16", key)
+        translation.set("train.param_dtype", "bf16", key)
     else:
-        translation.set("train.precision", automatic_precision(has_bf16=False), key)
+        translation.set("train.precision", "fp32", key)
 
 
 def _offload(translation: Translation, key: str, value: Any) -> None:
@@ -100,7 +103,7 @@ _KEYS: Table = {
     "dataset.column": with_others(),
     "dataset.column_map.*": with_others(),
     "dataset.conversation_column": with_others(),
-    "dataset.conversation_style": not_needed("the keys of messages are recognised"),
+    "dataset.conversation_style": not_needed("the keys of messages are recognized"),
     "dataset.data_files": with_others(),
     "dataset.max_seq_len": with_others(),
     "dataset.name": with_others(),
@@ -272,6 +275,8 @@ def _set_optimizer(translation: Translation) -> None:
         return
     weight_decay = float(translation.number("optimizer.weight_decay", decay))
     translation.set("optimizer.weight_decay", weight_decay, "optimizer.weight_decay")
+    if not _is_adapted(translation):
+        rules.set_decay_of_all(translation, weight_decay)
     _set_schedule(translation)
 
 
@@ -290,9 +295,18 @@ def _set_schedule(translation: Translation) -> None:
     translation.set("scheduler.warmup_steps", steps, "lr_scheduler.num_warmup_steps")
 
 
+def _is_adapted(translation: Translation) -> bool:
+    return _model(translation).startswith(("lora_", "qlora_", "dora_"))
+
+
+def _model(translation: Translation) -> str:
+    """Return the name of the model's component, without its module."""
+    return str(translation.get("model._component_")).rsplit(".", 1)[-1]
+
+
 def _set_adapter(translation: Translation) -> None:
-    component = str(translation.get("model._component_")).rsplit(".", 1)[-1]
-    if not component.startswith(("lora_", "qlora_", "dora_")):
+    component = _model(translation)
+    if not _is_adapted(translation):
         return
     key = "model._component_"
     translation.option("adapter", "lora", key)
@@ -338,18 +352,44 @@ def _set_data(translation: Translation) -> bool:
     elif columns := translation.mapping("dataset.column_map"):
         named = {"input": "prompt", "output": "completion"}
         source["fields"] = {named[name]: columns[name] for name in columns if name in named}
+    _set_prompt(translation, source)
     data_rules.set_sources(translation, [source], key)
     if source["data"] == "chat":
         counts = translation.get("dataset.train_on_input", name in _ALL_TOKENS)
         translation.set("data.train_on", "all" if counts else "assistant", "dataset.train_on_input")
-    if "prompt_format" in source:
-        text = "torchtune puts this prompt into the chat template of the model too"
-        translation.note(key, text)
+        _set_template(translation)
     _set_rows(translation)
     split = translation.get("dataset_val.split")
     if split and origin not in _FILE_KINDS:
         translation.set("data.validation_split", str(split), "dataset_val.split")
     return bool(split)
+
+
+def _tokenizer(translation: Translation) -> str:
+    """Return the name of the tokenizer's component, without its module."""
+    return str(translation.get("tokenizer._component_", "")).rsplit(".", 1)[-1]
+
+
+def _set_prompt(translation: Translation, source: dict[str, Any]) -> None:
+    """Write a prompt as a message, which torchtune's tokenizers put into their template."""
+    named, tokenizer = source.get("prompt_format"), _tokenizer(translation)
+    if named is None or tokenizer.startswith("gemma"):
+        return
+    prompt = data_rules.ALPACA
+    if tokenizer in _INSTRUCTIONS:
+        source["prompt_format"] = f"[INST] {prompt} [/INST] "
+    else:
+        del source["prompt_format"]
+        source["fields"] = {"prompt": prompt, "completion": "output"}
+
+
+def _set_template(translation: Translation) -> None:
+    tokenizer, key = _tokenizer(translation), "tokenizer._component_"
+    if "data.prompt_format" in translation.settings:
+        return
+    for start, template in _TEMPLATES.items():
+        if tokenizer.startswith(start):
+            translation.set("data.chat_template", template, key)
 
 
 def _set_rows(translation: Translation) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.precision import MIXED_PRECISION
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.validation.other_tools import data_rules, reasons, rules, trainer_keys
 from axonlaunch.config.validation.other_tools.rules import (
     missing,
@@ -14,6 +15,13 @@ from axonlaunch.config.validation.other_tools.rules import (
     with_others,
 )
 from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
+
+_MIXTURE = re.compile(r"moe|mixtral|gpt-oss|-a\d+(\.\d+)?b", re.IGNORECASE)
+"""Parts of the names of mixtures of experts."""
+_ROWS = (
+    "if its rows have text, write data=documents; if they have prompt and completion, "
+    "data.train_on=assistant, as trl chooses"
+)
 
 
 def _loss(translation: Translation, key: str, value: Any) -> None:
@@ -72,6 +80,7 @@ _KEYS: Table = {
     "pad_token": with_others(),
     "pad_to_multiple_of": not_needed("padding is masked"),
     "padding_free": not_needed("packing decides it"),
+    "router_aux_loss_coef": with_others(),
     "shuffle_dataset": not_needed("rows are in random order"),
     "tokenizer_name_or_path": to("tokenizer.path", str),
     "torch_dtype": with_others(),
@@ -98,10 +107,15 @@ def _finish(translation: Translation) -> None:
     ratio, origin = trainer_keys.final_ratio(translation)
     rules.set_schedule(translation, "lr_scheduler_type", final_lr_ratio=ratio, final_from=origin)
     dtype = "dtype" if translation.has("dtype") else "torch_dtype"
-    in_bf16 = rules.precision_named(translation.get(dtype)) == MIXED_PRECISION.name
+    in_bf16 = rules.precision_named(translation.get(dtype)) == "bf16"
     rules.set_precision(translation, weights=(dtype,) if in_bf16 else ())
+    if not any(translation.has(name) for name in PRECISIONS):
+        translation.set("train.precision", "bf16", "bf16")
+    if not translation.has("gradient_checkpointing"):
+        translation.set("train.activation_checkpointing", "full", "gradient_checkpointing")
+    _set_router_loss(translation)
     trainer_keys.set_clipping(translation)
-    trainer_keys.drop_smoothing_of_dft(translation)
+    trainer_keys.drop_smoothing_of_weighted_loss(translation)
     rules.set_intervals(translation, held_out=held_out)
     rules.set_early_stop(translation)
     trainer_keys.set_push(translation)
@@ -117,6 +131,16 @@ def _finish(translation: Translation) -> None:
             unfrozen="lora_modules_to_save",
         )
     rules.set_base(translation)
+
+
+def _set_router_loss(translation: Translation) -> None:
+    """Set the weight of the routers' loss, if the name says that the model has routers."""
+    key = "router_aux_loss_coef"
+    weight = float(translation.number(key, 0.001))
+    if not weight:
+        translation.set("model.router_aux_loss", False, key)
+    elif _MIXTURE.search(str(translation.get("model_name_or_path"))):
+        translation.set("model.router_aux_loss", weight, key)
 
 
 def _set_data(translation: Translation) -> bool:
@@ -138,6 +162,8 @@ def _set_data(translation: Translation) -> bool:
         translation.set("data.train_on", "assistant", named or "completion_only_loss")
     else:
         translation.set("data.train_on", "all", "assistant_only_loss")
+        if key == "dataset_name" and not translation.has("completion_only_loss"):
+            translation.note(key, _ROWS)
     for name, value in held_out.items():
         if evaluates:
             translation.set(f"data.{name}", *value)
@@ -222,7 +248,11 @@ TRL = Format(
     defaults={
         **trainer_keys.TRAINER_DEFAULTS,
         "learning_rate": 2e-5,
+        "logging_steps": 10,
         "assistant_only_loss": False,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "router_aux_loss_coef": 0.001,
         "max_length": 1024,
         "packing": False,
         "dataset_splits": ["train", "test"],
@@ -233,7 +263,7 @@ TRL = Format(
     },
     finish=_finish,
     companions={
-        MIXED_PRECISION.name: True,
+        "bf16": True,
         "use_peft": True,
         "dataset_test_split": "test",
         "eval_strategy": "steps",

@@ -39,7 +39,7 @@ KINDS = [(deed, nodes) for deed in ("noise", "rob", "deface") for nodes in (1, 2
 def run(lab: Lab, seed: int, log: Log) -> None:
     """Start a run next to an attacker."""
     deed, nodes = KINDS[seed % len(KINDS)]
-    folder = lab.new(f"neighbour-{seed}")
+    folder = lab.new(f"neighbor-{seed}")
     with node_namespaces(folder, nodes) as made:
         address = "127.0.0.1" if nodes == 1 else made.addresses[0]
         amount = {"noise": 10_000, "rob": 25, "deface": 25}[deed]

@@ -18,17 +18,17 @@ from axonlaunch.system.storage.cache import cache_folder
 from axonlaunch.system.storage.files import create_file, open_regular, read_text, replace_text
 
 MARK = ".mark"
-"""Ending of the file with a mark, beside the marked file."""
+"""Suffix of the file with a mark, in the folder of the marked file."""
 _KEY = "own-files.key"
 _BYTES = 32
 
 
-def mark_own(file: Path, text: str) -> None:
+def mark_trusted(file: Path, text: str) -> None:
     """Write the mark of a file that this user has written; do nothing without a cache folder.
 
     Args:
         file: Path of the file.
-        text: Its content.
+        text: Content of the file.
 
     Raises:
         OSError: The mark can't be written.
@@ -38,14 +38,14 @@ def mark_own(file: Path, text: str) -> None:
         replace_text(_mark_of(file), _digest(key, file, text))
 
 
-def is_marked_own(file: Path, text: str) -> bool:
-    """Return whether a file has the mark that ``mark_own`` gave it.
+def is_trusted(file: Path, text: str) -> bool:
+    """Return whether a file has the mark that ``mark_trusted`` gave it.
 
     That requires the same user, path, content and working folder.
 
     Args:
         file: Path of the file.
-        text: Its content.
+        text: Content of the file.
     """
     try:
         key, mark = _key(), read_text(_mark_of(file), at_most=2 * _BYTES)

@@ -1,4 +1,4 @@
-"""Separate process that tokenises a corpus, shard by shard, while a run trains on the first shards.
+"""Separate process that tokenizes a corpus, shard by shard, while a run trains on the first shards.
 
 It reads its task from standard input, and ends with the process that started it.
 """
@@ -12,7 +12,7 @@ import sys
 import threading
 
 from axonlaunch.data.files.selection import training_sources
-from axonlaunch.data.shards.encoding import Tokenising
+from axonlaunch.data.shards.encoding import Tokenizing
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.texts.text_rows import corpus
 
@@ -21,7 +21,7 @@ _NICE = 10
 
 
 def main() -> None:
-    """Tokenise all shards; errors are reported by the process that needs the shard."""
+    """Tokenize all shards; errors are reported by the process that needs the shard."""
     config, tokenizer = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(_NICE)
@@ -31,7 +31,7 @@ def main() -> None:
             pass  # a shard is complete when it is yielded
 
 
-def _say_nothing(state: Tokenising) -> None:
+def _say_nothing(state: Tokenizing) -> None:
     del state
 
 

@@ -1,4 +1,4 @@
-"""Facts about a text dataset that are known without tokenising its files."""
+"""Facts about a text dataset that are known without tokenizing its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
 
 @dataclass(frozen=True)
-class Untokenised:
+class Untokenized:
     """Facts about a text dataset that are known before its files are read.
 
     Attributes:
@@ -28,8 +28,8 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
-    """Check everything that needs no tokenising.
+def find_untokenized(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenized:
+    """Check everything that needs no tokenizing.
 
     Raises:
         ConfigError: A pattern matches no file, a file has an unknown format, or the tokenizer can't
@@ -47,4 +47,4 @@ def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Unto
         FileSelection.of_training(source, key=key).check()
         FileSelection.of_held_out(source, key=key).check()
     info = DatasetInfo(is_packed=config.packing != "none")
-    return Untokenised(vocab_size, (config.sequence_length,), info)
+    return Untokenized(vocab_size, (config.sequence_length,), info)

@@ -1,0 +1,43 @@
+"""Reads keys that only some choices of a group have; others count as unset.
+
+Choices come from packages too, so no union of classes has all of them. Keys of number formats are
+read in ``config.precision``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def num_data_workers(data: Any) -> int:
+    """Return ``data.workers``, the number of processes per rank that read samples."""
+    return int(getattr(data, "workers", 0))
+
+
+def packing_of(data: Any) -> str:
+    """Return ``data.packing``."""
+    return str(getattr(data, "packing", "none"))
+
+
+def balances_by_bias(model: Any) -> bool:
+    """Return whether ``model.balance=bias`` balances experts by biases of the router."""
+    return bool(getattr(model, "balance", "none") == "bias")
+
+
+def optimizer_groups(optimizer: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return ``optimizer.groups``, options by pattern of parameter names."""
+    groups: Mapping[str, Mapping[str, Any]] = getattr(optimizer, "groups", {})
+    return groups
+
+
+def custom_target(choice: Any) -> str | None:
+    """Return the key ``target`` of a choice ``custom``, ``module:name``; None for other choices."""
+    target: str | None = getattr(choice, "target", None)
+    return target
+
+
+def custom_arguments(choice: Any) -> dict[str, Any]:
+    """Return the key ``arguments`` of a choice ``custom``."""
+    arguments: dict[str, Any] = getattr(choice, "arguments", {})
+    return arguments
