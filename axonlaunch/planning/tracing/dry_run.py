@@ -25,7 +25,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.planning.tracing import fake_world, stage_boundaries
-from axonlaunch.planning.tracing.devices import cuda_attention, cuda_norm
+from axonlaunch.planning.tracing.devices import cuda_attention, cuda_dropout, cuda_norm
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -60,6 +60,7 @@ class FakeRank:
         for_gpu = cuda_attention.runs_on_gpu(reduced.config)
         if for_gpu:
             cuda_attention.repeat_heads_as_on_cuda()
+            cuda_dropout.drop_as_on_cuda()
             if trace is not None:
                 cuda_norm.norm_as_on_cuda()
         source = Source(
