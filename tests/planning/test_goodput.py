@@ -187,6 +187,10 @@ def test_defaults_of_rates_are_listed_and_own_figures_are_not() -> None:
         "hardware.restart_s": 600.0,
         "hardware.mtbf_gpu_hours": None,
     }
+    unknown_link = ["hardware=b200", "checkpoint.async_save=true"]
+    forecast = trained(*unknown_link)
+    assert forecast.assumed["hardware.host_gb_s"] == 63.0
+    assert forecast.stalled_s == pytest.approx(100 / 64 / (63 * 0.79))
     own = trained("hardware.disk_gb_s=2", "hardware.restart_s=60", "hardware.mtbf_gpu_hours=1000")
     assert own.assumed == {}
     assert own.hours_between_failures == pytest.approx(1000 / 64)
