@@ -90,16 +90,17 @@ def test_reading_from_overwritten_run_is_refused(override: str, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "resuming"),
+    ("overrides", "words", "resuming"),
     [
-        (["again.yaml"], ["again.yaml", "name=run", OFF]),
-        (["name=run", OVERWRITE, "seed=1"], ["seed=1", "name=run", OFF]),
+        ([OVERWRITE], ["again.yaml"], ["again.yaml", "name=run", OFF]),
+        ([OVERWRITE], ["name=run", OVERWRITE, "seed=1"], ["seed=1", "name=run", OFF]),
+        ([], ["seed=1"], ["seed=1", "name=run"]),
     ],
 )
 def test_command_that_resumes_a_run_does_not_overwrite_it(
-    words: list[str], resuming: list[str]
+    overrides: list[str], words: list[str], resuming: list[str]
 ) -> None:
-    composed = compose([OVERWRITE])
+    composed = compose(overrides)
     config = with_values(load(["name=run"]), {"run_dir": "runs/run"})
     command = resuming_command(config, ["axonlaunch", *words], composed=composed, name=None)
     assert command == " ".join(["axonlaunch", *resuming])

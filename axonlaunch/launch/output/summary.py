@@ -373,9 +373,8 @@ def resuming_command(
     settings = [f"name={name}"] if name else []
     if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
         settings.append("checkpoint.resume=auto")
-    if composed is not None and composed.tree.get("checkpoint", {}).get(
-        "overwrite"
-    ):  # perhaps in a file
+    saving = {} if composed is None else composed.tree.get("checkpoint", {})
+    if saving.get("overwrite"):
         settings.append("checkpoint.overwrite=false")
     replaced = {setting.partition("=")[0] for setting in settings}
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
