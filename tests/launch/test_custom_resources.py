@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axonlaunch.training.loggers.logger import RunInfo
 from launchers import kubernetes
 from pod_runs import loaded
 
@@ -21,6 +20,7 @@ from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, retry
 from axonlaunch.launch.external.kubernetes.manifests import build_objects
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.training.loggers.logger import RunInfo
 from axonlaunch.training.loggers.trainjob import TrainJobLogger
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

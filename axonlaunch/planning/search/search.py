@@ -476,11 +476,11 @@ def _estimate_first(
             memory=fake_tensor_cache.recipes,
         )
         for (choice, speed), result in zip(tried, estimates, strict=True):
-            plans[choice] = _planned(choice.candidate, speed, result, config=config, ranks=ranks)
+            plans[choice] = _plan_of(choice.candidate, speed, result, config=config, ranks=ranks)
     return plans
 
 
-def _planned(
+def _plan_of(
     candidate: Candidate,
     speed: Throughput,
     result: Estimate,

@@ -115,7 +115,7 @@ _PROMPTS: dict[str, dict[str, Any]] = {
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
 _ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ()}
-"""Roles that may have one other name in the rows, and names of theirs that are recognized."""
+"""Roles that may have one other name in the rows, and their recognized names."""
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),
@@ -250,9 +250,7 @@ def _source(
         text = "names no account of the Hub; write ORG/NAME in data.files, and data.subset"
         translation.leave_out(f"{key_prefix}.path", text)
         source["files"] = []
-        entry = {
-            theirs: value for theirs, value in entry.items() if theirs not in ("name", "split")
-        }
+        entry = {name: value for name, value in entry.items() if name not in ("name", "split")}
     is_hub_id = source["files"] == [path] and path.count("/") == 1 and not path.startswith(".")
     for entry_key, ours in (("name", "subset"), ("split", "split")):
         if entry_key in entry and (is_hub_id or entry[entry_key] != "train"):
