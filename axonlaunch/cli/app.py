@@ -137,7 +137,9 @@ def run_command() -> None:
             raise
         _show_tracebacks(error, problems)
         print_problems(problems, as_json="--json" in sys.argv)
-        sys.exit(2)
+        from axonlaunch.config.problems.errors import exit_status
+
+        sys.exit(exit_status(problems))
     sys.exit(status or 0)
 
 

@@ -94,8 +94,18 @@ def _import_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return target
 
 
+RESOLVED_SETTINGS = ("node_rank", "master_addr", "master_port", "token_file")
+"""Settings of ``launch`` that differ between nodes or are known only when a job starts."""
+
+
 def submission_issues(
-    launch: LaunchConfig, *, target: str, run: str, node: str, origin: str | None = None
+    launch: LaunchConfig,
+    *,
+    target: str,
+    run: str,
+    node: str,
+    origin: str,
+    resolved: Sequence[str] = RESOLVED_SETTINGS,
 ) -> Iterator[ConfigIssue]:
     """Yield problems of settings that every run on other nodes needs, or must leave out.
 
@@ -104,8 +114,8 @@ def submission_issues(
         target: Noun for messages: a job, task or cluster.
         run: The run in words.
         node: Noun for a node.
-        origin: Source of a node's number, the address of node 0 and the token; None if they are
-            not checked.
+        origin: Source of the resolved settings.
+        resolved: Settings of ``launch`` that each node gets when it starts.
     """
     if launch.nproc == "auto":
         message = f"is required for a {target}; write the number of devices per {node}"
@@ -116,7 +126,7 @@ def submission_issues(
     if launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, gloo or nccl"
         yield ConfigIssue("launch.backend", message, "mock")
-    for key in ("node_rank", "master_addr", "token_file") if origin is not None else ():
+    for key in resolved:
         value = getattr(launch, key)
         if value not in ("auto", None):
             yield ConfigIssue(f"launch.{key}", f"{origin}; remove this setting", value)

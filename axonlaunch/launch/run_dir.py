@@ -41,7 +41,7 @@ from axonlaunch.config.consistency.resumed_settings import (
     other_threads,
     settings_unlike_resumed,
 )
-from axonlaunch.config.values.plain import LARGEST_YAML
+from axonlaunch.config.values.plain_values import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
@@ -96,7 +96,8 @@ def open_run_dir(
         composed: Composed files, overrides and environment of the run; None if unknown.
         sharing: Number of ranks that share the cores available to this process; None: all ranks of
             the node.
-        is_submitted: Whether the run waits in a queue and is launched from this folder later.
+        is_submitted: Whether the run waits in a queue and is launched from this folder later; the
+            configuration is not frozen yet.
         launched_by: Name that is the same in all starts of the run by its launcher or scheduler.
 
     Raises:
@@ -120,12 +121,14 @@ def open_run_dir(
             )
         for note in _differences(config):
             announce(note)
+        if is_submitted:  # the job freezes it; until then the folder has that of the last launch
+            yield config
+            return
         try:
             # The event comes first: if it can't be written, no frozen configuration is left that
             # would make the next start refuse the folder.
-            if not is_submitted:
-                about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
-                append_event(folder, "launched", {**about, "by": launched_by or None})
+            about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
+            append_event(folder, "launched", {**about, "by": launched_by or None})
             frozen = to_yaml(config)
             replace_text(folder / CONFIG, frozen)
             mark_trusted(folder / CONFIG, frozen)
@@ -150,7 +153,8 @@ def _hold(folder: Path) -> Iterator[None]:
             stack.enter_context(folder_lock(folder / "logs"))
         except BlockingIOError:
             message = f"another process is training in {folder}; wait for it, or choose another"
-            raise ConfigError([ConfigIssue("run_dir", f"{message} name")]) from None
+            problem = ConfigIssue("run_dir", f"{message} name", is_transient=True)
+            raise ConfigError([problem]) from None
         except OSError as error:
             raise _cannot_create(error, folder) from None
         _refuse_special_files(folder)

@@ -100,10 +100,8 @@ class Run:
         started = time.time() if self.is_timed_alone else self.options.started
         options = dataclasses.replace(self.options, composed=self.composed, started=started)
         status, summary = launch_function(self.config)(self.config, options)
-        # On this node a failure ends only one run of a sweep. A launcher that can't submit a run
-        # can't submit the next one either.
-        is_last = status == INTERRUPTED or (status != 0 and not self.is_on_this_node)
-        return RunResult(status, summary, is_last)
+        # A failure ends only one run of a sweep.
+        return RunResult(status, summary, is_last=status == INTERRUPTED)
 
 
 def stream_of(options: LaunchOptions) -> TextIO:
@@ -147,7 +145,9 @@ def prepare_runs(runs: Sequence[Run]) -> list[Run]:
     """
     refuse_mixed_launchers(runs)
     if not runs[0].is_on_this_node:
-        return _check(runs)
+        runs = _check(runs)
+        is_alone = len(runs) == 1 or runs[0].options.render
+        return runs if is_alone else _with_headers(runs)
     runs = [_with_finished(run) for run in runs]
     with spinner("checking") as show:
         runs = _check([_with_options(run, show=show) for run in runs])
@@ -173,6 +173,9 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
             message = (
                 "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
             )
+            raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+        if runs[0].options.render and len(runs) > 1 and not launcher(name).renders_sweeps:
+            message = f"--render prints one job of {name}; print those of the sweep one by one"
             raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
     if len(names) > 1:
         message = "all runs of a sweep need the same launcher; start the others separately"
@@ -300,13 +303,11 @@ def _with_folders(runs: list[Run]) -> list[Run]:
     if name == parent == "auto":
         name = run_dir.free_name(f"{first.model.name}-sweep")
     name = Path(parent).name if name == "auto" else name
-    parent = str(Path("runs", name)) if parent == "auto" else parent
     numbered = []
     for index, run in enumerate(runs):
-        settings: dict[str, Any] = {
-            "name": f"{name}/{index}",
-            "run_dir": str(Path(parent, str(index))),
-        }
+        settings: dict[str, Any] = {"name": f"{name}/{index}"}
+        if parent != "auto":  # otherwise the launcher finds the folder of the name
+            settings["run_dir"] = str(Path(parent, str(index)))
         if run.config.checkpoint.path is not None:
             settings["checkpoint.path"] = f"{run.config.checkpoint.path.rstrip('/')}/{index}"
         config = configuration.with_values(run.config, settings)

@@ -124,6 +124,11 @@ DISK_GB_S = 1.0
 
 Source: "The Llama 3 Herd of Models", 2024, section 3.3: storage sustains 2 TB/s, for 2,048 nodes.
 """
+HOST_GB_S = 63.0
+"""Rate of a device's link to its host, GB/s.
+
+Source: PCIe 5.0 with 16 lanes, as in ``configs/hardware/h100_80gb.yaml``.
+"""
 RESTART_S = 600.0
 """Seconds from a failure to the next step.
 

@@ -35,7 +35,7 @@ from axonlaunch.config.precision import (
 )
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import CheckpointConfig
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data
@@ -97,7 +97,8 @@ def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
 def _explain_unreached(error: ConfigError, key: str, path: str) -> Iterator[ConfigIssue]:
     """Yield the errors of a location that can't be reached as problems of a key."""
     for problem in error.problems:
-        yield ConfigIssue(key, problem.message.removeprefix(f"{path}: "), path)
+        message = problem.message.removeprefix(f"{path}: ")
+        yield ConfigIssue(key, message, path, is_transient=problem.is_transient)
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -446,7 +447,7 @@ def _dtype(entry: Any) -> torch.dtype | None:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
+    return next((name for name, candidate in _DTYPES.items() if candidate == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

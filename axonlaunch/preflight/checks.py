@@ -35,8 +35,8 @@ from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.untokenized import Untokenized
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings

@@ -29,8 +29,8 @@ from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""

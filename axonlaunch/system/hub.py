@@ -48,6 +48,7 @@ class HubCallError(Exception):
     Attributes:
         kind: Category of the failure.
         is_unreachable: Whether the Hub can't be reached, or must not be.
+        is_transient: Whether the same call may succeed later.
     """
 
     def __init__(self, kind: _Kind, reason: str) -> None:
@@ -55,6 +56,7 @@ class HubCallError(Exception):
         super().__init__(reason)
         self.kind = kind
         self.is_unreachable = kind in ("offline", "unreachable")
+        self.is_transient = kind in ("unreachable", "failed", "ended early")
 
 
 @lru_cache(maxsize=1)
@@ -107,6 +109,9 @@ def _explain(error: BaseException, status: int | None) -> HubCallError:
             return HubCallError(kind, "HF_HUB_OFFLINE is set" if kind == "offline" else text)
     if status in (401, 403):
         return HubCallError("refused", f"the Hub refuses it ({status}); {LOG_IN}")
+    if status == 404:  # the Hub names what is missing; another server at its address doesn't
+        message = "the Hub's address answers that it is not there (404); check it, and HF_ENDPOINT"
+        return HubCallError("refused", message)
     if status is not None and status < 500:
         return HubCallError("refused", f"the Hub refuses it ({status})")
     if status is not None:

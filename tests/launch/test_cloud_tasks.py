@@ -37,7 +37,6 @@ def test_skypilot_task_names_nodes_accelerators_and_the_secret() -> None:
         "resources": {
             "accelerators": "H100:8",
             "image_id": "docker:registry.example/train:1",
-            "job_recovery": {"max_restarts_on_errors": 3},
         },
         "secrets": {"AXONLAUNCH_TOKEN": None},
         "run": None,
@@ -95,7 +94,8 @@ def test_script_of_a_task_hands_configuration_and_token_to_the_node(
 
 
 def test_settings_that_a_task_needs_are_all_reported() -> None:
-    config = configuration.load(["launch=dstack", "checkpoint.path=/disk", "launch.nnodes=2:4"])
+    words = ["checkpoint.path=/disk", "launch.nnodes=2:4", "launch.master_port=29500"]
+    config = configuration.load(["launch=dstack", *words])
     options = LaunchOptions(fork_server=None, started=0.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         cloud_tasks.check(config, options)
@@ -104,6 +104,7 @@ def test_settings_that_a_task_needs_are_all_reported() -> None:
         "-f FILE",
         "launch.nproc=auto: is required for a task; write the number of devices per node",
         "launch.nnodes=2:4: a task has a fixed number of nodes; write one number",
+        "launch.master_port=29500: dstack sets it on each node; remove this setting",
         "launch.dstack.gpu: is required, as H100; or write launch.device=cpu",
         "checkpoint.path=/disk: the disk of a node ends with it, and the other nodes don't see it; "
         "write s3://bucket/run, or gs://bucket/run",

@@ -222,6 +222,16 @@ def test_log_of_a_node_in_another_time_zone_is_printed_once() -> None:
     assert asked == ["", "2026-11-27T23:30:00Z", "2026-11-27T23:30:00Z"]
 
 
+def test_line_of_a_log_ends_only_at_a_line_feed() -> None:
+    cluster, time = Canned(), "2026-11-28T10:00:0"
+    cluster.pods = [pod(phase="Running")]
+    job = job_of(cluster)
+    progress = "fetch\r50%\r100%\x0bdone\u2028 next\x85 end"
+    cluster.lines = [f"{time}0.1Z {progress}\n", f"{time}0.2Z step 2\n"]
+    assert job.read_log() == f"{progress}\nstep 2\n"
+    assert job.read_log() == ""
+
+
 def test_log_of_a_rank_is_that_of_its_pod() -> None:
     cluster = Canned()
     cluster.pods = [pod(phase="Running"), pod(1, phase="Running")]

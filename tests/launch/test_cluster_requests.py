@@ -16,10 +16,11 @@ from pod_runs import loaded
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
-from axonlaunch.launch.external.kubernetes.cluster_job import retry
+from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retry
 from axonlaunch.launch.external.kubernetes.launcher import create_all
 from axonlaunch.launch.external.kubernetes.manifests import build_objects
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.external.submitted_jobs import find_job, find_jobs
 
 
 class Requests(BaseHTTPRequestHandler):
@@ -29,12 +30,14 @@ class Requests(BaseHTTPRequestHandler):
         seen: Method, path, query and body of each request.
         objects: Objects by path.
         refused: Kinds that are refused with HTTP status 403.
+        unlisted: Plural names of kinds whose lists are refused with HTTP status 403.
         status: Status of all answers if not 0.
     """
 
     seen: list[tuple[str, str, dict[str, str], Any]]
     objects: dict[str, Any]
     refused: set[str]
+    unlisted: set[str]
     status: int
 
     def reply(self, method: str) -> None:
@@ -47,6 +50,8 @@ class Requests(BaseHTTPRequestHandler):
             self.answer(401, {"message": "Unauthorized"})
         elif self.status:
             self.answer(self.status, {"message": "overloaded"})
+        elif method == "GET" and parsed.path.rpartition("/")[2] in self.unlisted:
+            self.answer(403, {"message": "User eve cannot list", "details": {}})
         elif not parsed.path.startswith(("/api/v1", "/apis/batch/v1")):
             self.answer(404, "404 page not found")
         elif method == "POST":
@@ -102,7 +107,7 @@ class Requests(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Requests]]:
     """Return a server that the kubeconfig of the environment names."""
-    state = {"seen": [], "objects": {}, "refused": set(), "status": 0}
+    state = {"seen": [], "objects": {}, "refused": set(), "unlisted": set(), "status": 0}
     handler: type[Requests] = type("Handler", (Requests,), state)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
@@ -130,8 +135,9 @@ def write_kubeconfig(path: Path, port: int) -> None:
     path.write_text(yaml.safe_dump(content))
 
 
-def submitted(server: type[Requests]) -> None:
-    config = loaded("launch.nproc=1", "launch.nnodes=2", "launch.kubernetes.volumes=['r:/runs']")
+def submitted(server: type[Requests], *overrides: str) -> None:
+    words = ["launch.nproc=1", "launch.nnodes=2", "launch.kubernetes.volumes=['r:/runs']"]
+    config = loaded(*words, *overrides)
     objects = build_objects(config, PodResources(memory="1Gi", cpus=1, gpus=0, grace_s=60))
     create_all(objects, Cluster(), "big")
 
@@ -177,10 +183,33 @@ def test_second_job_in_a_run_folder_is_refused(server: type[Requests]) -> None:
     ]
 
 
+def test_second_job_with_the_checkpoints_of_another_is_refused(server: type[Requests]) -> None:
+    """Nothing locks a bucket, and runs delete the old checkpoints that they find there."""
+    submitted(server, "checkpoint.path=s3://bucket/run")
+    with pytest.raises(ConfigError) as caught:
+        submitted(server, "checkpoint.path=s3://bucket/run/", "name=other")
+    assert [str(problem) for problem in caught.value.problems] == [
+        "checkpoint.path=s3://bucket/run/: Job big uses it; stop and delete that one, or choose "
+        "another"
+    ]
+    submitted(server, "checkpoint.path=s3://bucket/more", "name=other")
+
+
 def test_job_of_the_same_name_is_refused(server: type[Requests]) -> None:
     submitted(server)
     (line,) = refusals(server)
     assert line.startswith("name=big: research has one of this name already")
+
+
+def test_role_for_jobs_only_submits_and_lists_jobs(server: type[Requests]) -> None:
+    """The API server authorizes a request before it looks for the kind."""
+    server.unlisted |= {"jobsets", "trainjobs"}
+    submitted(server)
+    cluster = Cluster()
+    assert [job.name for job in cluster_jobs(cluster)] == ["big"]
+    server.unlisted.add("jobs")
+    with pytest.raises(RefusedError, match="403"):
+        cluster_jobs(cluster)
 
 
 def test_unknown_kind_of_job_names_those_that_work(server: type[Requests]) -> None:
@@ -219,6 +248,24 @@ def test_unreachable_server_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (problem,) = caught.value.problems
     assert "http://127.0.0.1:1 does not answer" in str(problem)
     assert "Connection refused" in str(problem)
+
+
+def test_unreachable_server_hides_no_other_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kubeconfig may be that of a cluster which is gone."""
+    write_kubeconfig(tmp_path / "kubeconfig", 1)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    (folder / "job.number").write_text("7\n")
+    assert [job.scheduler for job in find_jobs(folder.parent, Cluster())] == ["SLURM job 7"]
+    note = "note: jobs on Kubernetes are left out: launch.kubernetes.context: http://127.0.0.1:1 "
+    assert capsys.readouterr().err.startswith(f"{note}does not answer")
+    with pytest.raises(ConfigError, match="gone: no run folder has a job of SLURM of this name"):
+        find_job("gone", Cluster())
+    with pytest.raises(ConfigError, match="does not answer"):
+        find_jobs(folder.parent, Cluster(), needs_cluster=True)
 
 
 def test_missing_kubeconfig_and_unknown_context_are_reported(

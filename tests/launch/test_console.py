@@ -132,9 +132,12 @@ def test_console_names_reason_of_missing_estimate(
 
 
 def test_goodput_is_in_the_summary_of_runs_with_failures_only() -> None:
-    goodput = {"share": 0.671, "predicted_share": 0.666, "failures": 9}
+    goodput = {"share": 0.671, "predicted_share": 0.666, "failures": 9, "assumed": {}}
     [(_, text)] = summary._rows_of_goodput(goodput)
     assert text == "67.1% with 9 failures, 66.6% predicted"
+    typical = {"assumed": {"hardware.restart_s": 600.0, "hardware.mtbf_gpu_hours": None}}
+    [(_, text)] = summary._rows_of_goodput(goodput | typical)
+    assert text.endswith("66.6% predicted with typical hardware.restart_s, hardware.mtbf_gpu_hours")
     assert summary._rows_of_goodput({**goodput, "failures": 0}) == []
 
 

@@ -122,7 +122,7 @@ def test_run_folder_in_use_refuses_second_run(served: Command, faulty: list[str]
     first = served.start("train", *overrides, "model.arguments={pause:0.2}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    ran = served("train", *overrides, status=2)
+    ran = served("train", *overrides, status=75)
     assert "another process is training in" in ran.stderr
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
@@ -220,7 +220,7 @@ def test_without_good_checkpoint_run_is_refused(served: Command) -> None:
         ran = served.train(*overrides, "train.steps=8", status=status)
         reported = ran.stderr if status == 2 else served.summary("run")["reason"]
         assert "step_3.corrupt __1_0.distcp is not what was written" in reported
-        assert "; use another name, or remove what is corrupt" in reported
+        assert "; use another name, or remove the corrupt files" in reported
         assert len(served.losses("run")) == 6
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError
 from axonlaunch.launch.external import slurm
+from axonlaunch.launch.launcher import LaunchOptions
 
 SCRIPTS = Path(__file__).with_name("job_scripts")
 JOBS = {
@@ -38,3 +40,18 @@ def test_job_script_equals_stored_file(job: str, monkeypatch: pytest.MonkeyPatch
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     path = SCRIPTS / f"{job}.sbatch"
     assert script == path.read_text(), f"the script of this job is no longer {path}:\n\n{script}"
+
+
+def test_settings_that_slurm_resolves_are_refused_before_the_job_waits() -> None:
+    words = ["launch=slurm", "launch.nnodes=2:4", "launch.nproc=8", "launch.master_port=29500"]
+    config = configuration.load(
+        [*words, "launch.master_addr=10.0.0.1", "train.global_batch_size=96"]
+    )
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        slurm.check(config, options)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "launch.nnodes=2:4: a job has a fixed number of nodes; write one number",
+        "launch.master_addr=10.0.0.1: SLURM sets it on each node; remove this setting",
+        "launch.master_port=29500: SLURM sets it on each node; remove this setting",
+    ]

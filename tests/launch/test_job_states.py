@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError
 from axonlaunch.launch.external import followed_job, slurm
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -50,6 +51,41 @@ def submitted(programs: Path, **scripts: str) -> tuple[int, str, list[str]]:
 def test_incomplete_job_counts_as_failed(state: str, programs: Path) -> None:
     ended = submitted(programs, scontrol=says(state))
     assert ended == (1, state, [f"job 7: {state.lower()}"])
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "note"),
+    [
+        ("1:0", 1, "failed"),
+        ("2:0", 2, "failed (configuration error)"),
+        ("75:0", 75, "failed (a node was lost, or it could not start); axonlaunch resume job"),
+        ("130:0", 130, "is stopped; resume it with axonlaunch resume job"),
+        ("2:9", 1, "failed"),
+    ],
+)
+def test_failed_job_has_the_exit_status_of_the_run(
+    code: str, status: int, note: str, programs: Path
+) -> None:
+    ended = submitted(programs, scontrol=says("FAILED", code))
+    assert ended == (status, "FAILED", [f"job 7: {note}"])
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_failed_submission_leaves_the_frozen_configuration_of_the_run(
+    has_run: bool, programs: Path
+) -> None:
+    """A new folder has none: the job would refuse it as that of another run."""
+    frozen = Path("runs/job/config.yaml")
+    if has_run:
+        frozen.parent.mkdir(parents=True)
+        frozen.write_text("of the last launch")
+    with pytest.raises(ConfigError, match="sbatch failed: no such partition"):
+        submitted(programs, sbatch="echo 'sbatch: error: no such partition' >&2; exit 1")
+    submitted(programs, scontrol=says("COMPLETED"))
+    with pytest.raises(ConfigError, match="job 7 of this folder is running"):
+        submitted(programs, scontrol=says("RUNNING"))
+    assert frozen.exists() == has_run
+    assert not has_run or frozen.read_text() == "of the last launch"
 
 
 def test_a_job_that_completed_succeeded(programs: Path) -> None:

@@ -83,9 +83,11 @@ def test_run_that_could_not_resume_in_a_new_pod_is_refused() -> None:
 
 def test_trainjob_refuses_settings_that_its_api_lacks() -> None:
     options = ["image=registry.example/train:1", "kind=trainjob", "secrets=[hub]"]
-    assert settings(*(f"launch.kubernetes.{option}" for option in options)) == [
+    words = [f"launch.kubernetes.{option}" for option in options]
+    assert settings(*words, "launch.master_port=29500") == [
+        "launch.master_port=29500: the job sets it in each pod; remove this setting",
         "launch.kubernetes.secrets=[hub]: a TrainJob can't have it; set it in the runtime, or "
-        "use kind=jobset"
+        "use kind=jobset",
     ]
 
 
@@ -99,6 +101,14 @@ def test_run_folder_is_on_the_first_writable_volume() -> None:
     assert str(problem).startswith("run_dir=auto: the disk of a pod ends with it; mount a claim")
     with pytest.raises(ConfigError):
         loaded("launch.nproc=1", "run_dir=/elsewhere", RUNS)
+
+
+def test_folder_of_checkpoints_must_be_on_a_volume_too() -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded("launch.nproc=1", RUNS, "checkpoint.path=/ckpt")
+    (problem,) = caught.value.problems
+    assert str(problem).startswith("checkpoint.path=/ckpt: the disk of a pod ends with it")
+    assert loaded("launch.nproc=1", RUNS, "checkpoint.path=/runs/big/ckpt").run_dir == "/runs/big"
 
 
 @pytest.mark.parametrize(

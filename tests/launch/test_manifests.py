@@ -14,10 +14,11 @@ import yaml
 from pod_runs import loaded
 
 from axonlaunch import config as configuration
-from axonlaunch.launch.external.kubernetes import manifests
+from axonlaunch.launch.external.kubernetes import launcher, manifests
 from axonlaunch.launch.external.kubernetes.checks import read_patch
 from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.launcher import LaunchOptions
 
 FOLDER = Path(__file__).with_name("manifests")
 PODS = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32", "strategy=hsdp"]
@@ -60,6 +61,31 @@ def test_manifest_equals_stored_file(job: str) -> None:
     text = to_text(objects)
     path = FOLDER / f"{job}.yaml"
     assert text == path.read_text(), f"these objects are no longer those of {path}:\n\n{text}"
+
+
+def test_failed_run_ends_the_job_and_lost_pods_are_replaced() -> None:
+    """Pods restart a failed run themselves; the job must not multiply their restarts."""
+    settings = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32"]
+    settings += ["launch.max_restarts=3", "launch.kubernetes.volumes=['runs:/runs']"]
+    spec = built(*settings).job["spec"]
+    assert spec["backoffLimit"] == 12
+    ended, disrupted, stopped = spec["podFailurePolicy"]["rules"]
+    assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [1, 2])
+    assert disrupted["action"] == stopped["action"] == "Ignore"
+    assert stopped["onExitCodes"]["values"] == [130]
+
+
+def test_manifests_of_several_runs_are_separate_documents(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resources = PodResources(memory="40Gi", cpus=8, gpus=8, grace_s=90)
+    monkeypatch.setattr(launcher, "pod_resources", lambda *arguments: resources)
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    for name in ("lr/0", "lr/1"):
+        words = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']", f"name={name}"]
+        launcher.launch(loaded(*words), options)
+    documents = [each for each in yaml.safe_load_all(capsys.readouterr().out) if each]
+    assert [document["kind"] for document in documents] == ["ConfigMap", "Job"] * 2
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.37"])

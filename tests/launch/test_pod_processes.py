@@ -89,7 +89,7 @@ def test_killed_pod_is_replaced_and_the_run_continues_from_its_checkpoint(
     if victim == 0:  # the others end with it, and the controller replaces them too
         for index in (1, 2):
             _, errors = running[index].communicate(timeout=60)
-            assert running[index].returncode == 1, errors
+            assert running[index].returncode == 75, errors
             running[index] = pods.start(index)
     for status, output, errors in ended([*running.values()], timeout=200):
         assert status == 0, f"{output}\n{errors}"

@@ -74,6 +74,18 @@ def node(*, restarts: int, is_headless: bool = False, will_restart: bool = False
 
 
 @pytest.mark.parametrize(
+    ("is_headless", "is_judged", "lost"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_node_0_that_ended_after_it_found_the_failure_was_not_lost(
+    is_headless: bool, is_judged: bool, lost: bool
+) -> None:
+    member = node(restarts=0)
+    member._peers = cast("Any", SimpleNamespace(is_headless=is_headless, is_judged=is_judged))
+    assert member.has_lost_node_0 == lost
+
+
+@pytest.mark.parametrize(
     ("state", "outcome", "again", "counted"),
     [
         ({"restarts": 1}, FAILED, True, 2),

@@ -18,13 +18,15 @@ from axonlaunch.config.composition.hydra_files import HydraFiles
 from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.external.kubernetes.checks import with_folder_of_pods
 from axonlaunch.launch.launcher import (
     LaunchOptions,
     check_function,
     launch_function,
     launcher_of,
 )
-from axonlaunch.launch.runs import Run, prepare_runs
+from axonlaunch.launch.run_dir import with_run_dir
+from axonlaunch.launch.runs import Run, load_runs, prepare_runs
 
 SLURM = ["launch=slurm", "launch.nproc=2"]
 TASK_OF_NODE = {
@@ -53,6 +55,29 @@ def test_each_configuration_has_one_launcher(overrides: list[str], name: str) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "folders"),
+    [("slurm", ["runs/lr/0", "runs/lr/1"]), ("kubernetes", ["/runs/lr/0", "/runs/lr/1"])],
+)
+def test_runs_of_a_sweep_have_numbered_folders_where_the_launcher_keeps_them(
+    name: str, folders: list[str]
+) -> None:
+    words = [f"launch={name}", "name=lr", "launch.nproc=1", "optimizer.lr=1e-3,3e-3"]
+    words.append("launch.kubernetes.volumes=['runs:/runs']")
+    request = Request(overrides=words, multirun=True)
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
+    environment = ClusterEnvironment.detect({}).of_node()
+    configs = [run.config for run in load_runs(request, environment, options)]
+    if name == "kubernetes":
+        configs = [with_folder_of_pods(config) for config in configs]
+    else:
+        configs = [with_run_dir(config) for config in configs]
+    assert [config.run_dir for config in configs] == [
+        str(Path(folder).absolute()) for folder in folders
+    ]
+    assert [config.name for config in configs] == ["lr/0", "lr/1"]
+
+
+@pytest.mark.parametrize(
     ("batches", "render", "problem"),
     [
         ([[], SLURM], False, "launch.name=slurm: all runs of a sweep need the same launcher; "),
@@ -63,6 +88,7 @@ def test_each_configuration_has_one_launcher(overrides: list[str], name: str) ->
             "launch.name=auto: --render prints what would be submitted; use slurm, kubernetes, "
             "skypilot or dstack",
         ),
+        ([SLURM, SLURM], True, "launch.name=slurm: --render prints one job of slurm; print those "),
     ],
 )
 def test_unsupported_launcher_options_are_refused_first(
@@ -95,7 +121,7 @@ def test_a_run_is_composed_once_from_the_command_line_to_its_launch(
     assert not environment.is_rank(
         partial(request.compose, request.overrides), accelerators=pytest.fail
     )
-    [run] = runs.load_runs(request, environment.of_node(), options)
+    [run] = runs.load_runs(request, environment.for_node(), options)
     assert run.config.plugins == ["json"]
     assert run.config.launch.nnodes == (2 if variables else 1)
     assert run.composed is not None

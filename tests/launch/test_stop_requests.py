@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,19 @@ def nodes() -> list[Coordinator]:
     members.reverse()
     members[0].master = master  # type: ignore[attr-defined]  # it listens for as long as this lives
     return members
+
+
+def test_members_wait_as_long_as_member_0_prepares(nodes: list[Coordinator]) -> None:
+    lead, other = nodes
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(other.wait_for, "frozen", timeout_s=3.0)
+        with lead.preparing():
+            time.sleep(4.0)
+            assert not waiting.done()
+        lead.publish("frozen", {"config": "ours"})
+        assert waiting.result() == {"config": "ours"}
+    with pytest.raises(TimeoutError):  # the signs of life have ended
+        other.wait_for("another", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -69,13 +69,31 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
         token.read_token(LaunchConfig(token_file=str(path)))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of root")
+@pytest.mark.parametrize(("mode", "is_read"), [(0o444, True), (0o440, True), (0o464, False)])
+def test_secret_of_a_pod_may_be_readable_by_everyone_but_not_writable(
+    mode: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes mounts Secrets as files of root, and adds the group of ``fsGroup``."""
+    path = secret_file(tmp_path / "token", mode=mode)
+    launch = LaunchConfig(token_file=str(path))
+    with pytest.raises(ConfigError, match="others can read or write it"):
+        token.read_token(launch)
+    monkeypatch.setattr(token, "POD_FILE", str(path))
+    if is_read:
+        assert token.read_token(launch) == SECRET.encode()
+    else:
+        with pytest.raises(ConfigError, match="others can read or write it"):
+            token.read_token(launch)
+
+
 def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     umask = os.umask(0)
     try:
-        tokens = [token.of_this_user() for _ in range(2)]
+        tokens = [token.user_token() for _ in range(2)]
     finally:
         os.umask(umask)
     assert tokens[0] == tokens[1]
@@ -86,13 +104,12 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     (folder / "token").chmod(0o644)
     with pytest.raises(ConfigError, match="others can read or write it"):
-        token.of_this_user()
+        token.user_token()
 
 
 def test_job_token_is_readable_only_by_owner(tmp_path: Path) -> None:
     config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
     for _ in range(2):  # kept when the job is requeued or submitted again
-        (tmp_path / "config.yaml").touch()
         slurm._write(config, tmp_path)
         launch = configuration.read_frozen(tmp_path / "job.yaml").launch
         assert launch.token_file == str(tmp_path / "token")

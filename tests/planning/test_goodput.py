@@ -154,6 +154,15 @@ def test_background_saves_cost_less_and_are_written_before_the_next_one() -> Non
     assert best_interval_s(background, mtbf_s=HOUR) >= background.unsaved_s
 
 
+def test_background_save_waits_until_the_previous_one_is_written() -> None:
+    """64 devices write 100 GB in 12.5 s, and a step takes 2 s."""
+    forecast = trained("checkpoint.async_save=true", "checkpoint.every=1")
+    assert forecast.save_s == pytest.approx(12.5)
+    assert forecast.configured_goodput == pytest.approx(2 / 12.5, rel=0.01)
+    forecast = trained("checkpoint.async_save=true", "checkpoint.every=7")
+    assert forecast.configured_goodput == pytest.approx(14 / (14 + forecast.stalled_s), rel=0.01)
+
+
 def test_forecast_adds_up() -> None:
     forecast = trained("hardware.price_per_hour=2.5", "checkpoint.every=10")
     assert forecast.steps == math.ceil(3e12 / (128 * 8192))
@@ -178,6 +187,10 @@ def test_defaults_of_rates_are_listed_and_own_figures_are_not() -> None:
         "hardware.restart_s": 600.0,
         "hardware.mtbf_gpu_hours": None,
     }
+    unknown_link = ["hardware=b200", "checkpoint.async_save=true"]
+    forecast = trained(*unknown_link)
+    assert forecast.assumed["hardware.host_gb_s"] == 63.0
+    assert forecast.stalled_s == pytest.approx(100 / 64 / (63 * 0.79))
     own = trained("hardware.disk_gb_s=2", "hardware.restart_s=60", "hardware.mtbf_gpu_hours=1000")
     assert own.assumed == {}
     assert own.hours_between_failures == pytest.approx(1000 / 64)

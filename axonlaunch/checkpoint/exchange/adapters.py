@@ -242,7 +242,7 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
             local = local_part(parameter)
             for box in local_boxes(parameter) if local.numel() else ():
                 region = tuple(slice(start, start + count) for start, count in box.region)
-                box.of(local).copy_(file.get_slice(key)[region])
+                box.view(local).copy_(file.get_slice(key)[region])
 
 
 def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[str]:

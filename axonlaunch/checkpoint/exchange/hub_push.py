@@ -136,8 +136,8 @@ def _why_refused(repo: str, user: dict[str, Any]) -> str | None:
     token = user.get("auth", {}).get("accessToken", {})
     roles = {str(org.get("name")): org.get("roleInOrg") for org in user.get("orgs", [])}
     if owner != name and owner not in roles:
-        known = ", ".join([name, *roles])
-        return f"{name} is no member of {owner}; use {known}"
+        owners = ", ".join([name, *roles])
+        return f"{name} is no member of {owner}; use {owners}"
     if owner != name and roles[owner] not in (None, *_WRITES):
         return f"{name} may only read in {owner}; ask an administrator of {owner} for the right"
     if token.get("role") == "read":

@@ -16,7 +16,7 @@ from typing import Any, cast
 from axonlaunch.checkpoint.format.manifest import CorruptCheckpointError
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, to_yaml
 from axonlaunch.config.values.environment_values import names_environment
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import SCHEME, is_url
 from axonlaunch.system.storage import files
 
@@ -166,13 +166,20 @@ def reaching(path: Path) -> Iterator[None]:
     except (ConfigError, CorruptCheckpointError):
         raise
     except Exception as error:
+        is_transient = is_remote(path) and not _is_refusal(error)
         if is_remote(path):
             message = f"{path}: can't be reached: {_short(error)}"
         elif isinstance(error, OSError):
             message = f"{path}: can't be read: {error.strerror}: {error.filename}"
         else:
             raise
-        raise ConfigError([ConfigIssue("", message)]) from None
+        raise ConfigError([ConfigIssue("", message, is_transient=is_transient)]) from None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether the same request will fail again: for lack of credentials, for example."""
+    refusals = (PermissionError, FileNotFoundError, NotImplementedError, TypeError, ValueError)
+    return isinstance(error, refusals) or "Credentials" in type(error).__name__
 
 
 def _short(error: Exception) -> str:

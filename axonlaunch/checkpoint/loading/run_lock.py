@@ -12,7 +12,7 @@ from pathlib import Path
 from axonlaunch.checkpoint.format.storage import is_remote
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import folder_lock, is_locked, read_text
 
 
@@ -44,7 +44,7 @@ def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None
                 stack.enter_context(folder_lock(folder.resolve()))
         except BlockingIOError:
             message = f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
-            raise ConfigError([ConfigIssue(key, message, value)]) from None
+            raise ConfigError([ConfigIssue(key, message, value, is_transient=True)]) from None
         except OSError as error:
             message = f"can't be used: {error.strerror}: {error.filename}; use another"
             raise ConfigError([ConfigIssue(key, message, value)]) from None

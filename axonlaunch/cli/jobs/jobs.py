@@ -35,7 +35,8 @@ def command(
 
     cluster = cluster_of(context, namespace)
     rows = []
-    for job in find_jobs(folder, cluster, ray):
+    is_requested = context is not None or namespace is not None
+    for job in find_jobs(folder, cluster, ray, needs_cluster=is_requested):
         now = job.state()
         about = {"name": job.name, "job": job.scheduler, "state": now.name, "run_dir": job.run_dir}
         rows.append({**about, "note": now.note})

@@ -44,7 +44,8 @@ def command(
     def announce(text: str) -> None:
         print(text, file=sys.stderr)
 
-    job = find_job(run, cluster_of(context, namespace), ray)
+    is_requested = context is not None or namespace is not None
+    job = find_job(run, cluster_of(context, namespace), ray, needs_cluster=is_requested)
     if follow:
         status, _ = follow_job(job, announce, rank=rank, log=sys.stdout)
         raise typer.Exit(status)

@@ -18,4 +18,6 @@ def command(
     """Continue a stopped run from its last checkpoint."""
     from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
 
-    print(find_job(run, cluster_of(context, namespace), ray).resume())
+    is_requested = context is not None or namespace is not None
+    job = find_job(run, cluster_of(context, namespace), ray, needs_cluster=is_requested)
+    print(job.resume())

@@ -18,4 +18,6 @@ def command(
     """Let the run save a checkpoint and end. axonlaunch resume continues it."""
     from axonlaunch.launch.external.submitted_jobs import cluster_of, find_job
 
-    print(find_job(run, cluster_of(context, namespace), ray).stop())
+    is_requested = context is not None or namespace is not None
+    job = find_job(run, cluster_of(context, namespace), ray, needs_cluster=is_requested)
+    print(job.stop())

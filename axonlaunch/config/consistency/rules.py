@@ -43,7 +43,7 @@ from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.intervals import epochs_of
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.config.values.url import is_url
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.files import why_no_folder

@@ -213,6 +213,7 @@ class Launcher:
             finished runs are skipped, and the runs of a sweep are compared.
         sweeps: Whether the launcher supports several runs in one command.
         renders: Whether ``launch`` can print the job instead of submitting it.
+        renders_sweeps: Whether the printed jobs of several runs can be submitted as one text.
     """
 
     check: str | Callable[..., Any]
@@ -220,6 +221,7 @@ class Launcher:
     on_this_node: bool = False
     sweeps: bool = True
     renders: bool = False
+    renders_sweeps: bool = False
 
 
 LAUNCHERS: Registry[Any, Launcher] = Registry(
@@ -255,6 +257,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 check="axonlaunch.launch.external.kubernetes.launcher:check",
                 launch="axonlaunch.launch.external.kubernetes.launcher:launch",
                 renders=True,
+                renders_sweeps=True,
             ),
         ),
         "ray": Entry(

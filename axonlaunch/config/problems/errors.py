@@ -6,13 +6,15 @@ Each package finds its problems itself; this module defines only their form.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from axonlaunch.config.values.environment_values import EnvironmentText
 
+INVALID, TRANSIENT = 2, 75
+"""Exit statuses of commands. 75 is ``EX_TEMPFAIL`` of sysexits.h: the command may succeed later."""
 _SHOWN = 200
 """Largest number of characters of a value in a message."""
 
@@ -26,12 +28,15 @@ class ConfigIssue:
         message: Description of the problem, and what to write instead.
         value: Value as the user wrote it; ``...`` if none should be shown.
         traceback: Traceback of failed user code, for ``--debug``; else empty.
+        is_transient: Whether the problem may disappear without a change of the configuration, such
+            as a node that has not joined yet.
     """
 
     key: str
     message: str
     value: Any = ...
     traceback: str = field(default="", compare=False, repr=False)
+    is_transient: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of_failure(
@@ -69,6 +74,11 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+def exit_status(problems: Sequence[ConfigIssue]) -> int:
+    """Return the exit status of a command: ``TRANSIENT`` if no problem is permanent."""
+    return TRANSIENT if all(problem.is_transient for problem in problems) else INVALID
 
 
 @contextmanager

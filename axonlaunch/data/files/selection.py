@@ -17,7 +17,12 @@ from axonlaunch.config.values.split_text import SplitSlice, parse_splits
 from axonlaunch.data.files.formats import suffixes
 from axonlaunch.data.files.row_ranges import count_all_rows, take_rows
 from axonlaunch.data.files.rows import UnreadableFileError
-from axonlaunch.data.files.sources import SourceFile, match_files, unknown_format
+from axonlaunch.data.files.sources import (
+    SourceFile,
+    UnreachableStorageError,
+    match_files,
+    unknown_format,
+)
 from axonlaunch.data.hub import repository
 from axonlaunch.data.hub.layout import (
     UnknownSplitError,
@@ -26,7 +31,7 @@ from axonlaunch.data.hub.layout import (
     find_layout,
     matching,
 )
-from axonlaunch.data.hub.repository import OnDownload
+from axonlaunch.data.hub.repository import HubError, OnDownload
 
 _Expand = Callable[[HubReference], list[SourceFile]]
 
@@ -140,7 +145,10 @@ class FileSelection:
                 message = f"{reference}: {reason}"
                 problems.append(ConfigIssue(self.split_key, message, self.split))
             except (ValueError, OSError, ImportError) as reason:
-                problems.append(ConfigIssue(self.key, str(reason), pattern))
+                is_transient = isinstance(reason, HubError) and reason.is_transient
+                is_transient |= isinstance(reason, UnreachableStorageError)
+                problem = ConfigIssue(self.key, str(reason), pattern, is_transient=is_transient)
+                problems.append(problem)
         if problems:
             raise ConfigError(problems)
         return sources

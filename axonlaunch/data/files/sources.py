@@ -20,6 +20,10 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """Files that ``save_to_disk`` of datasets writes: for one dataset, and for several splits."""
 
 
+class UnreachableStorageError(OSError):
+    """Remote storage does not answer; a later request may succeed."""
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A file of rows.
@@ -129,7 +133,10 @@ def _remote(pattern: str) -> list[str]:
         names = sorted(filesystem.glob(pattern)) if "*" in pattern else [pattern]
         names = [name for name in names if filesystem.isfile(name)]
     except Exception as error:  # storage backends raise various errors
-        raise OSError(f"can't be reached: {type(error).__name__}: {error}") from error
+        message = f"can't be reached: {type(error).__name__}: {error}"
+        if isinstance(error, PermissionError | FileNotFoundError | ValueError):
+            raise OSError(message) from error
+        raise UnreachableStorageError(message) from error
     if not names:
         raise ValueError("no file matches")
     return [name if is_url(name) else filesystem.unstrip_protocol(name) for name in names]

@@ -61,7 +61,8 @@ def _pin(pattern: str, key: str, earlier: Mapping[str, str], problems: list[Conf
     try:
         return str(repository.pin(reference))
     except (HubError, ImportError) as reason:
-        problems.append(ConfigIssue(key, str(reason), pattern))
+        is_transient = isinstance(reason, HubError) and reason.is_transient
+        problems.append(ConfigIssue(key, str(reason), pattern, is_transient=is_transient))
         return pattern
 
 

@@ -40,7 +40,15 @@ _PYARROW = "needs pyarrow; pip install 'axonlaunch[data]'"
 
 
 class HubError(ValueError):
-    """A data set can't be read from the Hub; the text says why and what to do."""
+    """A data set can't be read from the Hub; the text says why and what to do.
+
+    Attributes:
+        is_transient: Whether the Hub may answer later.
+    """
+
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
 
 
 @dataclass(frozen=True)
@@ -210,9 +218,11 @@ def _refusal(reference: HubReference, error: HubCallError, name: str = "") -> Hu
     """Return the error of a data set, or of one of its files, that the Hub does not give."""
     subject, message = f"{name} " if name else "", _message(reference, error)
     if error.is_unreachable:
-        return HubError(f"{subject}is not in the cache of the Hub, and {message}")
+        text = f"{subject}is not in the cache of the Hub, and {message}"
+        return HubError(text, is_transient=error.is_transient)
     is_of_repo = not name or error.kind in ("gated", "no repository")
-    return HubError(message if is_of_repo else f"{name}: {message}")
+    text = message if is_of_repo else f"{name}: {message}"
+    return HubError(text, is_transient=error.is_transient)
 
 
 def _message(reference: HubReference, error: HubCallError) -> str:

@@ -261,7 +261,7 @@ class TextRows:
 
     def _source(self, document: int) -> str:
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        return self._shards[number].place(document - int(self._first_document[number]))
+        return self._shards[number].location(document - int(self._first_document[number]))
 
     def _describe(self) -> tuple[str, ...]:
         """Return notes on the size of the data, the filling of rows, and omitted documents."""

@@ -42,7 +42,8 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if not options.render and not options.dry_run:
         message = f"only prints the task: add --render, and submit it with {_SUBMIT[name]}"
         issues.append(ConfigIssue("launch.name", message, name))
-    issues += submission_issues(launch, target="task", run="a task", node="node")
+    origin = f"{name} sets it on each node"
+    issues += submission_issues(launch, target="task", run="a task", node="node", origin=origin)
     if not is_on_cpu(launch) and _options(launch).gpu is None:
         message = "is required, as H100; or write launch.device=cpu"
         issues.append(ConfigIssue(f"launch.{name}.gpu", message))
@@ -123,8 +124,8 @@ def _sky_task(config: RunConfig, name: str) -> dict[str, Any]:
         resources["accelerators"] = f"{options.gpu}:{launch.nproc}"
     if options.image:
         resources["image_id"] = f"docker:{options.image}"
-    # A configuration error ends the job; a lost node is replaced, and the run resumes.
-    resources["job_recovery"] = {"max_restarts_on_errors": launch.max_restarts}
+    # SkyPilot replaces lost nodes by default. A failure ends the job, because the nodes have
+    # restarted the run before; SkyPilot would also repeat configuration errors.
     task: dict[str, Any] = {"name": name, "num_nodes": int(launch.nnodes), "resources": resources}
     if int(launch.nnodes) > 1:
         task["secrets"] = {SECRET_VARIABLE: None}

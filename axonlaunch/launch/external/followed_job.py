@@ -30,6 +30,30 @@ class JobState:
     status: int | None = None
 
 
+class JobFolders(Protocol):
+    """A job with the folders in which it writes."""
+
+    @property
+    def run_dir(self) -> str:
+        """Run folder, as the job sees it."""
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder or URL of the checkpoints; empty for the run folder."""
+
+
+def shared_folder(job: JobFolders, other: JobFolders) -> tuple[str, str] | None:
+    """Return the key and the folder in which two jobs would both write; None if there is none.
+
+    Two runs in one folder of checkpoints would delete each other's, and a bucket has no locks.
+    """
+    if job.run_dir == other.run_dir:
+        return "run_dir", job.run_dir
+    folder, used = (each.checkpoints or each.run_dir for each in (job, other))
+    key = "checkpoint.path" if job.checkpoints else "run_dir"
+    return (key, folder) if folder.rstrip("/") == used.rstrip("/") else None
+
+
 class FollowedJob(Protocol):
     """A submitted job."""
 

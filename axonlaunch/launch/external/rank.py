@@ -22,9 +22,10 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import frozen_threads
 from axonlaunch.config.options.launch import LaunchConfig
+from axonlaunch.config.problems.errors import exit_status
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.joining import (
+from axonlaunch.launch.external.join_ranks import (
     frozen_by_rank_0,
     join_ranks,
     message_key,
@@ -94,15 +95,19 @@ def main(
     with ExitStack() as folder:
         if environment.rank == 0:
             try:
-                composed, resolved = resolve(with_node_counts(environment, members))
-                if (summary := run_dir.finished_summary(resolved)) is not None:
+                # The other ranks wait for the configuration as long as this rank lives. No rank
+                # uses a device yet.
+                with peers.preparing():
+                    composed, resolved = resolve(with_node_counts(environment, members))
+                    summary = run_dir.finished_summary(resolved)
+                    if summary is None:
+                        proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
+                if summary is not None:
                     _launch_nothing(peers, status=0)
                     text = run_dir.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
-                # The other ranks wait for the configuration. No rank uses a device yet.
-                proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if proof is not None:
                     announce(proof)
                 opened = run_dir.open_run_dir(
@@ -115,8 +120,8 @@ def main(
                 config = folder.enter_context(opened)
                 hosts = [member["host"] for member in members or ()]
                 log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
-            except ConfigError:
-                _launch_nothing(peers, status=2)
+            except ConfigError as error:
+                _launch_nothing(peers, status=exit_status(error.problems))
                 raise
             peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:
@@ -216,7 +221,7 @@ def _rank_spec(config: RunConfig, environment: ClusterEnvironment, peers: Coordi
         local_world_size=config.launch.nproc,
         master_addr=environment.master_addr,
         port=environment.master_port,
-        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
+        credentials=peers.channel.credentials.with_sender(f"rank {environment.rank}"),
         listener=None,
         log=log_of(config, environment.rank),
         heartbeats=HeartbeatTable.of(config.launch.nproc),

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.problems.errors import gathering
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
-from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
+from axonlaunch.launch.launcher import (
+    RESOLVED_SETTINGS,
+    LaunchOptions,
+    check_anywhere,
+    submission_issues,
+)
 from axonlaunch.launch.multinode import token
 from axonlaunch.system.storage.files import read_text, replace_text
 
@@ -38,6 +43,12 @@ _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
+_NOTES = {
+    str(INVALID): "failed (configuration error)",
+    str(TRANSIENT): "failed (a node was lost, or it could not start); axonlaunch resume {name}",
+    "130": "is stopped; resume it with axonlaunch resume {name}",
+}
+"""Notes on failed jobs by the exit status of the command."""
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
@@ -106,7 +117,16 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
         ConfigError: No such node can run the configuration, it can't be submitted here, or a
             setting that a job needs is missing.
     """
-    issues = _job_issues(config)
+    issues = list(
+        submission_issues(
+            config.launch,
+            target="job",
+            run="a job",
+            node="node",
+            origin="SLURM sets it on each node",
+            resolved=[key for key in RESOLVED_SETTINGS if key != "token_file"],
+        )
+    )
     if not issues:
         with gathering(issues):
             config = check_anywhere(config, options)
@@ -157,9 +177,10 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     Raises:
         ConfigError: ``sbatch`` failed.
     """
+    # Before an existing run is moved aside for checkpoint.overwrite.
+    refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
     with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
-        refuse_second_job(folder)
         _write(config, folder)
     job = _submit_script(folder)
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
@@ -207,20 +228,7 @@ def _write(config: RunConfig, folder: Path) -> None:
             config, {"launch.token_file": str((folder / TOKEN).absolute())}
         )
     replace_text(folder / JOB, configuration.to_yaml(config))
-    (folder / CONFIG).unlink()  # the run has not begun yet
     replace_text(folder / SCRIPT, render(config))
-
-
-def _job_issues(config: RunConfig) -> list[ConfigIssue]:
-    """Return problems with settings that must be explicit, because this node can't resolve them."""
-    issues: list[ConfigIssue] = []
-    if config.launch.nproc == "auto":
-        message = "is required for a job; write the number of devices per node"
-        issues.append(ConfigIssue("launch.nproc", message, "auto"))
-    if config.launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, gloo or nccl"
-        issues.append(ConfigIssue("launch.backend", message, "mock"))
-    return issues
 
 
 @dataclass
@@ -247,8 +255,9 @@ class SlurmJob:
 
     @property
     def name(self) -> str:
-        """Name of the run folder."""
-        return self.folder.name
+        """Name of the run that commands accept: its folder below ``runs``, otherwise its path."""
+        folder, runs = self.folder.absolute(), Path("runs").absolute()
+        return str(folder.relative_to(runs) if folder.is_relative_to(runs) else folder)
 
     @property
     def scheduler(self) -> str:
@@ -336,10 +345,14 @@ class SlurmJob:
             return JobState(name, f"job {self.number} is pending")
         if name not in _ENDED:
             return JobState(name)
+        # The number before the colon is the exit status of the script, which is that of the run.
+        status, _, number_of_signal = code.partition(":")
+        if name == "FAILED" and number_of_signal == "0" and status in _NOTES:
+            note = _NOTES[status].format(name=self.name)
+            return JobState(name, f"job {self.number}: {note}", int(status))
         if name == "COMPLETED" and code not in ("", "0:0"):
             return JobState(name, f"job {self.number}: completed with exit code {code}", 1)
-        status = 0 if name == "COMPLETED" else 1
-        return JobState(name, f"job {self.number}: {name.lower()}", status)
+        return JobState(name, f"job {self.number}: {name.lower()}", int(name != "COMPLETED"))
 
 
 def _ask(*command: str) -> tuple[str, str]:

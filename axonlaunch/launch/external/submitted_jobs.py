@@ -17,33 +17,43 @@ _DEPTH = ("*", "*/*")
 """Where run folders are below a folder: runs, and runs of sweeps."""
 
 
-def find_jobs(folder: Path, cluster: Cluster | None, ray: str | None = None) -> list[FollowedJob]:
+def find_jobs(
+    folder: Path,
+    cluster: Cluster | None,
+    ray: str | None = None,
+    *,
+    needs_cluster: bool = False,
+) -> list[FollowedJob]:
     """Return all jobs of run folders below a folder, of a namespace, and of a Ray cluster.
 
     Args:
         folder: Folder with run folders.
         cluster: The API server and namespace; None if there is no kubeconfig.
         ray: Address of a Ray cluster; None if there is none.
+        needs_cluster: Whether the user requested the API server. Otherwise one that does not
+            answer or refuses is left out with a note: the kubeconfig may be an old one.
 
     Raises:
-        ConfigError: A cluster refuses the request or does not answer.
+        ConfigError: A requested cluster refuses the request or does not answer.
     """
     files = [file for depth in _DEPTH for file in folder.glob(f"{depth}/{NUMBER}")]
     jobs: list[FollowedJob] = [
         job for file in sorted(files) if (job := SlurmJob.of_folder(file.parent)) is not None
     ]
-    if cluster is not None:
-        jobs += retry(lambda: cluster_jobs(cluster), cluster, "")
+    jobs += _jobs_on_kubernetes(cluster, "", needs_cluster) or ()
     return [*jobs, *_jobs_on_ray(ray)]
 
 
-def find_job(run: str, cluster: Cluster | None, ray: str | None = None) -> FollowedJob:
+def find_job(
+    run: str, cluster: Cluster | None, ray: str | None = None, *, needs_cluster: bool = False
+) -> FollowedJob:
     """Return the job of a run, which is named by its folder or its name.
 
     Args:
         run: Run folder, its name below ``runs``, or the name of the run on Kubernetes or Ray.
         cluster: The API server and namespace; None if there is no kubeconfig.
         ray: Address of a Ray cluster; None if there is none.
+        needs_cluster: Whether the user requested the API server, as for ``find_jobs``.
 
     Raises:
         ConfigError: There is no such job, or it can't be looked for.
@@ -52,19 +62,19 @@ def find_job(run: str, cluster: Cluster | None, ray: str | None = None) -> Follo
         job = SlurmJob.of_folder(folder)
         if job is not None:
             return job
-    if cluster is not None:
-        for found in retry(lambda: cluster_jobs(cluster), cluster, run):
-            if found.name == run:
-                return found
+    on_kubernetes = _jobs_on_kubernetes(cluster, run, needs_cluster)
+    for found in on_kubernetes or ():
+        if found.name == run:
+            return found
     for on_ray in _jobs_on_ray(ray):
         if on_ray.name == run:
             return on_ray
-    where = "no run folder has a job of SLURM"
-    if cluster is not None:
-        where = f"neither a run folder nor the namespace {cluster.namespace} has a job"
+    searched = "no run folder has a job of SLURM"
+    if cluster is not None and on_kubernetes is not None:
+        searched = f"neither a run folder nor the namespace {cluster.namespace} has a job"
     if ray is not None:
-        where += f", nor the Ray cluster at {ray},"
-    message = f"{run}: {where} of this name; axonlaunch jobs lists them"
+        searched += f", nor the Ray cluster at {ray},"
+    message = f"{run}: {searched} of this name; axonlaunch jobs lists them"
     raise ConfigError([ConfigIssue("", message)])
 
 
@@ -80,6 +90,25 @@ def cluster_of(context: str | None, namespace: str | None) -> Cluster | None:
         if context is None and namespace is None:
             return None
         raise
+
+
+def _jobs_on_kubernetes(
+    cluster: Cluster | None, run: str, is_requested: bool
+) -> Sequence[FollowedJob] | None:
+    """Return the runs of a namespace; None if there is no cluster, or it is left out with a note.
+
+    Raises:
+        ConfigError: A requested cluster refuses the request or does not answer.
+    """
+    if cluster is None:
+        return None
+    try:
+        return retry(lambda: cluster_jobs(cluster), cluster, run)
+    except ConfigError as error:
+        if is_requested:
+            raise
+        sys.stderr.write(f"note: jobs on Kubernetes are left out: {error}\n")
+        return None
 
 
 def _jobs_on_ray(address: str | None) -> Sequence[FollowedJob]:

@@ -210,7 +210,7 @@ def _rank_specs(
             local_world_size=processes,
             master_addr=rendezvous.address,
             port=rendezvous.port,
-            credentials=rendezvous.credentials.of(f"rank {rank}"),
+            credentials=rendezvous.credentials.with_sender(f"rank {rank}"),
             listener=rendezvous.listener if rank == 0 else None,
             log=log_of(config, rank),
             heartbeats=heartbeats,

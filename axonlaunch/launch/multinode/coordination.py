@@ -8,10 +8,14 @@ not written by the named member is ignored.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import torch.distributed as dist
 
 from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.events import Finished
@@ -26,7 +30,7 @@ from axonlaunch.launch.multinode.handshake import (
 
 _BEAT_S, _POLL_S = 0.3, 0.05
 _LEAVE_S = 2.0
-_AGAIN = "again"
+_AGAIN, _PREPARING = "again", "preparing"
 _SETTLE_S = 1.5
 """Seconds that member 0 waits for reports of other members after the first failure."""
 
@@ -126,6 +130,30 @@ class Coordinator:
         """Publish a value for the other members. Only member 0 calls this."""
         self.channel.put(key, {"nonces": self._nonces, "value": value})
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Tell members that wait for a value that member 0 lives, until the block ends.
+
+        Only member 0 calls this, and no other method in the block.
+        """
+        is_over = threading.Event()
+
+        def beat() -> None:
+            # If the store fails, so does the next use of it.
+            with suppress(dist.DistNetworkError, dist.DistStoreError):
+                for count in itertools.count(1):
+                    self.channel.put(_PREPARING, count)
+                    if is_over.wait(_BEAT_S):
+                        return
+
+        thread = threading.Thread(target=beat, name="preparing", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
     def wait_for(
         self, key: str, *, timeout_s: float, confirm: Callable[[], None] = lambda: None
     ) -> Any:
@@ -133,18 +161,25 @@ class Coordinator:
 
         Args:
             key: Name of the value.
-            timeout_s: Seconds to wait.
+            timeout_s: Seconds to wait. They begin again with each sign that member 0 is preparing.
             confirm: Function that is called repeatedly; it raises if the value can't come any more.
 
         Raises:
-            TimeoutError: Member 0 did not publish the value in time.
+            TimeoutError: Member 0 neither published the value nor gave a sign in time.
             EarlierStartError: The value is from another start of the member: a message from
                 an old run has another nonce.
             ForgedMessageError: The message was not written by member 0.
         """
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline, look_at, signs = now + timeout_s, now, 0
         while not self.channel.check([key]):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _BEAT_S
+                count = self._leader_message(_PREPARING) or 0
+                if count > signs:
+                    deadline, signs = now + timeout_s, count
+            if now > deadline:
                 raise TimeoutError(f"{key}: not published within {timeout_s:g} s")
             confirm()
             time.sleep(_POLL_S)

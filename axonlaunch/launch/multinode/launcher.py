@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.problems.errors import gathering
+from axonlaunch.config.problems.errors import TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
@@ -155,4 +155,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         report_crash(config, outcome.crash)
     if was_interrupted(outcome):
         return 130, None
-    return (1 if outcome.crash is not None else 0), None
+    if outcome.crash is None:
+        return 0, None
+    # A scheduler that replaces lost nodes starts all of them again.
+    return (TRANSIENT if me.has_lost_node_0 else 1), None

@@ -98,7 +98,7 @@ class NodeMembership:
         self._hosts = is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
-            warning = token.missing_token(config.launch, address=self._where)
+            warning = token.missing_token(config.launch, address=self._address)
             if self._hosts:
                 console.line(warning)
         self._key = derive_key(secret or b"")
@@ -116,13 +116,13 @@ class NodeMembership:
         return "node" if rank == "auto" else f"node {rank}"
 
     @property
-    def _where(self) -> str:
+    def _address(self) -> str:
         return f"{self._given.launch.master_addr}:{meeting_port(self._given)}"
 
     def _connect(self) -> None:
         """Listen as node 0, or connect to the node 0 that listens now."""
         if not self._hosts:
-            self._console.line(f"{self._name}: joining {self._where}")
+            self._console.line(f"{self._name}: joining {self._address}")
         # Node 0 listens as long as this store object exists.
         self._held = self._open(listens=self._hosts)
         self._credentials = self._name_run(self._key)
@@ -146,7 +146,7 @@ class NodeMembership:
                 "and check that no firewall blocks the port"
             )
             raise ConfigError(
-                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr, is_transient=True)]
             ) from None
 
     def _await_listener(self, host: str, port: int) -> None:
@@ -217,7 +217,7 @@ class NodeMembership:
                 ended = error.status if isinstance(error, RunEndedError) else ""
                 if self._waits_for_next_run(ended):
                     continue
-                self.status, said = run_end.exit_status_and_line(ended, where=self._where)
+                self.status, said = run_end.exit_status_and_line(ended, address=self._address)
                 self._console.log(said)
                 return None
 
@@ -257,10 +257,10 @@ class NodeMembership:
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
-        own = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
+        channel = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
         try:
             met, nonces = handshake(
-                own,
+                channel,
                 member=now.member,
                 members=now.members,
                 unit="node",
@@ -271,12 +271,13 @@ class NodeMembership:
             )
         except TimeoutError as missing:
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
-            raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
+            raise ConfigError([problem]) from None
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
         self._peers = peers = Coordinator(
-            own,
+            channel,
             nonces=nonces,
             member=now.member,
             members=now.members,
@@ -314,6 +315,12 @@ class NodeMembership:
             self.restarts += 1
         self.attempts += again
         return again
+
+    @property
+    def has_lost_node_0(self) -> bool:
+        """Whether node 0 was lost before it determined how the run ended."""
+        peers = self._peers
+        return peers is not None and peers.is_headless and not peers.is_judged
 
     def leave(self, outcome: Outcome | None = None) -> None:
         """Leave the run. Nodes that wait or come later learn how it ended.
@@ -363,7 +370,7 @@ class NodeMembership:
             if self.attempts:
                 self._console.log(message)
                 raise RunEndedError("failed") from None
-            problem = ConfigIssue("launch.nnodes", message, launch.nnodes)
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
             raise ConfigError([problem]) from None
 
     def _rendezvous_of_rounds(self) -> ElasticRendezvous:
@@ -406,7 +413,7 @@ class NodeMembership:
             "config": configuration.flatten(
                 configuration.to_interpolations(configuration.to_tree(self._given))
             ),
-            "problems": [str(problem) for problem in self._problems],
+            "problems": _to_message(self._problems),
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
@@ -429,7 +436,7 @@ class NodeMembership:
                     )
                 )
         except ConfigError as error:
-            _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
+            _launch_nothing(peers, problems=_to_message(error.problems))
             raise
         log_event(self._frozen, "nodes", {"hosts": [about["host"] for about in met]})
         frozen = {
@@ -456,7 +463,7 @@ class NodeMembership:
         except TimeoutError:
             message = "node 0 is reachable but not in this run"
             raise ConfigError(
-                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr, is_transient=True)]
             ) from None
         except ForgedMessageError as error:
             if isinstance(error, EarlierStartError) and now.number == _FIRST:
@@ -466,7 +473,9 @@ class NodeMembership:
         if "problems" in frozen:
             peers.watch()
             peers.leave()
-            raise ConfigError([ConfigIssue("", problem) for problem in frozen["problems"]])
+            raise ConfigError(
+                [ConfigIssue("", text, is_transient=passes) for text, passes in frozen["problems"]]
+            )
         if "finished" in frozen:
             peers.watch()
             peers.leave()
@@ -485,6 +494,11 @@ class NodeMembership:
             f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
             f"node 0 at {config.launch.master_addr} reports progress"
         )
+
+
+def _to_message(problems: list[ConfigIssue]) -> list[tuple[str, bool]]:
+    """Return problems as text, with whether they are transient, for a message to other nodes."""
+    return [(str(problem), problem.is_transient) for problem in problems]
 
 
 def _launch_nothing(peers: Coordinator, **why: Any) -> None:

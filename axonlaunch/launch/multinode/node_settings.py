@@ -69,7 +69,10 @@ def check_agreement(met: list[dict[str, Any]]) -> None:
     first, problems = met[0]["config"], []
     for node, about in enumerate(met):
         name = f"node {node} ({about['host']})"
-        problems += [ConfigIssue("", f"{name}: {problem}") for problem in about["problems"]]
+        problems += [
+            ConfigIssue("", f"{name}: {text}", is_transient=passes)
+            for text, passes in about["problems"]
+        ]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):

@@ -18,6 +18,12 @@ from axonlaunch.system.storage.cache import cache_folder
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 """Shell command that creates a token file."""
+POD_FILE = "/run/axonlaunch/token/token"
+"""File in a pod with the token of its run, from a Secret.
+
+Kubernetes mounts it for this container only. It belongs to root, and a process of another user can
+read it only if everyone can.
+"""
 _LEAST, _MOST = 16, 4096
 
 
@@ -30,7 +36,8 @@ def read_token(launch: LaunchConfig) -> bytes | None:
     if launch.token_file is None:
         return None
     try:
-        return _secret(Path(launch.token_file).expanduser())
+        is_of_pod = launch.token_file == POD_FILE
+        return _secret(Path(launch.token_file).expanduser(), is_of_pod=is_of_pod)
     except OSError as error:
         message = f"can't read it ({error.strerror})"
     except ValueError as error:
@@ -38,7 +45,7 @@ def read_token(launch: LaunchConfig) -> bytes | None:
     raise ConfigError([ConfigIssue("launch.token_file", message, launch.token_file)])
 
 
-def of_this_user() -> bytes | None:
+def user_token() -> bytes | None:
     """Return a token shared by all processes of this user on this node; create it if necessary.
 
     Returns:
@@ -88,8 +95,12 @@ def missing_token(launch: LaunchConfig, *, address: str) -> str:
     )
 
 
-def _secret(path: Path) -> bytes:
+def _secret(path: Path, *, is_of_pod: bool = False) -> bytes:
     """Read a token.
+
+    Args:
+        path: File of the token.
+        is_of_pod: Whether only this container has the file, so that everyone may read it.
 
     Raises:
         OSError: The file can't be read.
@@ -104,7 +115,8 @@ def _secret(path: Path) -> bytes:
             raise ValueError("is not a file")
         if status.st_uid not in (os.geteuid(), 0):
             raise ValueError(f"belongs to user {status.st_uid}; make a file of your own")
-        if status.st_mode & 0o077:
+        is_shared = status.st_mode & (0o022 if is_of_pod and status.st_uid == 0 else 0o077)
+        if is_shared:
             mode = stat.S_IMODE(status.st_mode)
             raise ValueError(f"others can read or write it (mode {mode:04o}); use chmod 600")
         content = file.read(_MOST + 1).strip()

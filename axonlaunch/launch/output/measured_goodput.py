@@ -14,14 +14,18 @@ from axonlaunch.diagnostics.report.record.wall_time import WallTime, wall_time
 from axonlaunch.launch import run_dir
 from axonlaunch.planning.throughput.goodput import overheads
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
-from axonlaunch.planning.throughput.training_time import failure_rates, save_costs
+from axonlaunch.planning.throughput.training_time import (
+    assumed_rates,
+    failure_rates,
+    save_costs,
+)
 
 
 def goodput_of_run(config: RunConfig) -> dict[str, Any] | None:
     """Return the field ``goodput`` of ``summary.json``; None if the run has done no step.
 
     The parts are those of all attempts at the run. Predicted parts are for the same productive
-    time; they need ``hardware``.
+    time; they need ``hardware``. ``assumed`` has the typical figures in place of missing ones.
 
     Args:
         config: Configuration of the run.
@@ -82,11 +86,11 @@ def _prediction(
     """Return the predicted parts of the wall time for the same productive time."""
     hardware = hardware_of_run(config)[0] or config.hardware
     if hardware is None or not measured.productive_s:
-        return {"predicted_share": None, "predicted_s": None, "predicted_failures": None}
+        nothing = dict.fromkeys(("predicted_share", "predicted_s", "predicted_failures"))
+        return {"assumed": {}, **nothing}
+    config = with_values(config, {"hardware": hardware})
     devices = num_ranks(config)
-    costs = save_costs(
-        with_values(config, {"hardware": hardware}), devices=devices, saved_bytes=saved_bytes
-    )
+    costs = save_costs(config, devices=devices, saved_bytes=saved_bytes)
     productive = measured.productive_s
     every = config.checkpoint.every
     interval = productive / max(1, measured.saves)
@@ -102,6 +106,7 @@ def _prediction(
         "other": measured.other_s,
     }
     return {
+        "assumed": assumed_rates(config),
         "predicted_share": productive / sum(predicted.values()),
         "predicted_s": predicted,
         "predicted_failures": productive * expected.failures,

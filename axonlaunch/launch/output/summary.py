@@ -351,6 +351,8 @@ def _rows_of_goodput(goodput: dict[str, Any] | None) -> list[tuple[str, str]]:
     text = f"{goodput['share']:.1%} with {failures} failure{'s' * (failures > 1)}"
     if goodput["predicted_share"] is not None:
         text += f", {goodput['predicted_share']:.1%} predicted"
+        if goodput["assumed"]:
+            text += f" with typical {', '.join(goodput['assumed'])}"
     return [("goodput", text)]
 
 

@@ -24,7 +24,7 @@ class SaveCosts:
     """Costs of saves and restarts, in seconds.
 
     Attributes:
-        stalled_s: Time in which training waits for a save.
+        stalled_s: Time in which training waits for a save, if the previous one is written.
         written_s: Time from the beginning of a save until it can be read; longer than ``stalled_s``
             if the save is written during training.
         restart_s: Time from a failure until training continues from the checkpoint.
@@ -72,19 +72,21 @@ def overheads(costs: SaveCosts, *, interval_s: float, mtbf_s: float) -> Overhead
 
     The time between failures is exponentially distributed, with a mean of M seconds. An interval
     with its save, of s seconds in total, is expected to fail n = exp(s / M) - 1 times before it
-    succeeds, and takes n M seconds without restarts. No failure occurs during a restart.
+    succeeds, and takes n M seconds without restarts. No failure occurs during a restart. A save
+    waits until the previous one is written.
 
     Args:
         costs: Costs of saves and restarts.
         interval_s: Seconds of training between saves.
         mtbf_s: Mean time between failures of the run in seconds.
     """
-    whole_s = interval_s + costs.stalled_s
+    stalled_s = costs.stalled_s + max(0.0, costs.unsaved_s - interval_s)
+    whole_s = interval_s + stalled_s
     ratio = whole_s / mtbf_s
     failures = math.expm1(ratio) if ratio < math.log(_MOST_FAILURES) else _MOST_FAILURES
     lost_s = failures * (mtbf_s + costs.unsaved_s) - whole_s
     return Overheads(
-        saving=costs.stalled_s / interval_s,
+        saving=stalled_s / interval_s,
         lost=max(0.0, lost_s) / interval_s,
         restarting=failures * costs.restart_s / interval_s,
         failures=failures / interval_s,

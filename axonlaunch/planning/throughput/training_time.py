@@ -10,7 +10,12 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.planning.measured_constants import DISK_GB_S, GPU_HOURS_PER_FAILURE, RESTART_S
+from axonlaunch.planning.measured_constants import (
+    DISK_GB_S,
+    GPU_HOURS_PER_FAILURE,
+    HOST_GB_S,
+    RESTART_S,
+)
 from axonlaunch.planning.records import FailureRates, TrainingForecast
 from axonlaunch.planning.throughput.goodput import (
     SaveCosts,
@@ -93,7 +98,7 @@ def training_forecast(
         mwh=None if energy is None else energy * device_hours / 1000,
         configured_every=configured if isinstance(configured, int) and configured else None,
         configured_goodput=_configured_goodput(config, costs, step_s=step_s, mtbf_s=mtbf_s),
-        assumed=assumed_rates(hardware),
+        assumed=assumed_rates(config),
     )
 
 
@@ -148,17 +153,29 @@ def save_costs(config: RunConfig, *, devices: int, saved_bytes: float) -> SaveCo
 
 
 def _copy_rate(hardware: HardwareConfig) -> float:
-    """Return the rate of a rank's copies to host memory in bytes/s; ``inf`` if it is unknown."""
-    if hardware.host_gb_s is not None:
-        return hardware.host_gb_s * (hardware.host_efficiency or 1.0) * 1e9
-    if hardware.kernel_bytes:  # a CPU: the figure of kernels on new pages
+    """Return the rate of a rank's copies to host memory in bytes/s."""
+    if _copies_like_kernels(hardware):
         return hardware.kernel_bytes[-1] / hardware.kernel_latency_us[-1] * 1e6
-    return math.inf
+    host = HOST_GB_S if hardware.host_gb_s is None else hardware.host_gb_s
+    return host * (hardware.host_efficiency or 1.0) * 1e9
 
 
-def assumed_rates(hardware: HardwareConfig) -> dict[str, Any]:
-    """Return the typical figures that replace missing ones, by key; None for published rates."""
+def _copies_like_kernels(hardware: HardwareConfig) -> bool:
+    """Return whether this is a CPU, which copies as fast as its kernels write new pages."""
+    return hardware.host_gb_s is None and bool(hardware.kernel_bytes)
+
+
+def assumed_rates(config: RunConfig) -> dict[str, Any]:
+    """Return the typical figures that replace missing ones, by key; None for published rates.
+
+    Args:
+        config: Configuration with hardware.
+    """
+    hardware = config.hardware
+    assert hardware is not None
     defaults = {"disk_gb_s": DISK_GB_S, "restart_s": RESTART_S, "mtbf_gpu_hours": None}
+    if config.checkpoint.async_save and not _copies_like_kernels(hardware):
+        defaults["host_gb_s"] = HOST_GB_S
     return {
         f"hardware.{name}": value
         for name, value in defaults.items()

@@ -68,8 +68,8 @@ class PromptFormat:
                 jinja(self.text)
         except Exception as error:  # parsing text of a stranger may raise any error
             line = getattr(error, "lineno", None)
-            where = "" if line is None else f"line {line}: "
-            message = f"does not compile: {where}{error}"
+            line_prefix = "" if line is None else f"line {line}: "
+            message = f"does not compile: {line_prefix}{error}"
             raise ConfigError([ConfigIssue("data.prompt_format", message, chosen)]) from None
         compile_fields(fields)
 
@@ -221,14 +221,14 @@ def _encode(
         prompt, completion = chosen.write(row)
     except ValueError as error:
         return BadRow(str(error))
-    before, tokens = (
+    earlier_tokens, tokens = (
         tokenizer.transformers(text)["input_ids"] for text in (prompt, prompt + completion)
     )
     if tokenizer.end is not None and tokens[-1:] != [tokenizer.end]:
         tokens = [*tokens, tokenizer.end]
     # A token that holds the end of the prompt and the begin of the completion is of the completion.
-    pairs = enumerate(zip(before, tokens, strict=False))
-    start = next((number for number, (one, other) in pairs if one != other), len(before))
+    pairs = enumerate(zip(earlier_tokens, tokens, strict=False))
+    start = next((number for number, (one, other) in pairs if one != other), len(earlier_tokens))
     counted = np.arange(len(tokens)) >= start
     if not counted[1:].any():
         return BadRow("no token counts: its completion is empty")

@@ -8,7 +8,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch.external.kubernetes.manifests import CONTAINER, run_name
 from axonlaunch.launch.external.kubernetes.names import (
@@ -19,7 +19,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     is_quantity,
     toleration,
 )
-from axonlaunch.launch.launcher import submission_issues
+from axonlaunch.launch.launcher import RESOLVED_SETTINGS, submission_issues
 from axonlaunch.launch.run_dir import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
@@ -41,6 +41,11 @@ def _job_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         run="a job",
         node="pod",
         origin="the job sets it in each pod",
+        resolved=[
+            key
+            for key in RESOLVED_SETTINGS
+            if key != "master_port" or config.launch.kubernetes.kind == "trainjob"
+        ],
     )
     if resume == "never":
         message = "a pod that is replaced could not resume; use auto, and another name to start new"
@@ -100,20 +105,26 @@ def with_folder_of_pods(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: No volume keeps the run folder or the checkpoints, or the name is not legal.
     """
-    requested = config.run_dir
+    requested, checkpoints = config.run_dir, config.checkpoint.path
     volumes = [Volume.parse(text) for text in config.launch.kubernetes.volumes]
     writable = [volume for volume in volumes if not volume.read_only]
     root = writable[0].path if writable else SCRATCH_FOLDER
     config = with_folder_of_nodes(config, root=root)
-    in_bucket = is_url(config.checkpoint.path or "")
     issues = []
-    if not in_bucket and not any(volume.holds(config.run_dir) for volume in writable):
+    if not is_url(checkpoints or ""):
+        kept = {"run_dir": (config.run_dir, requested)}
+        if checkpoints is not None:
+            kept["checkpoint.path"] = (checkpoints, checkpoints)
         message = (
             "the disk of a pod ends with it; mount a claim that all pods can write, as "
             "launch.kubernetes.volumes=[runs:/runs], or save to a bucket, as "
             "checkpoint.path=s3://bucket/run"
         )
-        issues.append(ConfigIssue("run_dir", message, requested))
+        issues += [
+            ConfigIssue(key, message, written)
+            for key, (folder, written) in kept.items()
+            if not any(volume.holds(folder) for volume in writable)
+        ]
     try:
         run_name(config)
     except ValueError as error:

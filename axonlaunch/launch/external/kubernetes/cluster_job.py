@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.kubernetes.cluster import (
     KEYS,
@@ -18,6 +19,7 @@ from axonlaunch.launch.external.kubernetes.cluster import (
     UnreachableError,
 )
 from axonlaunch.launch.external.kubernetes.manifests import (
+    CHECKPOINT_DIR,
     CONTAINER,
     MANAGED_BY,
     NPROC,
@@ -26,7 +28,6 @@ from axonlaunch.launch.external.kubernetes.manifests import (
 )
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_CONFIGURATION_ERROR = 2
 _Answer = TypeVar("_Answer")
 LOST = "UNREACHABLE"
 """State of a job while the API server does not answer."""
@@ -42,6 +43,7 @@ class ClusterJob:
         name: Name of the object.
         run_dir: Run folder, as the pods see it.
         nproc: Number of ranks of a pod.
+        checkpoints: Folder or URL of the checkpoints; empty for the run folder.
     """
 
     cluster: Cluster
@@ -49,6 +51,7 @@ class ClusterJob:
     name: str
     run_dir: str = ""
     nproc: int = 1
+    checkpoints: str = ""
     _times: dict[str, tuple[datetime, str]] = field(default_factory=dict)
     _is_lost: bool = False
 
@@ -57,8 +60,14 @@ class ClusterJob:
         """Return the run of an object that axonlaunch has made."""
         metadata = job["metadata"]
         about = metadata.get("annotations") or {}
-        nproc = int(about.get(NPROC, 1))
-        return cls(cluster, job["kind"], metadata["name"], about.get(RUN_DIR, ""), nproc)
+        return cls(
+            cluster,
+            job["kind"],
+            metadata["name"],
+            about.get(RUN_DIR, ""),
+            int(about.get(NPROC, 1)),
+            about.get(CHECKPOINT_DIR, ""),
+        )
 
     @property
     def scheduler(self) -> str:
@@ -189,7 +198,7 @@ class ClusterJob:
             codes = {code for pod in self.pods() if (code := _exit_code(pod)) is not None}
         except (RefusedError, UnreachableError):
             return 1
-        return _CONFIGURATION_ERROR if _CONFIGURATION_ERROR in codes else 1
+        return INVALID if INVALID in codes else 1
 
     def _new_lines(self, pod: dict[str, Any]) -> str:
         name = pod["metadata"]["name"]
@@ -198,7 +207,8 @@ class ClusterJob:
         since = "" if last is None else f"{last[0]:%Y-%m-%dT%H:%M:%SZ}"
         text = self.cluster.log(name, CONTAINER, since=since)
         lines = []
-        for line in text.splitlines():
+        # Progress bars write carriage returns, at which splitlines would divide a line.
+        for line in text.split("\n"):
             time, _, content = line.partition(" ")
             moment = _moment(time)
             if moment is not None and (last is None or moment > last):
@@ -210,19 +220,26 @@ class ClusterJob:
 def cluster_jobs(cluster: Cluster) -> list[ClusterJob]:
     """Return the runs of a namespace, the oldest first.
 
+    Kinds that the server does not know, or that the user may not list, are left out: a role for
+    Jobs only is refused JobSets even where the server has none.
+
     Raises:
-        RefusedError: The server does not allow to list them.
+        RefusedError: The server does not allow to list any kind.
         UnreachableError: The server does not answer.
     """
     ((label, value),) = MANAGED_BY.items()
     found: list[dict[str, Any]] = []
+    refusals: list[RefusedError] = []
     for kind in KEYS:
         try:
             # An entry of a list has no kind.
             found += [{**job, "kind": kind} for job in cluster.find(kind, f"{label}={value}")]
         except RefusedError as refused:
-            if not refused.is_unknown_kind:
+            if refused.status != 403 and not refused.is_unknown_kind:
                 raise
+            refusals.append(refused)
+    if len(refusals) == len(KEYS):
+        raise refusals[0]
     found.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
     return [ClusterJob.of_object(cluster, job) for job in found]
 
@@ -239,7 +256,8 @@ def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answe
         raise ConfigError(cluster.to_issue(refused, name)) from None
     except UnreachableError as error:
         message = f"{cluster.server} does not answer ({error}); check the cluster and the network"
-        raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
+        problem = ConfigIssue("launch.kubernetes.context", message, is_transient=True)
+        raise ConfigError([problem]) from None
 
 
 def waiting_reason(pod: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.launch.external.followed_job import follow_job
+from axonlaunch.launch.external.followed_job import follow_job, shared_folder
 from axonlaunch.launch.external.kubernetes.checks import (
     read_patch,
     rule_problems,
@@ -24,7 +24,7 @@ from axonlaunch.launch.external.kubernetes.checks import (
 )
 from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
 from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, cluster_jobs, retry
-from axonlaunch.launch.external.kubernetes.manifests import RUN_DIR, RunObjects, build_objects
+from axonlaunch.launch.external.kubernetes.manifests import RunObjects, build_objects
 from axonlaunch.launch.external.kubernetes.resources import pod_resources
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
@@ -65,7 +65,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     """
     objects = _objects(config, options)
     if options.render:
-        print(to_text(objects), end="")
+        print("---", to_text(objects), sep="\n", end="")  # a sweep prints several
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     cluster = Cluster.of(config.launch.kubernetes)
@@ -157,10 +157,10 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
     created: list[dict[str, Any]] = []
     try:
         for each in [*others, job]:
-            made = retry(partial(cluster.create, each), cluster, name)
+            reply = retry(partial(cluster.create, each), cluster, name)
             created.append(each)
-        about = {key: made[key] for key in ("apiVersion", "kind")}
-        owner = {**about, "name": objects.name, "uid": made["metadata"]["uid"]}
+        about = {key: reply[key] for key in ("apiVersion", "kind")}
+        owner = {**about, "name": objects.name, "uid": reply["metadata"]["uid"]}
         for each in others:
             change = {"metadata": {"ownerReferences": [owner]}}
             request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)
@@ -173,16 +173,18 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
 
 
 def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> None:
-    """Refuse a run whose folder another job of the namespace uses.
+    """Refuse a run whose run folder, or folder of checkpoints, another job of the namespace uses.
 
     Raises:
-        ConfigError: A job that has not ended uses the folder.
+        ConfigError: A job that has not ended uses a folder.
     """
-    folder = job["metadata"]["annotations"][RUN_DIR]
+    submitted = ClusterJob.of_object(cluster, job)
     for other in retry(partial(cluster_jobs, cluster), cluster, name):
-        if other.run_dir == folder and other.state().status is None:
+        shared = shared_folder(submitted, other)
+        if shared is not None and other.state().status is None:
+            key, folder = shared
             message = f"{other.title} uses it; stop and delete that one, or choose another"
-            raise ConfigError([ConfigIssue("run_dir", message, folder)])
+            raise ConfigError([ConfigIssue(key, message, folder)])
 
 
 def _secret(objects: RunObjects) -> dict[str, Any]:

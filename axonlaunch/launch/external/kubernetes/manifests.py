@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
+from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
+from axonlaunch.launch.multinode.token import POD_FILE
 
 RUN_LABEL = "axonlaunch/run"
 """Label of all objects of a run; its value is the name of the object."""
@@ -22,18 +25,20 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": "axonlaunch"}
 """Label of all objects that axonlaunch makes."""
 RUN_DIR = "axonlaunch/run-dir"
 """Annotation with the run folder, as the pods see it."""
+CHECKPOINT_DIR = "axonlaunch/checkpoints"
+"""Annotation with the folder or URL of the checkpoints, if it is not the run folder."""
 NPROC = "axonlaunch/nproc"
 """Annotation with the number of ranks of a pod."""
 CONTAINER = "node"
 """Name of the container, which Kubeflow's runtimes use too."""
 PORT = 29500
-_CONFIG, _TOKEN = "/run/axonlaunch/config", "/run/axonlaunch/token"
+_CONFIG = "/run/axonlaunch/config"
 _API = {
     "job": ("batch/v1", "Job"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }
-_CONFIGURATION_ERROR, _INTERRUPTED = 2, 130
+_FAILED, _INTERRUPTED = 1, 130
 """Exit statuses of the command."""
 
 
@@ -95,14 +100,16 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
     if options.queue:
         labels["kueue.x-k8s.io/queue-name"] = options.queue
     about = {RUN_DIR: config.run_dir, NPROC: str(config.launch.nproc)}
+    if config.checkpoint.path is not None:
+        about[CHECKPOINT_DIR] = config.checkpoint.path
     metadata = {"name": name, "labels": labels, "annotations": about}
     version, kind = _API[options.kind]
     job = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": job}
     if patch is not None:
         job = merge_patch(job, patch)
-    for made in [job, *others]:
+    for manifest in [job, *others]:
         if options.namespace:
-            made["metadata"]["namespace"] = options.namespace
+            manifest["metadata"]["namespace"] = options.namespace
     return RunObjects(name, nnodes, job, others, secret)
 
 
@@ -148,7 +155,7 @@ def _config_map(config: RunConfig, name: str, secret: str) -> dict[str, Any]:
             "launch.master_port": PORT if port == "auto" else port,
         }
     if secret:
-        settings["launch.token_file"] = f"{_TOKEN}/token"
+        settings["launch.token_file"] = POD_FILE
     # Pods don't need the options of the cluster.
     settings["launch.kubernetes"] = KubernetesConfig()
     text = configuration.to_yaml(configuration.with_values(config, settings))
@@ -188,9 +195,10 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if secret:
-        # Only the owner may read the file of a token.
-        volumes.append({"name": "token", "secret": {"secretName": secret, "defaultMode": 0o400}})
-        mounts.append({"name": "token", "mountPath": _TOKEN, "readOnly": True})
+        # The file belongs to root, and the image may have another user.
+        volumes.append({"name": "token", "secret": {"secretName": secret, "defaultMode": 0o444}})
+        folder = str(PurePosixPath(POD_FILE).parent)
+        mounts.append({"name": "token", "mountPath": folder, "readOnly": True})
     for number, text in enumerate(options.volumes):
         volume, label = Volume.parse(text), f"claim-{number}"
         volumes.append({"name": label, "persistentVolumeClaim": {"claimName": volume.claim}})
@@ -233,7 +241,7 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": nnodes,
         "parallelism": nnodes,
-        # After a failure all nodes may exit, and each of their pods counts.
+        # For lost pods. If it is that of node 0, all nodes exit, and each of their pods counts.
         "backoffLimit": config.launch.max_restarts * nnodes,
         "podFailurePolicy": _failure_policy(),
         "template": {
@@ -252,7 +260,9 @@ def _failure_policy() -> dict[str, Any]:
                 "onExitCodes": {
                     "containerName": CONTAINER,
                     "operator": "In",
-                    "values": [_CONFIGURATION_ERROR],
+                    # The run has failed, after its restarts in the pods; or the configuration is
+                    # wrong.
+                    "values": [_FAILED, INVALID],
                 },
             },
             # The node was lost, drained or pre-empted.
@@ -282,7 +292,7 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
             "maxRestarts": config.launch.max_restarts,
             "rules": [
                 {
-                    "name": "configurationError",
+                    "name": "runFailed",
                     "action": "FailJobSet",
                     "onJobFailureReasons": ["PodFailurePolicy"],
                 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.launch.external.followed_job import JobState
+from axonlaunch.launch.external.followed_job import JobState, shared_folder
 from axonlaunch.launch.external.ray.cluster import connect_to_cluster, disconnect
 from axonlaunch.launch.external.ray.run_actor import CALLS, ENDED, RUNNING, RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
@@ -41,9 +41,10 @@ class RayJob:
         """
         for job in ray_jobs(address):
             state = job.state()
-            if state.status is None and job.spec.run_dir == spec.run_dir:
+            if state.status is None and (shared := shared_folder(spec, job.spec)) is not None:
+                key, folder = shared
                 message = f"the run {job.name} uses it; stop that one, or choose another"
-                raise ConfigError([ConfigIssue("run_dir", message, spec.run_dir)])
+                raise ConfigError([ConfigIssue(key, message, folder)])
             if state.status is None and job.name == spec.name:
                 message = f"a run of this name is {state.name.lower()}; choose another name"
                 raise ConfigError([ConfigIssue("name", message, spec.name)])
@@ -159,18 +160,18 @@ class RayJob:
             max_concurrency=CALLS,
             runtime_env=self.spec.runtime_env,
         )
-        made = actor.remote(self.spec)
+        run_actor = actor.remote(self.spec)
         try:
-            _answer(made.state.remote())
+            _answer(run_actor.state.remote())
         except GetTimeoutError:
             return  # its environment is being set up, or no node is free yet
         except RuntimeEnvSetupError as error:
-            ray.kill(made)
+            ray.kill(run_actor)
             reason = " ".join(str(error).split())[-200:]
             key = "launch.ray.runtime_env"
             raise ConfigError([ConfigIssue(key, f"can't be set up ({reason})")]) from None
         except RayActorError as error:
-            ray.kill(made)
+            ray.kill(run_actor)
             reason = " ".join(str(error).split())[-200:]
             message = f"the nodes of the cluster can't run axonlaunch ({reason}); install it there"
             raise ConfigError([ConfigIssue("launch.ray.address", message, self.address)]) from None

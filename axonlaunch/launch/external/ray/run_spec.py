@@ -26,6 +26,7 @@ class RunSpec:
         nproc: Number of ranks on each node.
         bundle: Resources of each node.
         max_restarts: Largest number of lost nodes.
+        checkpoints: Folder or URL of the checkpoints; empty for the run folder.
         runtime_env: Ray's runtime environment of the processes; None: that of the command.
         token: Secret that the nodes share.
     """
@@ -37,6 +38,7 @@ class RunSpec:
     nproc: int
     bundle: dict[str, float]
     max_restarts: int
+    checkpoints: str = ""
     runtime_env: dict[str, Any] | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
@@ -63,6 +65,7 @@ class RunSpec:
             nproc=launch.nproc,
             bundle=bundle,
             max_restarts=launch.max_restarts,
+            checkpoints=config.checkpoint.path or "",
         )
 
     @property

@@ -130,9 +130,10 @@ def fetch(config: TransformersModel, *, weights: bool) -> Path | None:
                 config.path, revision=config.revision, allow_patterns=patterns
             )
         )
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError):
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         reason = "it is not in the cache, and the Hub can't be reached"
-        raise ConfigError([_missing_files(config, reason)]) from None
+        is_transient = not isinstance(error, OfflineModeIsEnabled)
+        raise ConfigError([_missing_files(config, reason, is_transient=is_transient)]) from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no answer")
         reason = "there is no such folder, and no such model on the Hub" if status == 404 else ""
@@ -180,10 +181,12 @@ def _refuse_invalid_id(path: str) -> None:
     raise ConfigError([ConfigIssue("model.path", message, path)])
 
 
-def _missing_files(config: TransformersModel, reason: str) -> ConfigIssue:
+def _missing_files(
+    config: TransformersModel, reason: str, *, is_transient: bool = False
+) -> ConfigIssue:
     option = f" --revision {config.revision}" if config.revision else ""
     message = (
         f"{reason}; give a folder, or run hf download {config.path}{option} "
         "where there is a network"
     )
-    return ConfigIssue("model.path", message, config.path)
+    return ConfigIssue("model.path", message, config.path, is_transient=is_transient)

@@ -31,7 +31,7 @@ from axonlaunch.system import gpus
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
-"""Timeout in seconds until all ranks have joined."""
+"""Timeout in seconds until all ranks have joined, and of the silence of rank 0 after that."""
 _AGENT_S = 10.0
 """Timeout in seconds for torchrun's agent, which listens before it starts a rank."""
 _REPORT_S = 1.0
@@ -56,7 +56,7 @@ def message_key(environment: ClusterEnvironment, launch: LaunchConfig) -> bytes:
         environment.local_world_size == environment.world_size
         or is_loopback(environment.master_addr)
     ):
-        secret = token.of_this_user()
+        secret = token.user_token()
     if secret is None:
         warning = token.missing_token(
             launch, address=f"{environment.master_addr}:{environment.master_port}"
@@ -96,7 +96,8 @@ def join_ranks(
         message = (
             f"rank {environment.rank} waited {waits_s:g} s, and {listener} does not listen there"
         )
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
+        problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
+        raise ConfigError([problem]) from None
     job = dist.PrefixStore(f"axonlaunch/{environment.run_id}", store)
     try:
         if environment.rank == 0:
@@ -105,10 +106,11 @@ def join_ranks(
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank {environment.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
+        problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
+        raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
-    credentials = named.of(member_name(environment.rank))
+    credentials = named.with_sender(member_name(environment.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {
@@ -128,7 +130,9 @@ def join_ranks(
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
-        raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)]) from None
+        world_size = environment.world_size
+        problem = ConfigIssue("WORLD_SIZE", message, world_size, is_transient=True)
+        raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
     return channel, members, nonces
@@ -165,7 +169,7 @@ def with_node_counts(
     )
 
 
-def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
+def devices_each(visible_devices: Sequence[Sequence[str]], nproc: int) -> int:
     """Return the number of ranks on each node that can have a separate device.
 
     A scheduler makes either all devices of the node visible to every rank, which then uses the one
@@ -173,13 +177,15 @@ def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
     ranks, they share it.
 
     Args:
-        seen: Devices visible to each rank, with the ranks of a node in a row.
+        visible_devices: Devices visible to each rank, with the ranks of a node in a row.
         nproc: Number of ranks on a node.
     """
-    fewest = min(map(len, seen))
+    fewest = min(map(len, visible_devices))
     if fewest != 1:
         return fewest
-    nodes = [seen[first : first + nproc] for first in range(0, len(seen), nproc)]
+    nodes = [
+        visible_devices[first : first + nproc] for first in range(0, len(visible_devices), nproc)
+    ]
     return min(len({devices[0] for devices in node}) for node in nodes)
 
 
@@ -188,8 +194,11 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except (TimeoutError, dist.DistNetworkError, dist.DistStoreError):
-        message = f"rank 0 sent no configuration within {JOIN_S:g} s"
-        raise ConfigError([ConfigIssue("", message)]) from None
+        message = (
+            "rank 0, which prepares the run, is gone or has given no sign of life for "
+            f"{JOIN_S:g} s; see its output, and start all ranks again"
+        )
+        raise ConfigError([ConfigIssue("", message, is_transient=True)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
     if "status" in frozen:
