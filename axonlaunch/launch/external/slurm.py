@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
+from axonlaunch.launch.external.kubernetes.resources import seconds_to_save
 from axonlaunch.launch.launcher import (
     RESOLVED_SETTINGS,
     LaunchOptions,
@@ -28,6 +30,7 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
+from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.system.storage.files import read_text, replace_text
 
 SCRIPT = "job.sbatch"
@@ -49,6 +52,8 @@ _NOTES = {
     "130": "is stopped; resume it with axonlaunch resume {name}",
 }
 """Notes on failed jobs by the exit status of the command."""
+_LEAST_GRACE_S = 120
+"""Least number of seconds before the time limit at which a job is asked to save."""
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
@@ -59,7 +64,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     Shortly before the time limit the job receives a signal, saves a checkpoint and requeues itself.
     A preempted job receives SIGTERM from SLURM, which also requeues it.
     """
-    launch, folder = config.launch, config.run_dir
+    launch, folder, grace = config.launch, config.run_dir, config.launch.slurm.grace_s
     options = [
         f"--job-name={Path(config.name).name}",
         f"--nodes={launch.nnodes}",
@@ -67,7 +72,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         f"--output={folder}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
-        "--signal=B:USR1@120",
+        f"--signal=B:USR1@{_LEAST_GRACE_S if grace == 'auto' else grace}",
     ]
     if launch.device == "cuda" or (launch.device == "auto" and launch.backend != "gloo"):
         devices = 1 if launch.backend == "gloo" else launch.nproc  # ranks share it with gloo
@@ -155,11 +160,27 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     Raises:
         ConfigError: ``sbatch`` failed.
     """
+    if config.launch.slurm.grace_s == "auto":
+        grace = _estimated_grace_s(config, options.fork_server)
+        config = configuration.with_values(config, {"launch.slurm.grace_s": grace})
     if options.render:
         print(render(run_dir.with_run_dir(config)), end="")
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     return submit(config, announce=lambda text: print(text, file=output))
+
+
+def _estimated_grace_s(config: RunConfig, context: ForkServerContext) -> int:
+    """Return the seconds that a node needs to finish a step and save; note if they are unknown."""
+    try:
+        estimate = forecast(context, resolve_for_node(context, config)).estimate
+    except ConfigError as error:
+        sys.stderr.write(
+            f"note: launch.slurm.grace_s={_LEAST_GRACE_S}, because the run can't be estimated: "
+            f"{error.problems[0]}\n"
+        )
+        return _LEAST_GRACE_S
+    return max(_LEAST_GRACE_S, seconds_to_save(config, estimate))
 
 
 def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
