@@ -11,7 +11,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -31,13 +32,15 @@ from axonlaunch.launch.launcher import (
 )
 from axonlaunch.launch.multinode import token
 from axonlaunch.planning.estimate import forecast, resolve_for_node
-from axonlaunch.system.storage.files import read_text, replace_text
+from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
 TOKEN = "token"
 NUMBER = "job.number"
 """File in the run folder with the number of the last job."""
+_LOCK = "job.lock"
+"""File in the run folder that a command locks while it submits the run."""
 UNKNOWN = "UNKNOWN"
 """State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
@@ -200,13 +203,34 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     """
     # Before an existing run is moved aside for checkpoint.overwrite.
     refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
-    with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
-        folder = Path(config.run_dir)
-        _write(config, folder)
-    job = _submit_script(folder)
+    with ExitStack() as submission:
+        with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
+            folder = Path(config.run_dir)
+            submission.enter_context(_only_submission(folder))
+            _write(config, folder)
+        # The job, which may begin at once, locks the folder itself.
+        job = _submit_script(folder)
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     status, state = follow_job(SlurmJob(folder, job), announce)
     return status, {"job_id": int(job), "run_dir": config.run_dir, "state": state}
+
+
+@contextmanager
+def _only_submission(folder: Path) -> Iterator[None]:
+    """Keep other commands from submitting a run, until the number of its job is written.
+
+    Raises:
+        ConfigError: Another command submits the run, or an earlier job of it waits or runs.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(folder / _LOCK))
+        except BlockingIOError:
+            message = "another command is submitting this run; axonlaunch jobs shows its job"
+            problem = ConfigIssue("run_dir", message, str(folder), is_transient=True)
+            raise ConfigError([problem]) from None
+        refuse_second_job(folder)
+        yield
 
 
 def refuse_second_job(folder: Path) -> None:
@@ -356,8 +380,8 @@ class SlurmJob:
         Raises:
             ConfigError: ``sbatch`` failed, or the job has not ended.
         """
-        refuse_second_job(self.folder)
-        self.number = _submit_script(self.folder)
+        with _only_submission(self.folder):
+            self.number = _submit_script(self.folder)
         return f"job {self.number} submitted; it resumes in {self.folder}"
 
     def _state_of(self, name: str, code: str) -> JobState:
