@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     )
     from axonlaunch.data.datasets.registry import register_dataset as register_dataset
     from axonlaunch.data.datasets.sampler import DistributedSampler as DistributedSampler
-    from axonlaunch.engines.base import Engine as Engine
     from axonlaunch.engines.data_parallel.ddp import (
         DDP as DDP,
         DistributedDataParallel as DistributedDataParallel,
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
         register_data_parallel as register_data_parallel,
     )
     from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
+    from axonlaunch.engines.engine import Engine as Engine
     from axonlaunch.engines.expert.dispatch import AllToAll as AllToAll, Dispatch as Dispatch
     from axonlaunch.engines.expert.registry import register_dispatch as register_dispatch
     from axonlaunch.engines.expert.routing import exchange_routes as exchange_routes
@@ -133,7 +133,7 @@ if TYPE_CHECKING:
         RunState as RunState,
         register_callback as register_callback,
     )
-    from axonlaunch.training.loggers.base import Logger as Logger
+    from axonlaunch.training.loggers.logger import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
 
@@ -187,7 +187,7 @@ _NAMES_BY_MODULE = {
     "axonlaunch.data.datasets.dataset": ("Batch", "DatasetWithoutText"),
     "axonlaunch.data.datasets.registry": ("register_dataset",),
     "axonlaunch.data.datasets.sampler": ("DistributedSampler",),
-    "axonlaunch.engines.base": ("Engine",),
+    "axonlaunch.engines.engine": ("Engine",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
     "axonlaunch.engines.data_parallel.fsdp": (
         "CPUOffload",
@@ -232,7 +232,7 @@ _NAMES_BY_MODULE = {
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.models.specs.custom_loss": ("register_loss",),
-    "axonlaunch.training.loggers.base": ("Logger",),
+    "axonlaunch.training.loggers.logger": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
     "axonlaunch.training.module_trace.script": ("trace",),
 }

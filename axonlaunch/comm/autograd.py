@@ -307,7 +307,7 @@ def _exchange(x: Tensor, group: ProcessGroup, dim: int) -> tuple[int, int, str]:
 def _refuse_indivisible(x: Tensor, group: ProcessGroup, dim: int) -> None:
     if x.shape[dim] % group.size:
         raise ValueError(
-            f"dim {dim} of a tensor {list(x.shape)} can't be cut into {group.size} equal parts, "
+            f"dim {dim} of a tensor {list(x.shape)} can't be split into {group.size} equal parts, "
             f"one per rank: make its {x.shape[dim]} a multiple of {group.size}"
         )
 

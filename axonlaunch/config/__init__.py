@@ -22,7 +22,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.schema import REGISTRIES, RunConfig
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import resolve_variables, to_interpolations
-from axonlaunch.config.values.plain import (
+from axonlaunch.config.values.plain_values import (
     LARGEST_YAML,
     flatten,
     read_yaml,

@@ -140,9 +140,9 @@ class Registry(Generic[_T, F]):
         Raises:
             ValueError: The name is already registered for another target.
         """
-        known = self._entries.get(name)
-        if known is not None and known.target != target:
-            raise ValueError(f"{self.kind} {name!r} is registered already ({known.summary})")
+        registered = self._entries.get(name)
+        if registered is not None and registered.target != target:
+            raise ValueError(f"{self.kind} {name!r} is registered already ({registered.summary})")
         self._entries[name] = Entry(
             target, summary, config or self.free_config, facts, arguments=arguments
         )

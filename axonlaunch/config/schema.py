@@ -97,12 +97,12 @@ class FSDPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig:
-    """Tensor parallelism: the matrices of each layer are divided among ranks."""
+    """Tensor parallelism: the matrices of each layer are sharded over ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """number of ranks that each layer is divided among; these ranks process the same samples"""
+    """number of ranks that each layer is sharded over; these ranks process the same samples"""
     sequence_parallel: bool = False
-    """divide norms and dropout by sequence positions: less activation memory, the same traffic"""
+    """split norms and dropout by sequence positions: less activation memory, the same traffic"""
     async_collectives: bool = False
     """overlap matrix products with the gather or scatter of their operands, with torch's symmetric
     memory; for GPUs of one node, with sequence_parallel and train.compile
@@ -115,10 +115,10 @@ class TensorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Pipeline parallelism: the layers are divided among ranks."""
+    """Pipeline parallelism: the layers are split among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """number of ranks that the layers are divided among"""
+    """number of ranks that the layers are split among"""
     schedule: Literal[
         "gpipe",
         "1f1b",
@@ -141,20 +141,20 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """Context parallelism: each sequence is divided among ranks."""
+    """Context parallelism: each sequence is split among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """number of ranks that each sequence is divided among, with ring attention; axonlaunch inspect
+    """number of ranks that each sequence is split among, with ring attention; axonlaunch inspect
     says whether the model supports it
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Expert parallelism: the experts of each layer are divided among ranks."""
+    """Expert parallelism: the experts of each layer are split among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """number of ranks that the experts of a mixture of experts are divided among. They are data,
+    """number of ranks that the experts of a mixture of experts are split among. They are data,
     context and tensor ranks, so the degree takes no additional ranks; needs data_parallel=fsdp
     """
     dispatch: str = field(default="all_to_all", metadata={"names": DISPATCHES})
@@ -386,7 +386,7 @@ class EstimateConfig:
     the run reports them; null: only on GPUs, because on CPUs it slows down training
     """
     routing: Literal["balanced", "skewed", "worst"] = "balanced"
-    """assumed load of divided experts. balanced: all ranks get equally many tokens; skewed: the
+    """assumed load of split experts. balanced: all ranks get equally many tokens; skewed: the
     estimated rank gets imbalance times as many, in every layer; worst: it gets all tokens that can
     be sent to it
     """

@@ -28,7 +28,6 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.device_mesh import (
@@ -41,6 +40,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExper
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
+from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
 from axonlaunch.engines.forward_backward import (
@@ -89,9 +89,9 @@ from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.metrics import build_metrics
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.router_loss import RouterLoss
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
 
@@ -461,8 +461,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         is_checkpointed = bool(blocks) and train.activation_checkpointing != "none"
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
-    num_experts = 0 if train.compile else plan.most_experts(model)
-    apply_activation_checkpointing(blocks, mode=train.recomputation, num_experts=num_experts)
+    # Blocks with experts are not both compiled and recomputed.
+    apply_activation_checkpointing(
+        blocks, mode=train.recomputation, num_experts=plan.most_experts(model)
+    )
     if train.compile:
         compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
@@ -482,8 +484,9 @@ def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list
     """Return modules called before and after the blocks, if their weights are used only there."""
     if source_of(plan.config).code != "included":  # unknown for other models
         return [], []
-    before, after = around_blocks(plan.spec, model)
-    return before, after if plan.chunked is None else []  # a chunked head runs after forward
+    before_blocks, after_blocks = around_blocks(plan.spec, model)
+    # A chunked head runs after forward.
+    return before_blocks, after_blocks if plan.chunked is None else []
 
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
@@ -495,14 +498,14 @@ def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
-    before, after = _around_blocks(plan, model)
+    before_blocks, after_blocks = _around_blocks(plan, model)
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh, plan.layout),
         layers=[*plan.spec.blocks(model).values()],
-        before=before,
-        after=after,
+        before_blocks=before_blocks,
+        after_blocks=after_blocks,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(precision_of(config)),

@@ -16,7 +16,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.expert.routing import InvalidRouteError
-from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
+from axonlaunch.models.specs.model_spec import ModelOutputs, not_a_tensor
 
 if TYPE_CHECKING:  # importing it imports torch's compiler
     from axonlaunch.engines.pipeline.pipeline import Pipeline
@@ -73,7 +73,8 @@ class LocalForwardBackward:
         remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
             remaining -= 1
-            with self._synchronize(last=not remaining), _locating(micro_batch, len(losses)):
+            start = len(losses) * self._size
+            with self._synchronize(last=not remaining), _locating(micro_batch, start):
                 micro_batch_loss = self._loss(micro_batch, loss)
                 micro_batch_loss.backward()
             losses.append(micro_batch_loss.detach())
@@ -81,7 +82,11 @@ class LocalForwardBackward:
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run only the forward; return the micro-batches' losses."""
-        return [self._loss(micro_batch, loss) for micro_batch in batch.micro_batches(self._size)]
+        losses: list[Tensor] = []
+        for micro_batch in batch.micro_batches(self._size):
+            with _locating(micro_batch, len(losses) * self._size):
+                losses.append(self._loss(micro_batch, loss))
+        return losses
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs.
@@ -109,14 +114,20 @@ class LocalForwardBackward:
 
 
 @contextmanager
-def _locating(micro_batch: MicroBatch, number: int) -> Iterator[None]:
-    """Add the row in this rank's batch to an error about a token of a micro-batch."""
+def _locating(batch: MicroBatch, start: int, *, micro_batch_size: int = 0) -> Iterator[None]:
+    """Add the row in this rank's batch to an error about a token.
+
+    Args:
+        batch: Samples whose tokens are computed.
+        start: Row of the first of them.
+        micro_batch_size: Number of samples of a micro-batch of a pipeline.
+    """
     try:
         yield
     except InvalidRouteError as error:
-        if isinstance(micro_batch, Batch) and micro_batch.inputs.ndim > 1:
-            samples, positions = micro_batch.inputs.shape[:2]
-            error.row = number * samples + error.token // positions
+        if isinstance(batch, Batch) and batch.inputs.ndim > 1:
+            row = start + error.micro_batch * micro_batch_size
+            error.row = row + error.token // batch.inputs.shape[1]
         raise
 
 
@@ -143,7 +154,8 @@ class PipelineForwardBackward:
         for start in range(0, len(batch), round_size):
             part = batch.rows(start, start + round_size)
             packing = self._named_inputs(part)
-            losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **packing)
+            with _locating(part, start, micro_batch_size=self._size):
+                losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **packing)
         return losses
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
@@ -153,7 +165,8 @@ class PipelineForwardBackward:
         for start in range(0, len(batch), self._size):
             part = batch.rows(start, start + self._size)
             packing = self._named_inputs(part)
-            outputs = self._pipeline.forward(part.inputs, **packing)
+            with _locating(part, start):
+                outputs = self._pipeline.forward(part.inputs, **packing)
             if outputs is not None:
                 losses.append(loss(outputs, part.targets.to(outputs.device)))
         return losses

@@ -20,11 +20,11 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
-from axonlaunch.engines.base import ExpertLoad, StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
+from axonlaunch.engines.engine import ExpertLoad, StepResult
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
@@ -37,8 +37,8 @@ from axonlaunch.engines.tensor.outputs.metric_sums import metric_sums
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.specs.metrics import Metric
+from axonlaunch.models.specs.model_spec import ModelOutputs
 from axonlaunch.models.specs.router_loss import RouterLoss, RoutingMode
-from axonlaunch.models.specs.spec import ModelOutputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ class ClusterEnvironment:
         count = accelerators() if nproc == "auto" else nproc
         return not (isinstance(count, int) and count > 1)
 
-    def of_node(self) -> ClusterEnvironment:
+    def for_node(self) -> ClusterEnvironment:
         """Return the environment of a process that starts its node's ranks itself."""
         return dataclasses.replace(self, local_rank=None) if self.one_per_node else self
 

@@ -20,7 +20,6 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.checkpoint.loading.resume_source import (
     is_launched_by,
-    is_of,
     resume_of,
     resume_of_restart,
 )
@@ -42,10 +41,11 @@ from axonlaunch.config.consistency.resumed_settings import (
     other_threads,
     settings_unlike_resumed,
 )
-from axonlaunch.config.values.plain import LARGEST_YAML
+from axonlaunch.config.values.plain_values import LARGEST_YAML
 from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.output.console import shortened
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
@@ -269,7 +269,7 @@ def _differences(config: RunConfig) -> list[str]:
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of a run that has already trained all steps of this configuration.
 
-    Return None if there is no such run.
+    Return None if there is no such run. A run that early stopping ended has no steps left either.
 
     Raises:
         ConfigError: The run has trained the same number of steps with other settings.
@@ -279,11 +279,12 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     folder = Path(with_run_dir(config).run_dir)
     try:
         summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
-        is_done = summary["status"] == "done" and summary["steps"] == config.train.steps
+        steps = summary["steps"] if summary["status"] == "done" else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not is_done:
-        return None
+    if steps != config.train.steps:
+        is_stopped = steps is not None and _is_stopped_early(config, step=steps)
+        return summary if is_stopped else None
     try:
         previous = frozen_settings(folder / CONFIG)
         changed = settings_unlike_resumed(with_absolute_paths(config), previous)
@@ -300,11 +301,39 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
 
 def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
     """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
-    return (
-        f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
-        "steps; to continue, use more train.steps; to start over, use another name "
-        "or checkpoint.overwrite=true"
+    steps, patience = summary["steps"], config.train.early_stop
+    reason = f"it has trained all of its {steps} steps; to continue, use more train.steps"
+    if steps != config.train.steps:
+        reason = (
+            f"train.early_stop={patience} ended it after {steps} steps; to continue, use more "
+            "evaluations, or null"
+        )
+    text = (
+        f"{with_run_dir(config).name} is finished: {reason}; to start over, use another name or "
+        "checkpoint.overwrite=true"
     )
+    if config.checkpoint.push is None or summary.get("pushed") is not None:
+        return text
+    return f"{text}; to upload its weights, use {pushing_command(with_run_dir(config))}"
+
+
+def pushing_command(config: RunConfig) -> str:
+    """Return the command that uploads the weights of a run to ``checkpoint.push``."""
+    private = " --private" if config.checkpoint.push_private else ""
+    folder = shortened(config.run_dir)
+    return f"axonlaunch checkpoint export {folder} --push {config.checkpoint.push}{private}"
+
+
+def _is_stopped_early(config: RunConfig, *, step: int) -> bool:
+    """Return whether the newest checkpoint of a run ended it by ``train.early_stop``."""
+    patience = config.train.early_stop
+    if patience is None:
+        return False
+    try:
+        saved = last_saved(with_run_dir(config))
+    except OSError:  # reported where the run is resumed
+        return False
+    return saved is not None and saved.step == step and saved.evaluations_since >= patience
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
@@ -426,14 +455,33 @@ def _refuse_overwriting(config: RunConfig) -> None:
             f"{config.run_dir} already contains a run; choose another name, continue it with "
             "checkpoint.resume=auto, or move it aside with checkpoint.overwrite=true"
         )
-    is_path = resume not in ("auto", "never")
-    if overwrite and is_path and is_of(storage.storage_path(resume), Path(config.run_dir)):
+    if message:
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
+    folder = Path(config.run_dir).resolve()
+    moved = {
+        key: path
+        for key, path in (_paths_to_read(config) if overwrite else {}).items()
+        if not is_url(path) and Path(path).expanduser().resolve().is_relative_to(folder)
+    }
+    if moved:
         message = (
             "is in the run that checkpoint.overwrite=true moves aside; remove that setting, or "
             "choose another name"
         )
-    if message:
-        raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
+        raise ConfigError([ConfigIssue(key, message, path) for key, path in moved.items()])
+
+
+def _paths_to_read(config: RunConfig) -> dict[str, str]:
+    """Return the paths of the checkpoint, the weights and the tokenizer that a run starts from."""
+    resume = config.checkpoint.resume
+    paths = {
+        "checkpoint.resume": None if resume in ("auto", "never") else resume,
+        "model.weights": getattr(config.model, "weights", None),
+        "model.path": config.model_path,
+        "adapter.path": None if config.adapter is None else config.adapter.path,
+        "tokenizer.path": config.tokenizer.path,
+    }
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -100,10 +100,8 @@ class Run:
         started = time.time() if self.is_timed_alone else self.options.started
         options = dataclasses.replace(self.options, composed=self.composed, started=started)
         status, summary = launch_function(self.config)(self.config, options)
-        # On this node a failure ends only one run of a sweep. A launcher that can't submit a run
-        # can't submit the next one either.
-        is_last = status == INTERRUPTED or (status != 0 and not self.is_on_this_node)
-        return RunResult(status, summary, is_last)
+        # A failure ends only one run of a sweep.
+        return RunResult(status, summary, is_last=status == INTERRUPTED)
 
 
 def stream_of(options: LaunchOptions) -> TextIO:
@@ -147,10 +145,14 @@ def prepare_runs(runs: Sequence[Run]) -> list[Run]:
     """
     refuse_mixed_launchers(runs)
     if not runs[0].is_on_this_node:
-        return _check(runs)
-    runs = [dataclasses.replace(run, finished=run_dir.finished_summary(run.config)) for run in runs]
+        runs = _check(runs)
+        is_alone = len(runs) == 1 or runs[0].options.render
+        return runs if is_alone else _with_headers(runs)
+    runs = [_with_finished(run) for run in runs]
     with spinner("checking") as show:
         runs = _check([_with_options(run, show=show) for run in runs])
+    # Steps of train.epochs are known only now.
+    runs = [_with_finished(run) for run in runs]
     runs = _prove(runs)
     return runs if len(runs) == 1 else _with_headers(runs)
 
@@ -252,6 +254,12 @@ def _with_headers(runs: Sequence[Run]) -> list[Run]:
         )
         for index, (run, variation) in enumerate(zip(runs, variations, strict=True))
     ]
+
+
+def _with_finished(run: Run) -> Run:
+    if run.finished is not None:
+        return run
+    return dataclasses.replace(run, finished=run_dir.finished_summary(run.config))
 
 
 def _with_options(run: Run, **changed: Any) -> Run:

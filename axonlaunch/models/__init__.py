@@ -6,7 +6,7 @@ Importing this package does not import torch; the code of a model is imported at
 from __future__ import annotations
 
 from axonlaunch.config.options.model import MODELS
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.registry import register_model
-from axonlaunch.models.specs.spec import ModelSpec
 
 __all__ = ["MODELS", "ModelSpec", "register_model"]

@@ -23,7 +23,7 @@ from axonlaunch.models.adapters.lora import (
     start_magnitudes,
 )
 from axonlaunch.models.adapters.quantized_base import quantize_base
-from axonlaunch.models.specs.spec import ModelSpec, model_of
+from axonlaunch.models.specs.model_spec import ModelSpec, model_of
 from axonlaunch.models.specs.trainable import choose_trainable
 from axonlaunch.models.tensors.initialization import Staging, fill, initialize, materialize
 

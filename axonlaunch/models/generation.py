@@ -104,6 +104,6 @@ def _sample_token(
     probabilities = ((logits - logits.max()).double() / temperature).softmax(-1).float()
     if top_p is not None:
         probabilities, order = probabilities.sort(descending=True, stable=True)
-        before = probabilities.cumsum(-1) - probabilities
-        indices, probabilities = indices[order], probabilities.where(before < top_p, 0.0)
+        sum_of_likelier = probabilities.cumsum(-1) - probabilities
+        indices, probabilities = indices[order], probabilities.where(sum_of_likelier < top_p, 0.0)
     return int(indices[torch.multinomial(probabilities, 1, generator=generator)])

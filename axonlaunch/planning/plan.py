@@ -169,7 +169,7 @@ def with_figures(
         if nodes(config)[1] > 1:
             message = "is measured on one node; use published hardware, with a network"
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
-        hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
+        hardware = measured_hardware.measure_this_node(context, hardware, ranks=devices)
     hardware, assumed = with_assumed_figures(hardware, devices=devices)
     return with_precision(configuration.with_values(config, {"hardware": hardware})), assumed
 

@@ -180,7 +180,7 @@ class TrainingForecast:
         days_at_best: Duration with ``goodput_high``.
         days_at_worst: Duration with ``goodput_low``.
         device_hours: Devices times the expected duration in hours.
-        goodput: Expected fraction of the time in steps that count.
+        goodput: Expected fraction of the time in productive steps.
         goodput_low: Goodput with the low failure rate, which 95% of such runs exceed.
         goodput_high: Goodput with the high failure rate, which 5% of such runs exceed.
         saving: Fraction of the time in which training waits for saves.

@@ -10,7 +10,7 @@ from torch import nn
 from axonlaunch.checkpoint.exchange import adapters
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.models.adapters.lora import adapter_problems
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 
 def with_adapter_settings(config: RunConfig) -> RunConfig:

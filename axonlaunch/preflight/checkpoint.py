@@ -34,9 +34,11 @@ from axonlaunch.config.precision import (
     state_format,
 )
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.schema import CheckpointConfig
+from axonlaunch.config.values.plain_values import flatten
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
-from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
@@ -53,6 +55,7 @@ _DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
     EIGHT_BITS: torch.uint8
 }
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
+_OF_ADDED_TOKENS = ("tokenizer.add_tokens", "tokenizer.special")
 
 
 def with_resumed_precision(config: RunConfig) -> RunConfig:
@@ -138,7 +141,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     resume = resume_of(config)
     if resume == "never":
-        yield from _overwritten(config.checkpoint.path)
+        yield from _overwritten(config.checkpoint)
         return
     folder = _resumed_from(config)
     if folder is None:
@@ -175,7 +178,8 @@ def first_row_at(config: RunConfig, dataset: Dataset) -> int:
     checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None:
         return 0
-    is_changed = saved is not None and any(find_differences(saved, current))
+    restarts = config.checkpoint.changed_data == "restart"
+    is_changed = is_other_data(saved, current, restarts=restarts)
     return checkpoint.samples if is_changed else checkpoint.first_row_at
 
 
@@ -184,9 +188,9 @@ def _origins(
 ) -> tuple[Checkpoint | None, Origin | None, Origin | None]:
     """Return the checkpoint to resume from and descriptions of its data and the current data."""
     checkpoint = _newest(config)
-    if checkpoint is None or checkpoint.origin is None:
-        return checkpoint, None, None
-    saved = Origin.from_dict(checkpoint.origin)
+    if checkpoint is None:
+        return None, None, None
+    saved = None if checkpoint.origin is None else Origin.from_dict(checkpoint.origin)
     return checkpoint, saved, describe_rows(config, dataset, like=saved)
 
 
@@ -244,7 +248,9 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
         return  # the check of the data reports this error
     if saved is None or saved.fingerprint == current.fingerprint:
         return
-    if config.tokenizer.name == "train":
+    if changed := [*_other_added_tokens(config, run_dir)]:
+        yield from changed
+    elif config.tokenizer.name == "train":
         message = (
             "data.files have changed, so training the tokenizer again gives another one than the "
             f"run used; use tokenizer=auto tokenizer.path={run_dir / FOLDER}"
@@ -255,13 +261,34 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
         yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 
 
-def _overwritten(path: str | None) -> Iterator[ConfigIssue]:
+def _other_added_tokens(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
+    """Yield a problem if the run to resume has added other tokens to its tokenizer."""
+    try:
+        began = frozen_settings(run_dir / CONFIG)
+    except (OSError, ValueError):
+        return  # reported where the run is resumed
+    now = flatten(config.tokenizer, "tokenizer")
+    for key in sorted({*began, *now}):
+        was, chosen = began.get(key) or None, now.get(key) or None  # empty: no token
+        if key.startswith(_OF_ADDED_TOKENS) and was != chosen:
+            how = "without it; remove it" if was is None else f"with {plain(was)}; use that"
+            yield ConfigIssue(key, f"{run_dir} was trained {how}", chosen)
+
+
+def _overwritten(saving: CheckpointConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if a run from step 0 would write to another run's checkpoint folder."""
+    path = saving.path
     if path is None:
         return
     with reaching(storage_path(path)):
         checkpoint = step_folders.latest(storage_path(path))
-    if checkpoint is not None:
+    if checkpoint is not None and saving.overwrite:
+        message = (
+            f"{checkpoint.path} exists, and checkpoint.path is not moved aside; use another "
+            "checkpoint.path, or false"
+        )
+        yield ConfigIssue("checkpoint.overwrite", message, True)
+    elif checkpoint is not None:
         message = (
             f"{checkpoint.path} exists; use another checkpoint.path, or resume from it with auto"
         )
@@ -293,8 +320,8 @@ def _resumable(
         yield from _other_types(config, checkpoint, model)
     else:
         message = (
-            f"{checkpoint.path} contains weights only (no optimizer state); "
-            f"use never, and model.weights={checkpoint.path}"
+            f"{checkpoint.path} contains weights only (no optimizer state); use auto, and "
+            f"model.weights={checkpoint.path} with another name"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)
@@ -420,7 +447,7 @@ def _dtype(entry: Any) -> torch.dtype | None:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
+    return next((name for name, candidate in _DTYPES.items() if candidate == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

@@ -6,6 +6,7 @@ together.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 
 from torch import nn
 
-from axonlaunch.checkpoint.exchange.hub_push import push_problems
+from axonlaunch.checkpoint.exchange.hub_push import push_problems, pushed_adapter_problems
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.code.plugins import import_callable, import_plugins
@@ -34,8 +35,8 @@ from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.untokenized import Untokenized
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
@@ -220,6 +221,7 @@ def _examine(
         problems += expert_problems(config, spec, model)
         problems += balance_problems(config, spec, model)
         problems += product_problems(config, spec, model)
+        problems += pushed_adapter_problems(config, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:
@@ -354,14 +356,11 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield a problem if the checkpoints do not fit on the disk."""
     if not config.checkpoint.every:
         return
-    num_checkpoints = (
-        config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    )  # and the one being written
     shares = TrainingShares.of(config)
     saved = 1 if config.saves_frozen else shares.gradients
     stored = stored_bytes(model, element=config.train.parameter_bytes)
     per_checkpoint = stored * (saved + shares.states)
-    needed = int(per_checkpoint) * num_checkpoints
+    needed = int(per_checkpoint) * _num_checkpoints(config)
     path = config.checkpoint.path or config.run_dir
     if is_url(path):  # the free space of remote storage is not known
         return
@@ -374,4 +373,17 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             f"checkpoints take up to {size(needed)}, but {folder} has {size(free)} free; keep "
             "fewer, use another run_dir, or checkpoint.every=0"
         )
-        yield ConfigIssue("checkpoint.keep_last", message, config.checkpoint.keep_last)
+        name = "keep_every_n_steps" if config.checkpoint.keep_every_n_steps else "keep_last"
+        name = "every" if isinstance(config.checkpoint.every, list) else name
+        yield ConfigIssue(f"checkpoint.{name}", message, getattr(config.checkpoint, name))
+
+
+def _num_checkpoints(config: RunConfig) -> int:
+    """Return the maximum number of checkpoints on the disk, with the one that is being written."""
+    checkpoint, steps = config.checkpoint, config.train.steps
+    if isinstance(checkpoint.every, list):
+        return len({*checkpoint.every, steps})  # all are kept, and the last step's
+    num_checkpoints = checkpoint.keep_last + checkpoint.keep_best + 1
+    if checkpoint.keep_every_n_steps and steps != "auto" and isinstance(checkpoint.every, int):
+        num_checkpoints += steps // math.lcm(checkpoint.every, checkpoint.keep_every_n_steps)
+    return num_checkpoints

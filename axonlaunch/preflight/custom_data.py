@@ -93,7 +93,7 @@ def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigI
     for axis in AXES:
         degree = axis.degree(config.strategy)
         if degree > 1:
-            message = f"{reason}, but this divides {axis.divides} among ranks; use 1 with ddp, "
+            message = f"{reason}, but this splits {axis.divides} among ranks; use 1 with ddp, "
             yield ConfigIssue(axis.key, f"{message}zero1 or fsdp", degree)
     if config.train.loss_chunk is not None:
         message = f"{reason}, so the loss can't be computed in chunks; use null"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
@@ -145,7 +146,8 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
     train = config.train
     if train.epochs is None:
         return config
-    samples = first_row_at + train.epochs * dataset.num_samples
+    # As a decimal: 1.1 * 100 is above 110 in binary, which would add a step.
+    samples = first_row_at + Fraction(str(train.epochs)) * dataset.num_samples
     steps = math.ceil(samples / train.global_batch_size)
     return with_values(config, {"train.steps": steps, "train.epochs": None})
 
@@ -171,14 +173,29 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """Grow the vocabulary of a transformers model to the tokens that the tokenizer gets.
 
     A model with enough rows, such as one with a padded vocabulary, is not changed. An adapter also
-    trains the embedding and the head, because the rows of new tokens have learned nothing.
+    trains the embedding and the head, because the rows of new tokens have learned nothing. The same
+    holds if ``model.config`` grows the vocabulary.
 
     Raises:
         ConfigError: The tokenizer or the model can't be read.
     """
     source = source_of(config)
-    if not config.tokenizer.new_tokens() or not (ends := source.vocabulary_parameters()):
+    is_grown = config.adapter is not None and source.has_grown_vocabulary()
+    if not (is_grown or config.tokenizer.new_tokens()):
         return config
+    if not (ends := source.vocabulary_parameters()):
+        return config
+    if config.tokenizer.new_tokens():
+        config, has_new = _with_rows_of_tokens(config)
+        is_grown = is_grown or has_new
+    if config.adapter is None or not is_grown:
+        return config
+    more = [name for name in ends if name not in config.train.unfreeze]
+    return with_values(config, {"train.unfreeze": [*config.train.unfreeze, *more]})
+
+
+def _with_rows_of_tokens(config: RunConfig) -> tuple[RunConfig, bool]:
+    """Grow the vocabulary to the tokenizer's tokens; return also whether any of them is new."""
     tokenizer = tokenizer_of(config)
     if tokenizer.name == "train":
         size, is_new = tokenizer.vocab_size + len(tokenizer.new_tokens()), True
@@ -186,11 +203,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
         loaded = add_tokens(load_tokenizer(tokenizer), tokenizer)
         assert isinstance(loaded, PretrainedTokenizer)
         size, is_new = loaded.vocab_size, bool(loaded.added)
-    config = with_values(config, source.with_vocabulary(size))
-    if config.adapter is None or not is_new:
-        return config
-    more = [name for name in ends if name not in config.train.unfreeze]
-    return with_values(config, {"train.unfreeze": [*config.train.unfreeze, *more]})
+    return with_values(config, source_of(config).with_vocabulary(size)), is_new
 
 
 def packing_problems(

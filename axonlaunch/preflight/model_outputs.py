@@ -31,7 +31,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.metrics import build_metrics
-from axonlaunch.models.specs.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.specs.model_spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import UNTRACEABLE
 
@@ -130,8 +130,8 @@ def metric_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             yield ConfigIssue(f"metrics[{number}]", f"{message}; remove it", name)
     best = config.train.best_metric
     if best not in ("loss", *names):
-        known = one_of(["loss", *names])
-        message = f"no metric of the run has this name; use {known}, or add it to metrics"
+        metric_names = one_of(["loss", *names])
+        message = f"no metric of the run has this name; use {metric_names}, or add it to metrics"
         yield ConfigIssue("train.best_metric", message, best)
     try:
         metrics = build_metrics(config)

@@ -34,7 +34,7 @@ from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.engines.optimizer.schedules import schedule_issues
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import library_problem
 
 _MATRIX = (64, 64)

@@ -50,8 +50,8 @@ from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers, selection_problems
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
 _LARGEST_GROUP = 256
@@ -59,7 +59,7 @@ _LARGEST_GROUP = 256
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the model's sequences can't be divided among ranks."""
+    """Yield the reasons why the model's sequences can't be sharded over ranks."""
     del model
     degree = config.strategy.context.degree
     if degree == 1:
@@ -244,16 +244,16 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
 
 
 def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the experts of the model can't be divided among ranks."""
+    """Yield the reasons why the experts of the model can't be sharded over ranks."""
     degree = config.strategy.expert.degree
     if degree == 1:
         return
     degrees = expert_degrees(spec, model)
     if not degrees:
-        message = f"{type(model).__name__} has no experts that can be divided; use 1"
+        message = f"{type(model).__name__} has no experts that can be split; use 1"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     elif degree not in degrees:
-        message = f"the experts of a layer can't be divided evenly; use {one_of(degrees)}"
+        message = f"the experts of a layer can't be split evenly; use {one_of(degrees)}"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     else:
         yield from expert_state_problems(config, spec, model)
@@ -266,7 +266,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 
 
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why experts can't be compiled, or routers can't balance them by biases."""
+    """Yield why experts can't be compiled or recomputed, or routers not balance them by biases."""
     described: Any = config.model
     is_included = source_of(config).code == "included" and spec.experts(model)
     precision = precision_of(config)
@@ -275,6 +275,13 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
         message = "torch compiles products of experts only in bf16; use train.precision=bf16"
         yield ConfigIssue("train.compile", message, True)
         return
+    mode = config.train.activation_checkpointing
+    if config.train.compile and mode != "none" and spec.most_experts(model):
+        message = (
+            "a compiled block would choose experts again in backward, and rounding can change the "
+            "choice; use none, or train.compile=false"
+        )
+        yield ConfigIssue("train.activation_checkpointing", message, mode)
     balance = getattr(described, "balance", "none")
     if balance == "none":
         return
@@ -326,8 +333,8 @@ def _cut_blocks(
         states = states_of(with_options(config.optimizer, entry), entry.shape).values()
         if any(state.is_packed for state in states):
             message = (
-                f"{name} has rows of {entry.shape[-1]} values, and {by} cuts them within blocks of "
-                f"{BLOCK}; use bf16 or parameter, or a smaller degree"
+                f"{name} has rows of {entry.shape[-1]} values, and {by} shards them within blocks "
+                f"of {BLOCK}; use bf16 or parameter, or a smaller degree"
             )
             yield ConfigIssue("optimizer.state_dtype", message, config.optimizer.state_dtype)
             return
@@ -348,7 +355,7 @@ def _custom_loss_problems(
 def pipeline_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield the reasons why the model can't be cut into pipeline stages."""
+    """Yield the reasons why the model can't be split into pipeline stages."""
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
         return
@@ -356,12 +363,12 @@ def pipeline_problems(
         yield ConfigIssue("strategy.pipeline.degree", why, pipeline.degree)
         return
     if spec.flow is not None and (why := spec.flow().problem):
-        message = f"{type(model).__name__} can't be cut into stages: {why}"
+        message = f"{type(model).__name__} can't be split into stages: {why}"
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return
     if not cuttable(spec, model):
         message = (
-            f"model={config.model.name} can't be cut into stages: it is not an nn.Sequential and "
+            f"model={config.model.name} can't be split into stages: it is not an nn.Sequential and "
             "names no ends; register it with layers= and ends="
         )
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)

@@ -67,7 +67,7 @@ class Credentials:
         key = derive_key(secrets.token_bytes(32))
         return cls(key=key, run=secrets.token_hex(8), sender=sender)
 
-    def of(self, sender: str) -> Self:
+    def with_sender(self, sender: str) -> Self:
         """Return the same credentials with another sender."""
         return dataclasses.replace(self, sender=sender)
 

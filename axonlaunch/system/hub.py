@@ -109,6 +109,9 @@ def _explain(error: BaseException, status: int | None) -> HubCallError:
             return HubCallError(kind, "HF_HUB_OFFLINE is set" if kind == "offline" else text)
     if status in (401, 403):
         return HubCallError("refused", f"the Hub refuses it ({status}); {LOG_IN}")
+    if status == 404:  # the Hub names what is missing; another server at its address doesn't
+        message = "the Hub's address answers that it is not there (404); check it, and HF_ENDPOINT"
+        return HubCallError("refused", message)
     if status is not None and status < 500:
         return HubCallError("refused", f"the Hub refuses it ({status})")
     if status is not None:

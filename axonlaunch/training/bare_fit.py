@@ -10,7 +10,7 @@ from axonlaunch.comm import World
 from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.loader import Loader
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.events import Evaluated, Event, Monitor, StepLogged
 from axonlaunch.training.ending.nonfinite import NotFiniteError
 from axonlaunch.training.measuring.device_use import DeviceUse

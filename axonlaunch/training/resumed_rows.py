@@ -9,7 +9,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.loader import Loader
-from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, is_other_data
 
 
 def place_rows(
@@ -34,17 +34,16 @@ def place_rows(
     if resumed is None:
         return ()
     loader.first_row_at = resumed.first_row_at
-    if resumed.origin is None:
-        return ()
-    saved = Origin.from_dict(resumed.origin)
+    saved = None if resumed.origin is None else Origin.from_dict(resumed.origin)
     current = describe_rows(config, dataset, like=saved) if world.is_main else None
-    is_changed = world.is_main and any(find_differences(saved, current))
+    restarts = config.checkpoint.changed_data == "restart"
+    is_changed = world.is_main and is_other_data(saved, current, restarts=restarts)
     if not any_rank(is_changed, world=world):
         return ()
-    if config.checkpoint.changed_data == "error":
+    if not restarts:
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
-        if world.is_main:
+        if world.is_main and saved is not None:
             issues = changed_data_issues(saved, current, checkpoint=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples

@@ -7,8 +7,8 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.datasets.dataset import sample_inputs
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.training.process.arithmetic import configure_arithmetic
 
 __all__ = ["Engine", "engine_with_weights"]

@@ -24,7 +24,7 @@ from axonlaunch.config.values.intervals import StepInterval, is_due
 from axonlaunch.data.datasets.dataset import AnyBatch, counted_in
 from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
-from axonlaunch.engines.base import Engine, StepResult
+from axonlaunch.engines.engine import Engine, StepResult
 from axonlaunch.events import (
     Evaluated,
     Finished,

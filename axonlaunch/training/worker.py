@@ -29,8 +29,8 @@ from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.loader import Loader, rank_loader
 from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.events import (
     NULL_MONITOR,
     Finished,

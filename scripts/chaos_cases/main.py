@@ -62,7 +62,7 @@ KINDS = {
     "soak": Kind("500 steps with such kills (only if named)", moves.soak, 0),
     "goodput": Kind("goodput as predicted (only if named)", goodput.predicted, 0),
     "neighbor": Kind("a stranger on the network", neighbors.run, len(neighbors.KINDS)),
-    "pods": Kind("kills and deletions of pods (only if named)", pods.run, 0),
+    "pods": Kind("kills of pods, suspended Jobs (only if named)", pods.run, 0),
 }
 
 

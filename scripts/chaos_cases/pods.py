@@ -1,4 +1,4 @@
-"""Kills and deletes pods of a Job on a real API server, at any moment.
+"""Kills and deletes pods of a Job on a real API server and suspends the Job, at any moment.
 
 The Job's controller replaces them, at different times. The run must continue from its checkpoints,
 lose no step and have the losses of an undisturbed run. Needs the programs of scripts/kube-up.
@@ -22,7 +22,7 @@ from launchers import By, kubernetes
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 
-NODES, FAULTS = 3, 3
+NODES, FAULTS = 2, 5
 PATIENCE_S = 600
 """Seconds in which a disturbed run ends; a controller waits longer after each failure."""
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -30,7 +30,7 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _MODEL = [
     *("model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
-    *("data=synthetic_tokens", "data.sequence_length=64", "train.global_batch_size=96"),
+    *("data=synthetic_tokens", "data.sequence_length=64", "train.global_batch_size=32"),
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_batches=0", "optimizer.eps=1e-5"),
     *("launch.threads=1", "launch.device=cpu", "strategy=fsdp", "checkpoint.every=4", "name=run"),
     "train.micro_batch_size=1",  # steps that take long enough to be disturbed
@@ -70,7 +70,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
 def _disturb(
     chance: random.Random, command: Command, api: Cluster, cluster: Path, follower: Any, log: Log
 ) -> bool:
-    """Harm a pod at a random moment; return whether the run went on until then."""
+    """Harm the run at a random moment; return whether it went on until then."""
     later = steps_logged(command) + chance.randint(0, STEPS // FAULTS)
     pods: list[dict[str, Any]] = []
     deadline = time.monotonic() + PATIENCE_S
@@ -83,14 +83,24 @@ def _disturb(
     time.sleep(chance.uniform(0, 8 if later == steps_logged(command) else 0.5))
     pod = chance.choice(pods)
     name, index = pod["metadata"]["name"], pod["metadata"]["annotations"][_INDEX]
-    action = chance.choice(["kill", "kill", "delete"])
-    log(f"{action} pod {index} at line {steps_logged(command)}", fault=True)
-    if action == "delete":
+    action = chance.choice(["kill", "kill", "delete", "suspend", "suspend"])
+    what = "" if action == "suspend" else f" pod {index}"
+    log(f"{action}{what} at line {steps_logged(command)}", fault=True)
+    if action == "suspend":
+        _suspend(api, seconds=chance.uniform(0, 15))
+    elif action == "delete":
         api.delete("Pod", name)
     else:
         with suppress(ProcessLookupError):
             os.kill(int((cluster / "pods" / name / "pid").read_text()), signal.SIGKILL)
     return True
+
+
+def _suspend(api: Cluster, *, seconds: float) -> None:
+    """Suspend the Job as a queue does that pre-empts it, and admit it again."""
+    api.patch("Job", "run", {"spec": {"suspend": True}})
+    time.sleep(seconds)
+    api.patch("Job", "run", {"spec": {"suspend": False}})
 
 
 def _running(api: Cluster) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from axonlaunch.data.datasets import loader
 from axonlaunch.data.datasets.origin import Origin
 from axonlaunch.data.shards import shard_maker
 from axonlaunch.data.shards.file_sum import sum_of_file
-from axonlaunch.preflight import checks
+from axonlaunch.preflight import checkpoint as checkpoint_checks, checks
 from axonlaunch.training import worker
 
 SMALL = [
@@ -257,3 +257,38 @@ def test_a_checkpoint_without_a_description_of_its_data_resumes(
         run(*documents)
     assert newest(tmp_path).origin is None
     assert run(*documents, "data.sequence_length=8", steps=4)[:4] == [8, 9, 10, 11]
+
+
+def test_overwrite_does_not_replace_the_checkpoints_of_another_folder(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    other = [f"run_dir={tmp_path / 'other'}", f"checkpoint.path={tmp_path / 'run'}"]
+    message = r"checkpoint.overwrite=true: .*/step_2 exists, and checkpoint.path is not moved aside"
+    with pytest.raises(ConfigError, match=message):
+        checks.resolve(
+            config.load([*SMALL, *documents, *other, "checkpoint.overwrite=true"]), devices=0
+        )
+
+
+def test_other_added_tokens_are_named_when_a_run_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder, file = corpus.save_tokenizer(tmp_path / "tokenizer"), tmp_path / "a.jsonl"
+    write_rows(file, "apple")
+    keys = [*SMALL, "data=documents", f"data.files=[{file}]", f"tokenizer.path={folder}"]
+    (tmp_path / "config.yaml").write_text(config.to_yaml(config.load(keys)))
+    more = config.load([*keys, "tokenizer.add_tokens=[more]", "tokenizer.special={eos: end}"])
+    assert [str(issue) for issue in checkpoint_checks._other_tokenizer(more, tmp_path)] == [
+        f"tokenizer.add_tokens=[more]: {tmp_path} was trained without it; remove it",
+        f"tokenizer.special.eos=end: {tmp_path} was trained without it; remove it",
+    ]
+
+
+def test_restart_after_a_user_dataset_reads_the_first_row(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
+        run(*documents)
+    assert run(*documents, "checkpoint.changed_data=restart", steps=4)[:4] == [0, 1, 2, 3]
+    assert newest(tmp_path).first_row_at == 8

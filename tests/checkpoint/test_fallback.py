@@ -134,7 +134,7 @@ def test_run_with_only_corrupt_checkpoints_does_not_start(where: Path) -> None:
     save(where, 1)
     flip(where / "checkpoints/step_1/__0_0.distcp")
     for _ in range(2):
-        with pytest.raises(RankFailedError, match="another name, or remove what is corrupt"):
+        with pytest.raises(RankFailedError, match="another name, or remove the corrupt files"):
             resume(where)
 
 

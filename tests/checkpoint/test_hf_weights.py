@@ -102,7 +102,7 @@ def test_missing_safetensors_shard_is_named(tmp_path: Path) -> None:
     theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
     [gone, *_] = sorted(tmp_path.glob("*.safetensors"))
     gone.unlink()
-    assert f"names {gone.name}, not in its folder" in refusal(tmp_path)
+    assert f"names {gone.name}, which its folder lacks" in refusal(tmp_path)
 
 
 def test_truncated_safetensors_shard_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from axonlaunch.checkpoint.exchange.model_card import model_card
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
+from axonlaunch.launch.output import summary
+from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.models.build import build_model
 from axonlaunch.models.modules.module_state import model_state
 
@@ -189,6 +192,25 @@ def test_missing_invalid_and_read_only_tokens_are_refused_before_the_start(
         with pytest.raises(ConfigError, match=f"checkpoint.push={ORG}/small: {reason}"):
             run_config(overrides)
     assert not hub.repos
+
+
+def test_adapter_that_peft_can_not_store_is_refused_before_the_start(hub: Hub) -> None:
+    overrides = [*TINY, f"checkpoint.push={ORG}/small", "adapter=lora"]
+    message = (
+        f"checkpoint.push={ORG}/small: PEFT adapts models of transformers, and this is gpt; use "
+        f"null, and axonlaunch checkpoint export RUN --merge --push {ORG}/small after the run"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run_config(overrides)
+
+
+def test_command_after_a_failed_upload_keeps_the_repository_private(
+    run: RunConfig, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults["/commit/"] = [500]
+    private = with_values(run, {"checkpoint.push_private": True})
+    assert summary._push(private, RunConsole(stream=io.StringIO()), None) is None
+    assert f"--push {ORG}/small --private uploads them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

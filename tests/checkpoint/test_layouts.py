@@ -22,8 +22,8 @@ from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.data.datasets.loader import Loader, rank_loader
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import build_model
 
 MODEL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]

@@ -17,7 +17,7 @@ import torch
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, Retention
-from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.format import manifest, step_folders
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
@@ -178,6 +178,14 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
     assert steps(three) == [1, 2, 3]
     assert (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text() != before
     assert not list((three / "checkpoints").glob("*.partial"))
+
+
+def test_position_in_stream_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    position = {"samples": 9, "epoch": 1, "position": 2, "dataset": "{}"}
+    saved = Checkpoint(tmp_path, step=1, samples=9, world_size=1, loss=None, data=position)
+    text = manifest.manifest_to_json(saved, {manifest.INDEX: manifest.Sum(1, 0)})
+    (tmp_path / manifest.MANIFEST).write_text(text)
+    assert manifest.read_manifest(tmp_path).checkpoint == saved
 
 
 def set_format(folder: Path, number: int) -> None:

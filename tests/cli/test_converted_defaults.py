@@ -69,6 +69,36 @@ def test_batch_size_of_axolotl_is_that_of_a_device(folder: Path) -> None:
     assert written["train.micro_batch_size"] == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "packs", "packing"),
+    [
+        ("completion", True, "concat"),
+        ("completion", False, "none"),
+        ("chat_template", True, "best_fit"),
+        ("chat_template", False, "none"),
+    ],
+)
+def test_long_documents_of_axolotl_are_not_lost(
+    kind: str, packs: bool, packing: str, folder: Path
+) -> None:
+    datasets = [{"path": "rows.jsonl", "type": kind}]
+    translation = converted(folder, AXOLOTL, datasets=datasets, sample_packing=packs)
+    assert values(translation)["data.packing"] == packing
+    notes = [remark.key for remark in translation.remarks]
+    assert notes == (["datasets"] if (kind, packs) == ("completion", False) else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "packing"),
+    [({}, "concat"), ({"packing": True}, "concat"), ({"packing": False}, "none")],
+)
+def test_llamafactory_packs_documents_unless_a_file_says_otherwise(
+    given: dict[str, bool], packing: str, folder: Path
+) -> None:
+    written = values(converted(folder, LLAMAFACTORY, stage="pt", **given))
+    assert written["data.packing"] == packing
+
+
 def test_axolotl_uploads_to_a_private_repository(folder: Path) -> None:
     written = values(converted(folder, AXOLOTL, hub_model_id="org/tuned"))
     assert written["checkpoint.push_private"] is True
@@ -110,6 +140,13 @@ def test_datasets_of_axolotl_that_are_read_differently_are_left_out(
     datasets = [{"path": "rows.jsonl", "type": "chat_template", **entry}]
     [key] = left_out(converted(folder, AXOLOTL, datasets=datasets))
     assert key in {f"datasets.0.{name}" for name in (*entry, "message_property_mappings")}
+
+
+def test_dataset_without_an_account_is_left_out(folder: Path) -> None:
+    datasets = [{"path": "wikitext", "name": "wikitext-103-v1", "type": "completion"}]
+    translation = converted(folder, AXOLOTL, datasets=datasets)
+    assert left_out(translation) == ["datasets.0.path"]
+    assert "data.subset" not in values(translation)
 
 
 @pytest.mark.parametrize(

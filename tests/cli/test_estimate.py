@@ -178,7 +178,7 @@ def test_untraceable_pipeline_model_is_refused_with_remedy(
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
     overrides = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
     [error] = axonlaunch("estimate", *overrides, status=2).stderr.splitlines()
-    assert error.startswith("error: strategy.pipeline.split=auto: where to cut Staged can't")
+    assert error.startswith("error: strategy.pipeline.split=auto: where to split Staged can't")
     overrides += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
     reported = json.loads(axonlaunch("estimate", *overrides).stdout)
     states = [sum(rank["breakdown"][name] for name in STATES) for rank in reported["ranks"]]

@@ -10,7 +10,7 @@ import pytest
 from command import Served
 from served import Server
 
-from axonlaunch.config.values.plain import read_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 
 KINDS = ["custom", "documents", "image", "chat"]
 

@@ -113,7 +113,7 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
         ),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
-            "train.global_batch_size=2: no layout of 3 devices divides the model and a batch",
+            "train.global_batch_size=2: no layout of 3 devices splits the model and a batch",
         ),
         pytest.param(
             ["--devices", "2", *MODEL, "hardware.memory_gib=0.5"],

@@ -191,8 +191,8 @@ def test_indivisible_autograd_collective_is_refused() -> None:
         for call in (scatter_to_group, reduce_scatter_to):
             with pytest.raises(
                 ValueError,
-                match=r"dim 1 of a tensor \[2, 5\] can't be cut into 2 equal parts, one per rank: "
-                r"make its 5 a multiple of 2",
+                match=r"dim 1 of a tensor \[2, 5\] can't be split into 2 equal parts, one per rank"
+                r": make its 5 a multiple of 2",
             ):
                 call(torch.ones(2, 5), world.default_group, 1)
 

@@ -13,6 +13,7 @@ import axonlaunch as ax
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.models.tensors.initialization import Normal
+from axonlaunch.preflight import checks
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "launch.nproc=2"]
 
@@ -102,3 +103,19 @@ def test_a_parameter_that_starts_as_nothing() -> None:
     assert refusals("model=scaled", *TOKENS) == [
         "model=scaled: initializers= returns no entry for scale, head.weight, head.bias; add it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_checkpoints"),
+    [
+        (["checkpoint.keep_last=3", "checkpoint.keep_best=1"], 5),
+        (["checkpoint.every=[10,20,30]"], 4),
+        (["checkpoint.every=[10,100]"], 2),
+        (["checkpoint.every=10", "checkpoint.keep_every_n_steps=15"], 6),
+    ],
+)
+def test_disk_is_compared_with_all_checkpoints_that_are_kept(
+    overrides: list[str], num_checkpoints: int
+) -> None:
+    loaded = config.load(["train.steps=100", *overrides])
+    assert checks._num_checkpoints(loaded) == num_checkpoints

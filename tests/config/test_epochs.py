@@ -15,7 +15,7 @@ DATA = ["data=synthetic_tokens", "data.num_samples=100", "strategy=single"]
 DATA += ["train.global_batch_size=8", "data.num_eval_samples=16"]
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 13), (2, 25), (0.5, 7), (0.01, 1)])
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 13), (2, 25), (0.5, 7), (0.01, 1), (1.12, 14)])
 def test_epochs_are_the_steps_in_which_every_row_was_seen_as_often(
     epochs: float, steps: int
 ) -> None:

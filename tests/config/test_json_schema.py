@@ -10,7 +10,7 @@ import pytest
 from axonlaunch import config
 from axonlaunch.cli.configuration.config import schema_of_files
 from axonlaunch.config.composition.compose import packaged_configs
-from axonlaunch.config.values.plain import read_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 
 jsonschema = pytest.importorskip("jsonschema")
 EXPERIMENTS = sorted(packaged_configs().glob("experiment/*.yaml"))

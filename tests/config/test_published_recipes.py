@@ -76,7 +76,7 @@ RECIPES = {
     "automodel_phi_4_squad_tp2": ("phi3", 2),
     "handbook_smollm2_sft": ("llama", 1),
     "handbook_zephyr_7b_qlora": ("mistral", 1),
-    "llamafactory_qwen2_dft": ("qwen2", 1),
+    "llamafactory_qwen2_dft": ("qwen3", 1),
     "llamafactory_qwen3_4b_lora": ("qwen3", 1),
     "llamafactory_v1_qwen3_4b_lora": ("qwen3", 2),
     "torchtitan_qwen3_moe_param_groups": ("qwen3_moe", 2),

@@ -224,6 +224,11 @@ BAD = [
         "MARKED",
         "the chat template leaves out reasoning_content of message 3, of role assistant",
     ),
+    (
+        {"messages": [*SINGLE, {**SINGLE[1], "thinking": "1 + 2"}]},
+        "MARKED",
+        "the chat template leaves out thinking of message 3, of role assistant",
+    ),
     ({"messages": SINGLE, "tools": [TOOL]}, "CHATML", "the chat template leaves out tools"),
     (
         {"messages": [CHAT[0], {"role": "system", "content": "Python."}, *CHAT[1:]]},

@@ -249,6 +249,17 @@ def test_a_hanging_worker_is_reported_with_its_sample_and_its_stack() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_slow_batch_of_fast_samples_is_not_reported_as_a_hanging_sample() -> None:
+    class Slow(Images):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.2)
+            return super().__getitem__(index)
+
+    loading = loader(Slow(), num_workers=1, timeout_s=1.2)
+    with pytest.raises(SampleError, match=r"no batch came within 0\.96 s; now sample \d+ is read"):
+        read(loading, 1)
+
+
 def test_a_batch_that_can_not_be_pickled_is_an_error() -> None:
     loading = loader(Ragged(), lambda items: {"function": lambda: items}, num_workers=1)
     with pytest.raises(SampleError, match="passing a batch to the rank's process failed with"):

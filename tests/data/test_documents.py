@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.documents import DocumentsConfig, HeldOutConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
@@ -171,6 +171,16 @@ def test_held_out_split_is_disjoint_and_depends_only_on_data(
         documents(rows, held_out=[str(tmp_path / "a.jsonl")], **every)
     with pytest.raises(ConfigError, match="there are only 50 documents, so none would be left"):
         documents(rows, held_out=50, **every)
+
+
+def test_problems_of_held_out_files_name_their_key(documents: Documents, tmp_path: Path) -> None:
+    limited = HeldOutConfig(files=[str(tmp_path / "a.jsonl")], limit=1)
+    remedy = r"rows of .* remove the file there, or hold out a part of it: data\.held_out=0\.05"
+    with pytest.raises(ConfigError, match=rf"^data\.held_out\.files=.*{remedy}"):
+        documents(held_out=limited, bytes_=True)
+    bad = corpus.write_jsonl(tmp_path / "b.jsonl", [{"other": "no text"}])
+    with pytest.raises(ConfigError, match=r"^data\.held_out: .*b\.jsonl"):
+        documents(held_out=[str(bad)], bytes_=True)
 
 
 def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(

@@ -166,6 +166,10 @@ def test_missing_gated_and_forbidden_repositories_are_refused(hub: Hub) -> None:
     )
     hub.faults["/api/datasets/team/rows"] = [403]
     assert "the Hub refuses it (403); log in with hf auth login" in refusal("team/rows")
+    hub.faults["/api/datasets/team/rows"] = [401]
+    assert "the Hub refuses it (401); log in with hf auth login" in refusal("team/rows")
+    hub.faults["/api/datasets/team/rows"] = [404]
+    assert "answers that it is not there (404); check it, and HF_ENDPOINT" in refusal("team/rows")
     assert "the Hub has no revision v9 of it" in refusal_at(hub, "v9")
 
 

@@ -206,6 +206,17 @@ class Counted:
         self.at = state["at"]
 
 
+def test_stream_after_other_data_begins_with_its_first_sample():
+    for shard in range(2):
+        dataset = StreamedSamples(Counted(), list, ValueError)
+        loading = StreamLoader(dataset, seed=0, global_batch_size=4, num_shards=2, shard=shard)
+        loading.first_row_at = 8
+        assert [loading.batch(2).items, loading.batch(3).items] == [
+            [1 + 2 * shard, 2 + 2 * shard],
+            [5 + 2 * shard, 6 + 2 * shard],
+        ]
+
+
 @pytest.mark.parametrize("prefetch", [0, 2, 5])
 def test_stream_keeps_states_of_recent_steps_only(prefetch):
     dataset = StreamedSamples(Counted(), list, ValueError)

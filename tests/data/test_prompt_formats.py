@@ -89,6 +89,17 @@ def test_fields_name_the_columns_of_a_prompt_format(build: Build) -> None:
     assert counted == f"3{corpus.END}"
 
 
+@pytest.mark.parametrize(("chosen", "usual"), [("dolly", "instruction"), ("question", "question")])
+def test_fields_replace_the_usual_columns_of_a_question_and_its_answer(
+    chosen: str, usual: str, build: Build
+) -> None:
+    row = {usual: "No.", "task": "Add.", "output": "4", "reply": "3"}
+    fields = {"prompt": "task", "answer": "reply"}
+    text, counted = written(build([row], prompt_format=chosen, fields=fields))
+    assert "Add.\n\nAnswer:\n3" in text
+    assert counted == f"3{corpus.END}"
+
+
 def test_all_tokens_of_a_prompt_count_with_train_on_all(build: Build) -> None:
     text, counted = written(build([ROW], prompt_format="{instruction}", train_on="all"))
     assert text.startswith("Add.3")

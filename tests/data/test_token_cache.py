@@ -163,7 +163,7 @@ def test_where_a_file_fails_is_not_taken_for_its_end(
 
 def test_rows_are_numbered_from_the_beginning_of_their_file(file: Path, tmp_path: Path) -> None:
     places = [
-        shard.place(number)
+        shard.location(number)
         for shard in shards_of(file, folder=tmp_path)
         for number in range(shard.num_documents)
     ]

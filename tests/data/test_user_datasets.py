@@ -353,7 +353,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         (["train.loss=null"], r"train\.loss=null: .*use a loss registered with register_loss"),
         (
             ["strategy=tensor", "launch.nproc=2"],
-            r"strategy\.tensor\.degree=2: data=custom returns structured batches, but this divides "
+            r"strategy\.tensor\.degree=2: data=custom returns structured batches, but this splits "
             "layers",
         ),
         (

@@ -72,7 +72,10 @@ def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> No
         other, tensors=[*other.tensors[:4], *scaled(9.0, "second").tensors[4:]]
     )
     comparison = compared(BEGIN, worse)
-    assert [difference.ours.name for difference in comparison.differences] == ["first", "second"]
+    assert [difference.first_tensor.name for difference in comparison.differences] == [
+        "first",
+        "second",
+    ]
     assert comparison.differences[0].module == "first"
 
 
@@ -119,7 +122,7 @@ def test_trace_tolerance_follows_coarser_precision(arithmetic: str, passes: bool
 
 
 def test_rounding_grows_with_the_updates_up_to_a_hundredth() -> None:
-    passing = [TOLERANCE.of(("fp32", "fp32"), step=step) for step in (0, 99, 10_000)]
+    passing = [TOLERANCE.largest(("fp32", "fp32"), step=step) for step in (0, 99, 10_000)]
     assert passing == pytest.approx([1e-5, 1e-3, 1e-2])
 
 

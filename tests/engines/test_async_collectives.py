@@ -130,7 +130,7 @@ def test_estimate_does_not_change_compiler_settings(group: ProcessGroup) -> None
     [
         (
             [*TENSOR, "strategy.tensor.async_collectives=true"],
-            "strategy.tensor.async_collectives=true: it overlaps collectives on divided "
+            "strategy.tensor.async_collectives=true: it overlaps collectives on split "
             "sequences in compiled blocks; add strategy.tensor.sequence_parallel=true "
             "train.compile=true, or remove this setting",
         ),

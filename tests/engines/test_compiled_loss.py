@@ -16,7 +16,7 @@ from axonlaunch.config.schema import TrainConfig
 from axonlaunch.engines.tensor.outputs.losses import Losses, losses_of
 from axonlaunch.models.architectures.gpt import SPEC
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 
 def chosen(spec: ModelSpec = SPEC, **options: Any) -> Losses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from configured import run_config
 from logged_runs import lines, train
-from moe_layouts import LAYOUTS, SETTINGS
+from moe_layouts import LAYOUTS, RATE, SETTINGS
 from rank_engine import rank_engine
 from torch import Tensor
 
@@ -19,11 +20,11 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
-from axonlaunch.engines.base import ExpertLoad
+from axonlaunch.engines.engine import ExpertLoad
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.registry import register_dispatch
@@ -83,7 +84,9 @@ def test_share_of_fullest_expert_counts_stages_without_experts() -> None:
 
 
 def test_steps_without_balance_or_log_sum_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = run_config([*SETTINGS, *LAYOUTS["ddp"], "model.balance=none"])
+    chosen = run_config(
+        [*SETTINGS, *LAYOUTS["ddp"], "model.balance=none", "model.balance_rate=1e-3"]
+    )
     sums: Counter[str] = Counter()
     original = ExpertCounts._sum
 
@@ -133,6 +136,51 @@ def test_biases_of_a_checkpoint_resume_on_other_layout(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], bias) for name, bias in (first | last).items())
 
 
+def test_padding_does_not_move_biases(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{number} " * (1 + number % 9)}) for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    settings = [word for word in SETTINGS if not word.startswith(("data", "model.vocab_size"))]
+    padded = [
+        *("data=documents", f"data.files=[{tmp_path}/rows.jsonl]", "data.packing=none"),
+        *("tokenizer.name=bytes", f"data.cache_dir={tmp_path}/cache", "data.too_long=truncate"),
+        *("data.sequence_length=16", "model.vocab_size=264"),
+    ]
+    expected: dict[str, Tensor] = {}
+
+    def plain(world: World) -> None:
+        """Count the choices of the first step's tokens that are not padding."""
+        chosen = run_config([*settings, *padded, *LAYOUTS["single"]])
+        batch = rank_engine(chosen, world)[1].batch(0)
+        assert batch.present is not None
+        assert not batch.present.all()
+        counted, model = batch.present.flatten(), build_model(chosen.model, seed=chosen.seed)
+        for name, router in model.named_modules():
+            if hasattr(router, "e_score_correction_bias"):
+
+                def count(_: Any, __: Any, output: Any, name: str = name) -> None:
+                    counts = output[2][counted].flatten().bincount(minlength=8).double()
+                    moved = RATE * (counts.mean() - counts).sign().float()
+                    expected[f"{name}.e_score_correction_bias"] = moved
+
+                router.register_forward_hook(count)
+        model(batch.inputs)
+
+    World.mock(1).run(plain)
+    for layout in ("single", "1f1b", "fsdp-2"):
+        chosen = run_config([*settings, *padded, *LAYOUTS[layout]])
+
+        def run(world: World, chosen: RunConfig = chosen) -> dict[str, Tensor]:
+            engine, loader = rank_engine(chosen, world)
+            engine.train_step(loader.batch(0))
+            buffers = (each for module in engine.modules for each in module.named_buffers())
+            return {name: value.clone() for name, value in buffers if name in expected}
+
+        assert chosen.launch.nproc != "auto"
+        for biases in World.mock(chosen.launch.nproc).run(run):
+            for name, bias in biases.items():
+                assert torch.equal(bias, expected[name]), (layout, name)
+
+
 def test_registered_dispatch_moves_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DISPATCHES, "_entries", dict(DISPATCHES._entries))
     calls: Counter[str] = Counter()
@@ -155,6 +203,14 @@ def test_registered_dispatch_moves_the_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert DISPATCHES.summaries()["counted"] == "All-to-all, counted."
     assert calls["send"] == 2 * 3  # ranks and layers
     assert len({*losses}) == 1
+
+
+def test_dispatch_without_an_expert_degree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DISPATCHES, "_entries", dict(DISPATCHES._entries))
+    register_dispatch("counted")(AllToAll)
+    problem = "needs ranks that share experts, but strategy.expert.degree is 1; use 2 or more there"
+    with pytest.raises(ConfigError, match=rf"^strategy\.expert\.dispatch=counted: {problem}$"):
+        run_config([*SETTINGS, *LAYOUTS["fsdp"], "strategy.expert.dispatch=counted"])
 
 
 def test_unknown_dispatch_is_refused_with_the_known_ones() -> None:

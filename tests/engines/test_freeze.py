@@ -161,12 +161,12 @@ def test_verify_compares_trained_and_counts_frozen_parameters(layout: str) -> No
 def test_verify_finds_trained_frozen_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = TensorAxis._place
+    place = TensorAxis._local_parameter
 
     def trained(axis: TensorAxis, parameter: Any, cut: Any) -> Any:
         return place(axis, parameter, cut).requires_grad_()
 
-    monkeypatch.setattr(TensorAxis, "_place", trained)
+    monkeypatch.setattr(TensorAxis, "_local_parameter", trained)
     overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]
     verdict = compare.on_mock(run_config(overrides), ComparisonPlan(steps=2))
     assert verdict.verdict == "failed"

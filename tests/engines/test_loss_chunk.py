@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.data import build_dataset
 from axonlaunch.models.build import build_model
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification.comparison import compare

@@ -9,6 +9,7 @@ import pytest
 import torch
 from configured import run_config
 from moe_layouts import LAYOUTS, RATE, SETTINGS
+from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -94,11 +95,32 @@ def test_losses_norms_and_biases_of_experts_equal_plain_torch(layout: str) -> No
         torch.testing.assert_close(bias, expected_biases[name], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor-2", "zero1"])
+def test_muon_of_experts_trains_as_in_one_process(layout: str) -> None:
+    [degree] = [word for word in LAYOUTS[layout] if word.startswith("launch.nproc=")]
+    chosen = [*SETTINGS, *LAYOUTS[layout], "optimizer=muon", "optimizer.adamw_eps=1e-4"]
+    chosen = [word for word in chosen if not word.startswith(("optimizer.betas", "optimizer.eps"))]
+    assert_trains_as_one_process(chosen, int(degree.partition("=")[2]))
+
+
 def test_compiled_experts_in_fp32_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         run_config([*SETTINGS, *LAYOUTS["fsdp"], "train.compile=true"])
     message = "torch compiles products of experts only in bf16; use train.precision=bf16"
     assert str(refused.value) == f"train.compile=true: {message}"
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_compiled_experts_are_refused_if_recomputation_could_choose_others(mode: str) -> None:
+    chosen = [*SETTINGS, "model.balance=none", "model.balance_rate=1e-3", "train.precision=bf16"]
+    with pytest.raises(ConfigError) as refused:
+        run_config([*chosen, "train.compile=true", f"train.activation_checkpointing={mode}"])
+    message = (
+        "a compiled block would choose experts again in backward, and rounding can change the "
+        "choice; use none, or train.compile=false"
+    )
+    assert str(refused.value) == f"train.activation_checkpointing={mode}: {message}"
 
 
 @pytest.mark.slow(keep=1)

@@ -330,6 +330,45 @@ def test_replaced_shards_are_updated() -> None:
     World.mock(2).run(run)
 
 
+def test_muon_updates_experts_as_torch_updates_the_matrix_of_each() -> None:
+    name, experts = "experts", 3
+    start = torch.randn(experts, 6, 4, generator=torch.Generator().manual_seed(0))
+    facts = {name: ParameterFacts(name=name, shape=tuple(start.shape), is_hidden_matrix=True)}
+    plain = [nn.Parameter(matrix.clone()) for matrix in start]
+    theirs = torch.optim.Muon(plain, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    steps = [torch.randn_like(start) for _ in range(STEPS)]
+    for step, gradient in enumerate(steps):
+        theirs.param_groups[0]["lr"] = RATES[step]
+        for matrix, own in zip(plain, gradient, strict=True):
+            matrix.grad = own.clone()
+        theirs.step()
+    expected = torch.stack([matrix.detach() for matrix in plain])
+
+    def updated(wrap: Callable[[Tensor], Tensor]) -> Tensor:
+        p = nn.Parameter(wrap(start.clone()))
+        update = Update(OPTIMIZERS["muon"], {name: p}, parameters=facts)
+        for step, gradient in enumerate(steps):
+            p.grad = wrap(gradient.clone())
+            update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
+        return full_tensor(p.detach())
+
+    assert torch.equal(updated(lambda tensor: tensor), expected)
+    layouts = {
+        "experts": ({"dp_shard": 2}, [Shard(0)]),
+        "columns": ({"dp_shard": 2}, [Shard(2)]),
+        "experts and rows": ({"dp_shard": 2, "tp": 2}, [Shard(0), Shard(1)]),
+        "rows and columns": ({"dp_shard": 2, "tp": 2}, [Shard(1), Shard(2)]),
+    }
+    for layout, (sizes, placements) in layouts.items():
+
+        def on_rank(world: World, sizes: Any = sizes, placements: Any = placements) -> Tensor:
+            mesh = world.mesh(**sizes).device_mesh
+            return updated(lambda tensor: divided(tensor, mesh, placements))
+
+        for of_rank in World.mock(math.prod(sizes.values())).run(on_rank):
+            assert torch.equal(of_rank, expected), layout
+
+
 def test_muon_distributes_matrices_over_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -167,7 +167,7 @@ def test_pipeline_memory_stats_report_bytes_per_stage() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Pipeline.from_modules(modules(3)), "3 modules cannot be divided among 2 ranks"),
+        (lambda: Pipeline.from_modules(modules(3)), "3 modules cannot be split among 2 ranks"),
         (lambda: Pipeline.from_modules(modules(2), schedule="1f2b"), "schedule=1f2b"),
         (lambda: Pipeline.from_modules(modules(2), microbatches=1), "microbatches=1"),
         (

@@ -27,7 +27,7 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.models.build import build_model, construct, on_meta, spec_for
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.preflight.parallelism import pipeline_problems
 
 GPT = GPTConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32)

@@ -17,8 +17,8 @@ from torch.nn import functional
 from axonlaunch.comm import World
 from axonlaunch.comm.averaging import row_bucket
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 RANKS = 2

@@ -22,7 +22,7 @@ from axonlaunch.engines.precision.scaled_products import (
 from axonlaunch.engines.tensor.rounded_layers import RoundedLinear, round_products
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 NAMES = sorted(n for n, each in MATMUL_FORMATS.items() if isinstance(each, Float8Format))
 MODEL = [

@@ -169,11 +169,11 @@ def _custom(target: str) -> list[str]:
     [
         (
             [*LAYOUTS["tensor"], "model.hidden_size=64", "model.num_attention_heads=2"],
-            "rows of 64 values, and strategy.tensor.degree=2 cuts them within blocks of 64",
+            "rows of 64 values, and strategy.tensor.degree=2 shards them within blocks of 64",
         ),
         (
             [*MIXTURE, "strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"],
-            r"lora_B.weight has rows of 128 values, and strategy.expert.degree=2 cuts them within",
+            r"lora_B.weight has rows of 128 values, and strategy.expert.degree=2 shards them",
         ),
         (
             [

@@ -181,7 +181,7 @@ def test_tied_weights_need_one_tensor_style() -> None:
     assert found(model, plan) == [
         (
             "",
-            "lm_head.weight is embed_tokens.weight, and the plan divides them differently "
+            "lm_head.weight is embed_tokens.weight, and the plan shards them differently "
             "(replicated and vocabulary); give both one style",
         )
     ]

@@ -177,7 +177,7 @@ def test_wider_tensor_style_equals_undivided_module(case: str, size: int) -> Non
             {"q_proj": "column_gathered"},
             "it is inside a region, where each rank",
         ),
-        ("experts", {"experts.down": ""}, "must cut all its parameters, but not down"),
+        ("experts", {"experts.down": ""}, "must shard all its parameters, but not down"),
         ("experts", {"experts": "replicated"}, "give experts itself the style experts"),
         ("packed", {"qkv": "packed_column/5"}, "which 2 does not divide"),
         ("packed", {"down": "packed_column/x"}, "there is no style 'packed_column/x'"),
@@ -196,4 +196,4 @@ def test_ranks_that_share_a_head_are_a_multiple_of_the_heads() -> None:
     build, plan = CASES["heads in a region"]
     assert not plan_issues(build(), plan, degree=4, sequence_parallel=False)
     issues = plan_issues(build(), plan, degree=3, sequence_parallel=False)
-    assert ("", "num_heads=4 cannot be divided among 3 ranks; use 1, 2 or 4") in issues
+    assert ("", "num_heads=4 cannot be sharded over 3 ranks; use 1, 2 or 4") in issues

@@ -16,7 +16,7 @@ from axonlaunch.comm import World
 from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.models.build import build_model, spec_for
-from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.specs.model_spec import ModelOutputs
 
 RUN = ["strategy=zero1", "launch.backend=mock", "launch.nproc=2", "train.global_batch_size=4"]
 

@@ -26,6 +26,8 @@ CHANGED_COPIES = {
     *("rounded", "scaled", "shifted", "shortened", "thinned", "uncounted"),
 }
 """Return types of functions with such names."""
+VAGUE = {"asked", "before", "known", "made", "own", "place", "seen", "theirs", "where", "whole"}
+"""Names of variables, arguments and attributes that do not say what they hold."""
 IRREGULAR = {"built", "found", "given", "held", "kept", "known", "made", "seen", "sent", "written"}
 
 
@@ -122,6 +124,22 @@ def test_no_function_has_a_participle_for_a_name() -> None:
     bare = {name for name in names if "_" not in name}
     participles = {name for name in bare if name.endswith("ed") or name in IRREGULAR}
     assert participles == CHANGED_COPIES
+
+
+def test_no_variable_has_a_vague_name() -> None:
+    names = {
+        (source.path, name) for source in sources() for name in source.defined | source.arguments
+    }
+    assert not {(path, name) for path, name in names if name.strip("_") in VAGUE}
+
+
+def test_only_class_methods_have_names_that_begin_with_of() -> None:
+    names = {
+        (source.path, name)
+        for source in sources()
+        for name in source.functions - source.classmethods
+    }
+    assert not {(path, name) for path, name in names if re.match(r"of(_|$)", name.strip("_"))}
 
 
 def test_names_of_precisions_are_in_few_files() -> None:

@@ -18,7 +18,7 @@ NAMED_IN = {
     "engines/build.py",  # creates its engine
     "engines/mesh_engine.py",  # splits batches with it
     "models/fake/output_regions.py",  # positions of its ranks
-    "models/specs/spec.py",  # models that it cannot divide
+    "models/specs/model_spec.py",  # models that it cannot divide
     "planning/search/candidates.py",  # lengths for which it is considered
     "planning/throughput/analytic_work.py",  # its communication
     "preflight/parallelism.py",  # its problems

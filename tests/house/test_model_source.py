@@ -15,7 +15,7 @@ NAMED_IN = {
     "config/schema.py",  # path and initial weights of a run's model, also for the tokenizer
     "models/specs/source_of.py",  # chooses the source of a model
     "models/hf/source.py",  # that source
-    "models/hf/spec.py",  # weights are read or random
+    "models/hf/model_spec.py",  # weights are read or random
 }
 _TESTED = re.compile(r"isinstance\(.*\bHuggingFaceConfig\b")
 

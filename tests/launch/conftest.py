@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from command import FAULTS, Command, Served
-from launchers import NodeNamespaces, node_namespaces
+from launchers import NodeNamespaces, kubernetes, node_namespaces
 from served import Server
+
+from axonlaunch.launch.external.kubernetes.cluster import Cluster
 
 
 @pytest.fixture
@@ -44,6 +46,20 @@ def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
     """Return two nodes on which the command is forked from a server that tests share."""
     with node_namespaces(axonlaunch.folder, 2, server) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of a Kubernetes cluster whose pods are processes of this machine."""
+    with kubernetes(tmp_path_factory.mktemp("kube")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def api(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Return the API server of the cluster."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster / "kubeconfig"))
+    return Cluster()
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_hardware_auto_refuses_unknown_and_different_devices() -> None:
         ([H100, "NVIDIA H200"], f"those of this node differ: {H100}, NVIDIA H200"),
     ):
         with pytest.raises(ConfigError) as raised:
-            found_hardware.hardware_option(devices, chosen, [], asked="hardware=auto")
+            found_hardware.hardware_option(devices, chosen, [], setting="hardware=auto")
         assert f"hardware=auto needs figures of the devices, and {reason}; use a100" in str(
             raised.value
         )
@@ -167,7 +167,7 @@ def test_this_node_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hardware = HardwareConfig(name="cpu", link_gb_s=5.0)
-    completed = measured_hardware.of_this_node(context, hardware, ranks=2)
+    completed = measured_hardware.measure_this_node(context, hardware, ranks=2)
     assert completed.link_gb_s == 5.0
     for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "allgather_bw_gb_s"):
         assert getattr(completed, name) > 0
@@ -175,7 +175,7 @@ def test_this_node_is_measured_once(
     assert len(completed.kernel_latency_us) == len(completed.kernel_bytes)
     [cached] = cache.cache_folder().glob("hardware/cpu_2_*.json")
     cached.write_text(json.dumps(json.loads(cached.read_text()) | {"kernel_us": 123.0}))
-    assert measured_hardware.of_this_node(context, hardware, ranks=2).kernel_us == 123.0
+    assert measured_hardware.measure_this_node(context, hardware, ranks=2).kernel_us == 123.0
 
 
 def test_unstorable_measurements_are_repeated(

@@ -13,7 +13,7 @@ from axonlaunch.comm import Backend, World, world
 from axonlaunch.config import ConfigError
 from axonlaunch.engines.data_parallel.registry import register_data_parallel
 from axonlaunch.engines.data_parallel.replicas import Replicas
-from axonlaunch.launch.external.joining import devices_each
+from axonlaunch.launch.external.join_ranks import devices_each
 from axonlaunch.preflight import devices
 from axonlaunch.system import gpus
 from axonlaunch.training.process.start_notes import arithmetic_notes, device_notes

@@ -220,7 +220,7 @@ def test_without_good_checkpoint_run_is_refused(served: Command) -> None:
         ran = served.train(*overrides, "train.steps=8", status=status)
         reported = ran.stderr if status == 2 else served.summary("run")["reason"]
         assert "step_3.corrupt __1_0.distcp is not what was written" in reported
-        assert "; use another name, or remove what is corrupt" in reported
+        assert "; use another name, or remove the corrupt files" in reported
         assert len(served.losses("run")) == 6
 
 

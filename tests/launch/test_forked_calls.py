@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
@@ -85,6 +86,16 @@ def test_a_forked_copy_that_ends_without_an_answer_is_a_dead_process() -> None:
     for function in (ends, lambda: os._exit(3), lambda: os._exit(0)):
         with pytest.raises(ProcessDiedError, match="a process died while testing"):
             forked_map.map_forked([function], task="testing")
+
+
+def test_nested_forked_copies_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(6)})
+    count: Callable[[], Any] = forked_map.share_of_cores
+    nested: Callable[[], Any] = lambda: forked_map.map_forked([count, count])  # noqa: E731
+    assert forked_map.map_forked([count]) == [6]
+    assert forked_map.map_forked([count] * 3) == [2, 2, 2]
+    assert forked_map.map_forked([nested, nested]) == [[1, 1], [1, 1]]
+    assert forked_map.map_forked([count] * 9) == [1] * 9
 
 
 @pytest.mark.parametrize("command", [["train"], ["estimate", "--json"], ["verify"]])

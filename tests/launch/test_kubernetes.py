@@ -10,31 +10,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 from command import Command, wait_for
-from launchers import By, kubernetes, logged
+from launchers import By, logged
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
-from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
+from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, waiting_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder of a cluster."""
-    with kubernetes(tmp_path_factory.mktemp("kube")) as folder:
-        yield folder
-
-
-@pytest.fixture
-def api(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Return the API server."""
-    monkeypatch.setenv("KUBECONFIG", str(cluster / "kubeconfig"))
-    return Cluster()
 
 
 @pytest.fixture
@@ -52,6 +38,7 @@ class Submission:
     """
 
     _ports = iter(range(23100, 23900))
+    _whole: ClassVar[list[float]] = []
 
     def __init__(self, axonlaunch: Command, cluster: Path, faulty: list[str]) -> None:
         self.folder, self.local, self.faulty = axonlaunch.folder, axonlaunch, faulty
@@ -92,18 +79,31 @@ class Submission:
         return self.command.start(*self.arguments(name, *overrides))
 
     def whole(self) -> list[float]:
-        """Return the losses of an undisturbed run on this node."""
-        self.local(
-            *("train", *self.faulty, "strategy=fsdp", "train.steps=30", "name=whole"),
-            *("launch.device=cpu", "launch.threads=1"),
-        )
-        return self.local.losses("whole")
+        """Return the losses of an undisturbed run on this node, which tests share."""
+        if not self._whole:
+            self.local(
+                *("train", *self.faulty, "strategy=fsdp", "train.steps=30", "name=whole"),
+                *("launch.device=cpu", "launch.threads=1"),
+            )
+            self._whole.extend(self.local.losses("whole"))
+        return self._whole
 
     @contextmanager
-    def without_server(self) -> Iterator[None]:
-        """Stop the API server, and start it again at the end of the context."""
+    def without_server(self, *, is_frozen: bool = False) -> Iterator[None]:
+        """Kill the API server and start it again at the end of the context.
+
+        Args:
+            is_frozen: Whether it is only suspended, so that connections are kept but not answered.
+        """
         file = self.cluster / "kube-apiserver.pid"
         pid = int(file.read_text())
+        if is_frozen:
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            return
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
         os.kill(pid, signal.SIGKILL)
         try:
@@ -165,7 +165,7 @@ def test_killed_pod_is_replaced_and_the_run_continues_from_its_checkpoint(
     follower = submit.start(
         *(name, "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=5")
     )
-    logged(submit.folder / "runs" / name / "metrics.jsonl", 12, seconds=150)
+    logged(submit.folder / "runs" / name / "metrics.jsonl", 12, seconds=300)
     submit.kill(pods_of(api, name)[victim])
     output, errors = follower.communicate(timeout=300)
     assert follower.returncode == 0, f"{output}\n{errors}"
@@ -180,33 +180,68 @@ def test_pod_that_starts_late_is_awaited(submit: Submission) -> None:
     assert submit.local.losses("late") == submit.whole()
 
 
-def test_follower_survives_an_api_server_that_stops(submit: Submission) -> None:
-    follower = submit.start("deaf", "model.arguments={pause:0.5}")
-    logged(submit.folder / "runs/deaf/metrics.jsonl", 3, seconds=150)
-    with submit.without_server():
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["killed", "frozen"])
+def test_follower_survives_an_api_server_that_stops_for_20_seconds(
+    submit: Submission, is_frozen: bool
+) -> None:
+    name = f"deaf-{int(is_frozen)}"
+    follower = submit.start(name, "model.arguments={pause:0.8}")
+    logged(submit.folder / "runs" / name / "metrics.jsonl", 3, seconds=300)
+    with submit.without_server(is_frozen=is_frozen):
         time.sleep(20)
-    output, errors = follower.communicate(timeout=200)
+        # A log that grows is rotated.
+        for log in (submit.cluster / "pods").glob(f"{name}-*/log"):
+            os.truncate(log, 0)
+    output, errors = follower.communicate(timeout=400)
     assert follower.returncode == 0, f"{output}\n{errors}"
     assert "does not answer" in output
-    assert "Job deaf: connected again" in output
+    assert f"Job {name}: connected again" in output
     assert "step 30" in errors
-    assert submit.local.losses("deaf") == submit.whole()
+    assert submit.local.losses(name) == submit.whole()
+
+
+def test_suspended_job_saves_a_checkpoint_and_resumes_to_the_same_losses(
+    submit: Submission, api: Cluster
+) -> None:
+    follower = submit.start("paused", "model.arguments={pause:0.5}", "checkpoint.every=100")
+    folder = submit.folder / "runs" / "paused"
+    logged(folder / "metrics.jsonl", 5, seconds=300)
+    job = ClusterJob.of_object(api, api.get("Job", "paused") or {})
+    assert "saves a checkpoint and is suspended" in job.stop()
+    wait_for(lambda: not api.find("Pod", "axonlaunch/run=paused"), seconds=60)
+    first = submit.local.summary("paused")
+    assert first["status"] == "interrupted"
+    assert (folder / "checkpoints" / f"step_{first['steps']}").is_dir()
+    assert "is suspended" in submit.command("stop", "paused", status=2).stderr
+    assert "Job paused resumes" in submit.command("resume", "paused").stdout
+    logged(folder / "metrics.jsonl", first["steps"] + 5, seconds=300)
+    # A queue that pre-empts a job does this.
+    api.patch("Job", "paused", {"spec": {"suspend": True}})
+    wait_for(lambda: not api.find("Pod", "axonlaunch/run=paused"), seconds=60)
+    listed = json.loads(submit.command("jobs", "--json").stdout)["jobs"]
+    assert [row["state"] for row in listed if row["name"] == "paused"] == ["SUSPENDED"]
+    api.patch("Job", "paused", {"spec": {"suspend": False}})
+    output, errors = follower.communicate(timeout=400)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert output.count("Job paused is suspended; resume it with axonlaunch resume") == 2
+    assert errors.count("resumed from") == 2, errors
+    assert submit.local.losses("paused") == submit.whole()
 
 
 def test_deleted_pod_saves_a_checkpoint_and_is_replaced(submit: Submission, api: Cluster) -> None:
     follower = submit.start(
         *("drained", "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=100")
     )
-    logged(submit.folder / "runs/drained/metrics.jsonl", 6, seconds=150)
+    logged(submit.folder / "runs/drained/metrics.jsonl", 6, seconds=300)
     api.delete("Pod", pods_of(api, "drained")[0]["metadata"]["name"])
-    output, errors = follower.communicate(timeout=200)
+    output, errors = follower.communicate(timeout=400)
     assert follower.returncode == 0, f"{output}\n{errors}"
     assert submit.local.losses("drained") == submit.whole()
 
 
 def test_job_deleted_under_the_follower_ends_it(submit: Submission, api: Cluster) -> None:
     follower = submit.start("deleted", "model.arguments={pause:0.5}")
-    logged(submit.folder / "runs/deleted/metrics.jsonl", 2, seconds=150)
+    logged(submit.folder / "runs/deleted/metrics.jsonl", 2, seconds=300)
     api.delete("Job", "deleted")
     output, _ = follower.communicate(timeout=100)
     assert follower.returncode == 1
@@ -216,16 +251,65 @@ def test_job_deleted_under_the_follower_ends_it(submit: Submission, api: Cluster
 
 def test_interrupt_only_stops_following(submit: Submission, api: Cluster) -> None:
     follower = submit.start("followed", "model.arguments={pause:0.3}")
-    logged(submit.folder / "runs/followed/metrics.jsonl", 2, seconds=150)
+    logged(submit.folder / "runs/followed/metrics.jsonl", 2, seconds=300)
     follower.send_signal(signal.SIGINT)
     output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 130
     assert "Job followed is still running; axonlaunch logs followed -f follows it" in output
     again = submit("followed", status=2)
     assert "run_dir" in again.stderr or "name" in again.stderr
-    stopped = submit.command("stop", "followed", status=2)
-    assert "is too old to suspend a Job" in stopped.stderr
     assert "Job followed: completed" in submit.command("logs", "followed", "-f").stderr
+
+
+def names_of(jobs: list[dict[str, Any]], condition: str) -> set[str]:
+    """Return the names of the Jobs of the sweep with a condition; empty: those without any."""
+    sweep = [job for job in jobs if job["metadata"]["name"].startswith("sweep-")]
+    types = {
+        job["metadata"]["name"]: [each["type"] for each in job["status"].get("conditions", [])]
+        for job in sweep
+    }
+    return {name for name, found in types.items() if condition in (found or [""])}
+
+
+def test_each_run_of_a_sweep_is_a_job_and_two_train_at_once(
+    submit: Submission, api: Cluster
+) -> None:
+    settings = ["launch.nnodes=1", "seed=1,2,3", "model.arguments={pause:0.2}"]
+    words = [word for word in submit.arguments("sweep", *settings) if "master_port" not in word]
+    follower = submit.command.start("train", "-m", "--parallel", "2", *words[1:])
+    most = 0
+
+    def all_complete() -> bool:
+        nonlocal most
+        jobs = api.find("Job", "app.kubernetes.io/managed-by=axonlaunch")
+        most = max(most, len(names_of(jobs, "")))
+        return names_of(jobs, "Complete") == {"sweep-0", "sweep-1", "sweep-2"}
+
+    wait_for(all_complete, seconds=400)
+    output, errors = follower.communicate(timeout=100)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert most == 2
+    assert "[3] Job sweep-2: completed" in output
+    listed = json.loads(submit.command("runs", "--json").stdout)["runs"]
+    assert {row["run"] for row in listed} == {f"runs/sweep/{number}" for number in range(3)}
+    assert {row["status"] for row in listed} == {"done"}
+    alone = [word for word in submit.faulty if not word.startswith("launch.")]
+    alone += ["strategy=fsdp", "train.steps=30", "name=alone", "seed=2", "launch.nproc=1"]
+    submit.local("train", *alone, "launch.device=cpu", "launch.threads=1")
+    assert submit.local.losses("sweep/1") == submit.local.losses("alone")
+
+
+def test_interrupted_sweep_submits_no_other_job(submit: Submission, api: Cluster) -> None:
+    settings = ["launch.nnodes=1", "seed=1,2", "model.arguments={pause:0.2}"]
+    words = [word for word in submit.arguments("cut", *settings) if "master_port" not in word]
+    follower = submit.command.start("train", "-m", "--parallel", "1", *words[1:])
+    logged(submit.folder / "runs/cut/0/metrics.jsonl", 2, seconds=300)
+    follower.send_signal(signal.SIGINT)
+    output, errors = follower.communicate(timeout=60)
+    assert follower.returncode == 130, f"{output}\n{errors}"
+    assert "1 of 2 runs were not submitted; axonlaunch jobs lists the others" in output
+    assert "Job cut-0: completed" in submit.command("logs", "cut-0", "-f").stderr
+    assert api.get("Job", "cut-1") is None
 
 
 def test_refusals_of_the_server_name_the_setting(submit: Submission) -> None:

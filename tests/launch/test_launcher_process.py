@@ -15,7 +15,7 @@ from command import wait_for
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.commands.request import Request
-from axonlaunch.launch.external import entry, joining, launcher_process, rank
+from axonlaunch.launch.external import entry, join_ranks, launcher_process, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.report import Crash, Report
@@ -127,7 +127,7 @@ def test_rank_ends_if_mpirun_was_killed_before_watch() -> None:
 
 
 def test_rank_of_dead_torchrun_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_AGENT_S", 0.5)
+    monkeypatch.setattr(join_ranks, "_AGENT_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,7 +136,7 @@ def test_rank_of_dead_torchrun_reports_it(monkeypatch: pytest.MonkeyPatch) -> No
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = ClusterEnvironment.detect({**rank, **agent, **address})
     with pytest.raises(ConfigError, match=r"waited 0.5 s, and torchrun does not listen there"):
-        joining.join_ranks(environment, b"")
+        join_ranks.join_ranks(environment, b"")
 
 
 def test_failure_after_launcher_end_is_not_cause(

@@ -332,6 +332,24 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     assert there("logs", "job", "--rank", "1").stdout
 
 
+@pytest.mark.slow
+def test_each_run_of_a_sweep_is_a_job_of_slurm(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    run = [*(word for word in faulty if not word.startswith("launch.")), "launch.nproc=1"]
+    run += ["launch.threads=1", "launch.backend=gloo"]
+    there = By(axonlaunch.folder, [], cluster)
+    sweep = ["-m", "--parallel", "2", *run, "launch=slurm", "name=sweep", "seed=1,2,3"]
+    output, errors = there.start("train", *sweep).communicate(timeout=500)
+    assert "run 3 of 3: seed=3" in output, errors
+    listed = json.loads(there("jobs", "--json").stdout)["jobs"]
+    names = [f"sweep/{number}" for number in range(3)]
+    assert [(row["name"], row["state"]) for row in listed] == [(n, "COMPLETED") for n in names]
+    assert "step 6" in there("logs", "sweep/2").stdout
+    axonlaunch("train", *run, "name=alone", "seed=2")
+    assert axonlaunch.losses("sweep/1") == axonlaunch.losses("alone")
+
+
 @pytest.mark.slow  # the local launcher's are in test_train_command.py
 def test_finished_run_is_not_repeated_and_killed_run_is_completed(
     axonlaunch: Command, served: Command, server: Server

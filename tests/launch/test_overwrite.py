@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from command import Command
 
-from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config import ConfigError, RunConfig, compose, load, with_values
 from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.system.storage.files import folder_lock
 
-OVERWRITE = "checkpoint.overwrite=true"
+OVERWRITE, OFF = "checkpoint.overwrite=true", "checkpoint.overwrite=false"
 JOB = {"SLURM_JOB_ID": "41"}
 
 
@@ -78,10 +79,31 @@ def test_run_that_trains_is_not_moved_aside(folder: Path) -> None:
     assert (folder / "kept").exists()
 
 
-def test_resuming_from_overwritten_run_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is in the run that checkpoint\.overwrite=true moves"):
-        start(OVERWRITE, "checkpoint.resume=runs/run")
+@pytest.mark.parametrize(
+    "override", ["checkpoint.resume=runs/run", "model.weights=runs/run/checkpoints/step_2"]
+)
+def test_reading_from_overwritten_run_is_refused(override: str, folder: Path) -> None:
+    message = f"{override}: is in the run that checkpoint.overwrite=true moves aside"
+    with pytest.raises(ConfigError, match=message):
+        start(OVERWRITE, override)
     assert (folder / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "resuming"),
+    [
+        ([OVERWRITE], ["again.yaml"], ["again.yaml", "name=run", OFF]),
+        ([OVERWRITE], ["name=run", OVERWRITE, "seed=1"], ["seed=1", "name=run", OFF]),
+        ([], ["seed=1"], ["seed=1", "name=run"]),
+    ],
+)
+def test_command_that_resumes_a_run_does_not_overwrite_it(
+    overrides: list[str], words: list[str], resuming: list[str]
+) -> None:
+    composed = compose(overrides)
+    config = with_values(load(["name=run"]), {"run_dir": "runs/run"})
+    command = resuming_command(config, ["axonlaunch", *words], composed=composed, name=None)
+    assert command == " ".join(["axonlaunch", *resuming])
 
 
 def test_overwrite_trains_a_finished_run_again(served: Command) -> None:

@@ -96,7 +96,6 @@ def test_more_devices_than_cores_share_the_cores_of_a_run() -> None:
         ),
         ([], 0, 9, "--parallel 9: each run needs a core, and this process may use 8; use "),
         (["launch.master_port=2000"], 0, 2, "launch.master_port=2000: runs that train at once"),
-        (["launch=slurm", "launch.nproc=2"], 0, 2, "--parallel: divides the devices of one node"),
     ],
 )
 def test_too_few_devices_or_cores_are_refused(
@@ -107,6 +106,15 @@ def test_too_few_devices_or_cores_are_refused(
         shared(runs_of(*overrides, number=9), at_once=at_once)
     [issue] = raised.value.problems
     assert str(issue).startswith(problem)
+
+
+def test_runs_that_are_submitted_as_jobs_need_no_share_of_this_node(node: Any) -> None:
+    node(0)
+    nproc, shares = shared(
+        runs_of("launch=slurm", "launch.nproc=16", "launch.master_port=2000"), at_once=2
+    )
+    assert nproc == [16, 16]
+    assert shares == [NodeShare(devices=None, cores=tuple(range(8)))] * 2
 
 
 def test_more_runs_at_once_than_the_sweep_has_give_each_a_larger_share(node: Any) -> None:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +22,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.ray import launcher
+from axonlaunch.launch.external.ray.kept_state import delete_state
 from axonlaunch.launch.external.ray.node import PROGRAM
 from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
 from axonlaunch.launch.external.ray.run_actor import RayRun
@@ -35,6 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file .*/ray/session_:Re
 def raylets() -> Iterator[Any]:
     """Return a cluster with a head that has no cores, and three nodes."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
+    # Otherwise ranks get no core on a busy machine, and their watchdogs end the run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     head = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": 80 << 20}
     head["ray_client_server_port"] = CLIENT_PORT
     cluster = cluster_utils.Cluster(initialize_head=True, connect=False, head_node_args=head)
@@ -83,7 +88,7 @@ class OnRay:
 
     def __init__(self, axonlaunch: Command, cluster: Any, faulty: list[str]) -> None:
         self.command, self.local = By(axonlaunch.folder), axonlaunch
-        self._address = cluster.address
+        self._cluster, self._address = cluster, cluster.address
         self._settings = [word for word in faulty if not word.startswith("launch.")]
         self._settings += ["strategy=fsdp", "train.steps=30", "train.global_batch_size=12"]
         self._settings += ["launch.device=cpu", "launch.threads=1"]
@@ -105,10 +110,14 @@ class OnRay:
     def start(self, name: str, *overrides: str) -> Any:
         return self.command.start(*self.arguments(name, *overrides))
 
-    def disturbed(self, name: str) -> Any:
+    def nodes(self) -> list[Any]:
+        """Return the nodes of the cluster, the head too."""
+        return list(self._cluster.list_all_nodes())
+
+    def disturbed(self, name: str, *overrides: str) -> Any:
         """Start a run that saves checkpoints, and wait until it has trained some steps."""
         settings = ["launch.max_restarts=3", "checkpoint.every=4", "model.arguments={pause:0.3}"]
-        follower = self.start(name, *settings)
+        follower = self.start(name, *settings, *overrides)
         logged(self.local.folder / "runs" / name / "metrics.jsonl", 6, seconds=200)
         return follower
 
@@ -166,6 +175,40 @@ def test_killed_actor_is_replaced_and_the_run_continues(on_ray: OnRay, number: i
     assert "resumed from" in printed
     assert "a node was lost" in printed or "was lost (1 of launch.max_restarts=3)" in printed
     assert on_ray.local.losses(f"killed-{number}") == on_ray.undisturbed()
+
+
+def kill_run_actor(on_ray: OnRay) -> None:
+    """Kill the process of the actor of the only run that goes on."""
+    raylets = {node.all_processes["raylet"][0].process.pid for node in on_ray.nodes()}
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            parent = int((entry.parent / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent in raylets and entry.read_bytes().startswith(b"ray::RayRun"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_restarted_actor_of_a_run_remembers_how_many_nodes_were_lost(on_ray: OnRay) -> None:
+    follower = on_ray.disturbed("forgetful", "launch.max_restarts=1")
+    metrics = on_ray.local.folder / "runs/forgetful/metrics.jsonl"
+    kill_run_actor(on_ray)
+    logged(metrics, 14, seconds=200)
+    kill_run_actor(on_ray)
+    output, errors = follower.communicate(timeout=200)
+    assert follower.returncode == 1, output + errors
+    assert "forgetful: failed (a node was lost)" in output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_restarted_actor_of_a_run_remembers_that_it_was_stopped(on_ray: OnRay) -> None:
+    follower = on_ray.disturbed("halted", "model.arguments={pause:1.5}")
+    assert "saves a checkpoint" in on_ray("stop", "halted").stdout
+    kill_run_actor(on_ray)
+    output, errors = follower.communicate(timeout=200)
+    assert follower.returncode == 130, output + errors
+    assert "halted is stopped; resume it with axonlaunch resume halted" in output
 
 
 @pytest.mark.slow
@@ -335,6 +378,44 @@ def test_only_transient_problems_of_the_start_are_retried_as_often_as_restarts(
     run._lost = lost
     judged = run._judge({0: status, 1: -lost})
     assert (judged and judged.name) == state
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the store of a cluster's head, as an actor of a run sees it."""
+    ray = pytest.importorskip("ray")
+    kv = pytest.importorskip("ray.experimental.internal_kv")
+    kept: dict[str, str] = {}
+    context = SimpleNamespace(get_actor_id=lambda: "0123", current_actor=None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(kv, "_internal_kv_get", lambda key, namespace: kept.get(key))
+    monkeypatch.setattr(
+        kv, "_internal_kv_put", lambda key, value, namespace: kept.update({key: value})
+    )
+    monkeypatch.setattr(kv, "_internal_kv_del", lambda key, namespace: kept.pop(key))
+    monkeypatch.setattr(RayRun, "_supervise", lambda self: None)
+    return kept
+
+
+def test_actor_that_ray_restarts_remembers_losses_and_the_request_to_stop(
+    store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["launch=ray", "name=big", "launch.nnodes=2", "run_dir=/shared/big"]
+    words += ["launch.nproc=1", "launch.device=cpu", "launch.max_restarts=2"]
+    spec = RunSpec.of(configuration.load(words))
+    first = RayRun(spec)
+    assert (first._lost, first._is_stopping, first._goes_on) == (0, False, True)
+    first._note_loss(1)
+    restarted = RayRun(spec)  # and its node
+    assert (restarted._lost, restarted._goes_on) == (2, True)
+    assert restarted.state().note == "big: starts again, because a node was lost"
+    monkeypatch.setattr("axonlaunch.launch.external.ray.run_actor._remove_group", lambda name: None)
+    again = RayRun(spec)
+    assert again._run() == JobState("FAILED", "big: failed (a node was lost)", 1)
+    again.stop()
+    assert RayRun(spec)._run().note == "big is stopped; resume it with axonlaunch resume big"
+    delete_state()
+    assert RayRun(spec)._lost == 0
 
 
 def test_bundle_of_a_node_has_its_devices_cores_and_resources() -> None:

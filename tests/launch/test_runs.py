@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from axonlaunch.config import ConfigError, load
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saving.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig, load, to_yaml, with_values
 from axonlaunch.config.composition.hydra_files import HydraFiles
-from axonlaunch.launch import runs
+from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.external.kubernetes.checks import with_folder_of_pods
@@ -116,9 +121,64 @@ def test_a_run_is_composed_once_from_the_command_line_to_its_launch(
     assert not environment.is_rank(
         partial(request.compose, request.overrides), accelerators=pytest.fail
     )
-    [run] = runs.load_runs(request, environment.of_node(), options)
+    [run] = runs.load_runs(request, environment.for_node(), options)
     assert run.config.plugins == ["json"]
     assert run.config.launch.nnodes == (2 if variables else 1)
     assert run.composed is not None
     assert run.composed.origins()["launch.nproc"] == "override launch.nproc=2"
     assert len(composed) == 1
+
+
+def write_finished_run(config: RunConfig, *, steps: int) -> None:
+    """Write the files of a run that ended after some steps."""
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(with_values(config, {"train.steps": steps})))
+    (folder / "summary.json").write_text(json.dumps({"status": "done", "steps": steps}))
+
+
+def named(tmp_path: Path, *overrides: str) -> RunConfig:
+    return load(["name=run", f"run_dir={tmp_path / 'run'}", "strategy=single", *overrides])
+
+
+def test_run_that_has_trained_its_epochs_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = named(tmp_path, "train.epochs=2")
+    counted = with_values(config, {"train.steps": 7, "train.epochs": None})
+    write_finished_run(counted, steps=7)
+    monkeypatch.setattr(runs, "check_function", lambda config: lambda config, options: counted)
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
+    [run] = prepare_runs([Run(overrides=[], composed=None, config=config, options=options)])
+    assert run.finished == {"status": "done", "steps": 7}
+
+
+def test_run_that_early_stopping_ended_is_finished(tmp_path: Path) -> None:
+    config = named(tmp_path, "train.steps=20", "train.early_stop=2")
+    write_finished_run(config, steps=4)
+
+    def save(world: World) -> None:
+        saver = Saver(Path(config.run_dir), world=world, retention=Retention(newest=1))
+        saver.save({"model": {"w": torch.ones(1)}}, step=4, samples=4, evaluations_since=2)
+        saver.close()
+
+    World.mock(1).run(save)
+    summary = run_dir.finished_summary(config)
+    assert summary is not None
+    assert "train.early_stop=2 ended it after 4 steps; to continue, use more evaluations, or " in (
+        run_dir.finished_text(config, summary)
+    )
+    assert run_dir.finished_summary(with_values(config, {"train.early_stop": 3})) is None
+
+
+def test_finished_run_names_the_command_that_uploads_its_weights(tmp_path: Path) -> None:
+    config = named(
+        tmp_path, "train.steps=4", "checkpoint.push=me/x", "checkpoint.push_private=true"
+    )
+    write_finished_run(config, steps=4)
+    summary = run_dir.finished_summary(config)
+    assert summary is not None
+    command = f"axonlaunch checkpoint export {config.run_dir} --push me/x --private"
+    assert run_dir.finished_text(config, summary).endswith(f"to upload its weights, use {command}")
+    uploaded = {**summary, "pushed": "https://hub/me/x"}
+    assert "upload" not in run_dir.finished_text(config, uploaded)

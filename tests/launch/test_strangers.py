@@ -272,7 +272,7 @@ def test_run_name_is_signed_and_store_does_not_reveal_token(
         run_identity.learn(joined(master), derive_key(b"another token"), timeout_s=5)
     named = run_identity.learn(joined(master), derive_key(TOKEN), timeout_s=5)
     own = run_identity.keys_of(joined(master), named, "round-1")
-    Channel(own, named.of(member_name(0))).put("frozen", {})
+    Channel(own, named.with_sender(member_name(0))).put("frozen", {})
     stored = b"".join(key.encode() + master.get(key) for key in master.list_keys())
     for secret in (TOKEN, derive_key(TOKEN), hashlib.sha256(TOKEN).digest()):
         assert secret not in stored

@@ -93,7 +93,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     umask = os.umask(0)
     try:
-        tokens = [token.of_this_user() for _ in range(2)]
+        tokens = [token.user_token() for _ in range(2)]
     finally:
         os.umask(umask)
     assert tokens[0] == tokens[1]
@@ -104,7 +104,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     (folder / "token").chmod(0o644)
     with pytest.raises(ConfigError, match="others can read or write it"):
-        token.of_this_user()
+        token.user_token()
 
 
 def test_job_token_is_readable_only_by_owner(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS, block_flow
-from axonlaunch.models.specs.spec import BlockFlow, ModelOutputs
+from axonlaunch.models.specs.model_spec import BlockFlow, ModelOutputs
 
 WIDTH = 8
 
@@ -61,8 +61,8 @@ def flow(through: Callable[..., Any], **settings: Any) -> BlockFlow:
 def test_block_flow_assigns_parameters_by_use() -> None:
     traced = flow(usual)
     assert not traced.problem
-    assert traced.before == ("table",)
-    assert traced.after == ("norm", "head")
+    assert traced.before_blocks == ("table",)
+    assert traced.after_blocks == ("norm", "head")
     assert traced.returns == (None, None, None)
 
 
@@ -116,7 +116,7 @@ def test_a_tied_parameter_is_used_at_both_ends() -> None:
     with torch.device("meta"):
         model = Tied()
     traced = block_flow(model, layers="blocks")
-    assert (traced.before, traced.after) == (("table",), ("norm", "head"))
+    assert (traced.before_blocks, traced.after_blocks) == (("table",), ("norm", "head"))
 
 
 def beside(value: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., Any]:

@@ -59,7 +59,7 @@ def test_packed_pieces_are_sharded_separately():
         weight = module[0].weight.detach()
         for box in local_boxes(weight):
             start, length = box.region[0]
-            assert torch.equal(box.of(weight.to_local()), numbers[start : start + length])
+            assert torch.equal(box.view(weight.to_local()), numbers[start : start + length])
         assert torch.equal(full_tensor(weight), numbers)
         return [box.region[0] for box in local_boxes(weight)]
 

@@ -9,7 +9,7 @@ from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MLPConfig, V
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import IGNORE_INDEX
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 GPT = GPTConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=50)
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=50)

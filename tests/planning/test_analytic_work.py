@@ -175,6 +175,32 @@ def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=tolerance)
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy.expert.degree=2",
+        "strategy.expert.degree=1",
+    ],
+)
+def test_analytic_memory_of_pipelines_with_sharded_experts_is_close_to_trace(
+    overrides: str,
+) -> None:
+    run = ["model=moe_debug", "model.num_hidden_layers=8", *MODEL[4:], "train.precision=bf16"]
+    layout = ["strategy=pipeline", "strategy.data_parallel=fsdp", "launch.nproc=4"]
+    chosen = estimate_config([*run, *layout, *overrides.split()])
+    formulas = analytic.Formulas.of(chosen)
+    reported = analytic.peak_bytes(
+        chosen,
+        Layout.of(chosen, world_size=4),
+        work=formulas.single_device,
+        activations=formulas.activations,
+        layers=4,
+        shares=formulas.shares,
+    )
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.05)
+
+
 MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"
 
 
@@ -187,6 +213,7 @@ MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"
         ("optimizer.state_dtype=8bit", "strategy=fsdp launch.nproc=2"),
         ("train.matmul_dtype=fp8_tensorwise", "strategy=tensor launch.nproc=2"),
         ("adapter=lora adapter.base=nf4", "strategy=single launch.nproc=1"),
+        ("adapter=lora adapter.base=nf4", "strategy=tensor launch.nproc=2"),
         ("adapter=lora adapter.base=int8", "strategy=zero1 launch.nproc=2"),
         ("adapter=lora train.param_dtype=bf16", "strategy=zero1 launch.nproc=2"),
     ],

@@ -209,4 +209,6 @@ def test_candidates_divide_experts_inside_a_node_and_over_full_nodes() -> None:
     kinds = {c.layout.data_parallel for c in choices if c.layout.expert > 1}
     assert kinds == {"fsdp"}
     compiled = config.with_values(chosen, {"train.compile": True})
-    assert {c.layout.expert for c in candidates(compiled, devices=4, in_node=4, fixed={})} == {1}
+    choices = [*candidates(compiled, devices=4, in_node=4, fixed={})]
+    assert {c.layout.expert for c in choices} == {1}
+    assert {c.config.train.activation_checkpointing for c in choices} == {"none"}

@@ -8,7 +8,7 @@ from torch import nn
 
 from axonlaunch.models.modules.repeated_blocks import num_leading
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun

@@ -279,7 +279,7 @@ def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
     overrides = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
     chosen = estimate_config([*TINY, *overrides, "strategy.tensor.plan={*.up_proj: column}"])
     with pytest.raises(
-        ConfigError, match=r"strategy\.tensor\.plan: divided by this plan, the model fails"
+        ConfigError, match=r"strategy\.tensor\.plan: sharded by this plan, the model fails"
     ):
         estimate(chosen)
 

@@ -13,7 +13,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.models import register_model
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.preflight import checks
 from axonlaunch.preflight.model_outputs import output_problems
 

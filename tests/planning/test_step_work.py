@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
 
 def full(overrides: list[str], *, stage: int = 0) -> Work:
     config = estimate_config(overrides)
-    ((traced,),) = forked_map.map_forked([lambda: step_work._trace([config], stage=stage)])
+    runs = [([config], 0)]
+    (((traced,),),) = forked_map.map_forked([lambda: step_work._trace(runs, stage=stage)])
     return traced.share.work
 
 
@@ -210,3 +212,31 @@ def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
 
 def test_step_work_scales() -> None:
     assert Amount(1, 2, 3) * 2 == Amount(2, 4, 6)
+
+
+def trace_functions(schedule: str, *overrides: str) -> list[Any]:
+    run = [*SMALL, "strategy=pipeline", "launch.nproc=4", "strategy.pipeline.degree=2", *overrides]
+    config = estimate_config([*run, f"strategy.pipeline.schedule={schedule}"])
+    traces: list[Any] = step_work._TracePlan.of(config, 4).functions()[:2]
+    return traces
+
+
+def test_schedules_that_do_the_same_work_have_equal_traces() -> None:
+    """The traced pipelines are shorter and have no schedule's order of work."""
+    assert trace_functions("1f1b") == trace_functions("gpipe")
+    assert trace_functions("1f1b") != trace_functions("1f1b", "train.micro_batch_size=1")
+    assert trace_functions("1f1b") != trace_functions("zbv_zero_bubble")
+
+
+def test_equal_traces_of_several_runs_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def count(functions: list[Any], **options: Any) -> list[Any]:
+        numbers.append(len(functions))
+        return map_forked(functions, **options)
+
+    map_forked = forked_map.map_forked
+    monkeypatch.setattr(forked_map, "map_forked", count)
+    config = estimate_config([*SMALL, "launch.nproc=1", "model.num_hidden_layers=2"])
+    first, second = step_work.step_works([config, config], world_size=1)
+    assert (first, numbers) == (second, [1])

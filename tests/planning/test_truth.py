@@ -131,6 +131,7 @@ SLOW_CASES: dict[int, list[str]] = {
     ],
     4: [
         "strategy=zero1 strategy.tensor.degree=2 optimizer=sgd",
+        "strategy=fsdp strategy.tensor.degree=2 model=moe_debug optimizer=muon",
         "strategy=hsdp strategy.fsdp.replicate=2 train.micro_batch_size=2",
         f"{PIPELINE}=1f1b strategy.pipeline.degree=4 train.micro_batch_size=2",
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),

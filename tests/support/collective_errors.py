@@ -70,7 +70,7 @@ def a_problem_of_one_rank_is_raised_on_all(world: World) -> None:
     with pytest.raises(kind, match=text):
         comm.all_reduce_mean(torch.zeros(2, dtype=torch.int64 if world.rank == 1 else None))
     kind = ValueError if world.rank == 0 else MismatchError
-    with pytest.raises(kind, match=r"dim 0 of the shape \[4\] can't be divided among 3 ranks"):
+    with pytest.raises(kind, match=r"dim 0 of the shape \[4\] can't be sharded over 3 ranks"):
         comm.scatter_tensor(torch.zeros(4) if world.rank == 0 else None)
     kind = ValueError if world.rank == 2 else MismatchError
     with pytest.raises(kind, match="only rank 0 passes a tensor, rank 2 must pass None"):
@@ -112,9 +112,9 @@ def arguments_that_make_no_sense_are_refused(world: World) -> None:
         comm.send(torch.zeros(2), dst=world.rank)
     with pytest.raises(ValueError, match="src=3 is not in the group"):
         comm.recv(torch.zeros(2), src=3)
-    with pytest.raises(ValueError, match=r"dim 0 of the shape \[4, 2\] can't be divided among 3"):
+    with pytest.raises(ValueError, match=r"dim 0 of the shape \[4, 2\] can't be sharded over 3"):
         comm.reduce_scatter_sum(torch.zeros(4, 2))
-    with pytest.raises(ValueError, match=r"dim 0 of the shape \[\] can't be divided"):
+    with pytest.raises(ValueError, match=r"dim 0 of the shape \[\] can't be sharded"):
         comm.reduce_scatter_mean(torch.zeros(()))
     with pytest.raises(TypeError, match="all_reduce_sum: a sum of bool is not a bool: count with"):
         comm.all_reduce_sum(torch.zeros(2, dtype=torch.bool))

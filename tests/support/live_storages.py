@@ -24,9 +24,9 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
 from axonlaunch.data.datasets.loader import rank_loader
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
 from axonlaunch.planning.tracing.devices import gloo_buffers

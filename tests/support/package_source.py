@@ -25,6 +25,8 @@ class Source:
         top: Names defined at module level.
         defined: All names defined in the file, including attributes.
         functions: Names of functions that are not properties.
+        classmethods: Names of class methods.
+        arguments: Names of arguments of functions.
         of_torch: Qualified names that are imported from torch or read from its modules.
         attributes: Attributes read from other objects, also by ``getattr``.
     """
@@ -37,6 +39,8 @@ class Source:
     top: set[str]
     defined: set[str]
     functions: set[str]
+    classmethods: set[str]
+    arguments: set[str]
     of_torch: set[str]
     attributes: set[str]
 
@@ -69,7 +73,9 @@ def _read(path: Path) -> Source:
         defined={name for node in nodes for name in _defined(node)}
         | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
         | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)},
-        functions={node.name for node in functions if not _is_property(node)},
+        functions={node.name for node in functions if not _is_decorated(node, "property")},
+        classmethods={node.name for node in functions if _is_decorated(node, "classmethod")},
+        arguments={node.arg for node in nodes if isinstance(node, ast.arg)},
         of_torch={*torch.values(), *dotted.values()},
         attributes={node.attr for node in attributes if id(node) not in dotted} | _asked(nodes),
     )
@@ -92,8 +98,8 @@ def _defined(node: ast.AST) -> list[str]:
     return [name.id for name in inside if isinstance(name, ast.Name)]
 
 
-def _is_property(function: ast.FunctionDef) -> bool:
-    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
+def _is_decorated(function: ast.FunctionDef, name: str) -> bool:
+    return any(name in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def _names_of_torch(nodes: list[ast.AST]) -> dict[str, str]:

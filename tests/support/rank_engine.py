@@ -8,8 +8,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.data.datasets.loader import Loader, rank_loader
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.engine import Engine
 
 
 def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:

@@ -27,7 +27,10 @@ def test_the_key_is_derived_as_rfc_5869_says() -> None:
 
 def test_a_message_is_read_as_it_was_written() -> None:
     content = {"text": "é", "numbers": [1, 2.5, None]}
-    assert OWN.of("member 2").open("name", OWN.seal("name", content), sender="member 1") == content
+    assert (
+        OWN.with_sender("member 2").open("name", OWN.seal("name", content), sender="member 1")
+        == content
+    )
 
 
 @pytest.mark.parametrize("change", range(0, 150, 7))
@@ -84,7 +87,10 @@ def test_torch_gets_no_value_that_a_stranger_wrote() -> None:
     torchs = dist.PrefixStore("group", store)  # as torch wraps its argument
     torchs.set("address", b"\x00\xff of gloo")
     assert torchs.get("address") == b"\x00\xff of gloo"
-    assert AuthenticatedStore(inner, OWN.of("member 0")).get("group/address") == b"\x00\xff of gloo"
+    assert (
+        AuthenticatedStore(inner, OWN.with_sender("member 0")).get("group/address")
+        == b"\x00\xff of gloo"
+    )
     inner.set("group/address", "of a stranger")
     with pytest.raises(ForgedMessageError):
         torchs.get("address")

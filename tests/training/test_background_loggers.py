@@ -16,7 +16,7 @@ from logged_runs import lines, notes, train
 from axonlaunch.events import Event, StepLogged
 from axonlaunch.training import loggers
 from axonlaunch.training.loggers import background, event_log
-from axonlaunch.training.loggers.base import Logger, RunInfo
+from axonlaunch.training.loggers.logger import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
 
 FEW_STEPS = ["train.steps=8", "train.eval_every=0", "train.eval_batches=0"]

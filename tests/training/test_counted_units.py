@@ -19,7 +19,7 @@ from axonlaunch.planning.records import Plan, Planned, Workload
 from axonlaunch.planning.reports.plan_table import build_plan_table
 from axonlaunch.system.text.units import named_by_unit, rate_in
 from axonlaunch.training import worker
-from axonlaunch.training.loggers.base import Logger, RunInfo
+from axonlaunch.training.loggers.logger import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
 
 IMAGES = ["model=mlp", "data=synthetic_images", "train.steps=2", "train.log_every=1", "name=run"]

@@ -18,7 +18,7 @@ from logged_runs import TINY, lines, notes, train
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.events import Evaluated, StepLogged
-from axonlaunch.training.loggers.base import Logger, RunInfo
+from axonlaunch.training.loggers.logger import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch.config.options.loggers import MLflowConfig
-from axonlaunch.training.loggers.base import RunInfo
+from axonlaunch.training.loggers.logger import RunInfo
 
 
 def test_keys_and_sources_of_any_characters_are_logged_to_mlflow(tmp_path: Path) -> None:

@@ -188,7 +188,11 @@ def test_module_trace_finds_extra_tensor_parallel_sum(
     right = layers.RowParallelLinear.forward
     monkeypatch.setattr(layers.RowParallelLinear, "forward", lambda *args: 2 * right(*args))
     first = compared(traced("gpt", "strategy=tensor", TWO), alone("gpt")).differences[0]
-    assert (first.step, first.module, first.ours.kind) == (0, "layers.0.self_attn.o_proj", "output")
+    assert (first.step, first.module, first.first_tensor.kind) == (
+        0,
+        "layers.0.self_attn.o_proj",
+        "output",
+    )
     assert first.ratio == pytest.approx(2.0)
 
 
@@ -198,15 +202,15 @@ def test_full_module_trace_finds_reordered_samples(
     right = layers.RowParallelLinear.forward
     monkeypatch.setattr(layers.RowParallelLinear, "forward", lambda *args: right(*args).flip(0))
     first = compared(traced("gpt", "strategy=tensor", TWO), alone("gpt")).differences[0]
-    assert (first.module, first.ours.kind) == ("layers.0.self_attn.o_proj", "output")
+    assert (first.module, first.first_tensor.kind) == ("layers.0.self_attn.o_proj", "output")
     assert first.elements is not None
     assert first.elements.index == (0, 0, 0)
-    assert first.ours.rms == pytest.approx(first.theirs.rms)
+    assert first.first_tensor.rms == pytest.approx(first.second_tensor.rms)
 
 
 def test_module_trace_finds_other_samples_and_weights_first() -> None:
     other = compared(alone("mlp"), traced("mlp", *SINGLE, "seed=1")).differences[0]
-    assert (other.ours.kind, other.ours.name) == ("batch", "inputs")
+    assert (other.first_tensor.kind, other.first_tensor.name) == ("batch", "inputs")
 
 
 def test_module_trace_without_steps_adds_no_hooks(tmp_path: Path) -> None:
@@ -289,7 +293,7 @@ def test_module_trace_of_loop_is_equal_in_micro_batches_and_wrapper(tmp_path: Pa
     # layer that is called twice in a forward are in another order.
     assert result.by_element == 2 * (1 + 4 + 4 + 2)
     first = compared(right, loop(tmp_path / "c", bug=True)).differences[0]
-    assert (first.step, first.module, first.ours.kind) == (0, "twice", "output gradient")
+    assert (first.step, first.module, first.first_tensor.kind) == (0, "twice", "output gradient")
 
 
 def test_a_loop_on_several_processes_is_refused() -> None:

@@ -12,8 +12,8 @@ from parity_table import MODELS
 
 from axonlaunch.comm import World
 from axonlaunch.engines.data_parallel import fsdp
-from axonlaunch.models.hf import spec as hf_spec
-from axonlaunch.models.specs.spec import MixedSamples
+from axonlaunch.models.hf import model_spec as hf_spec
+from axonlaunch.models.specs.model_spec import MixedSamples
 from axonlaunch.verification.comparison.compare import on_mock
 from axonlaunch.verification.comparison.gradient_sums import hides_rounded_sums, sum_differences
 from axonlaunch.verification.comparison.layout_run import prepared_engine

@@ -24,7 +24,7 @@ from axonlaunch.config.problems.errors import one_of
 from axonlaunch.models.specs.source_of import source_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from axonlaunch.models.adapters.expert_lora import ExpertMatrices
 
@@ -242,7 +242,7 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
             local = local_part(parameter)
             for box in local_boxes(parameter) if local.numel() else ():
                 region = tuple(slice(start, start + count) for start, count in box.region)
-                box.of(local).copy_(file.get_slice(key)[region])
+                box.view(local).copy_(file.get_slice(key)[region])
 
 
 def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[str]:
@@ -261,19 +261,16 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
     """
     from safetensors.torch import save_file
 
+    from axonlaunch.models.build import on_meta
+
     adapter = config.adapter
     assert adapter is not None
-    base = source_of(config).peft_base()
-    if base is None:
-        message = (
-            f"PEFT adapts models of transformers, and this is {config.model.name}; use --merge"
-        )
-        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
-    trained = _Trained.of(config)
-    in_modules = {first for parts in trained.modules.values() for first in parts.values()}
-    if left := [name for name in trained.others if name not in in_modules]:
-        message = f"{left[0]} was trained in addition to the adapter; use --merge"
-        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
+    model = on_meta(config, seed=config.seed)
+    if (reason := why_not_peft(config, model)) is not None:
+        message = f"{checkpoint.path}: {reason}; use --merge"
+        raise ConfigError([ConfigIssue("", message)])
+    base, trained = source_of(config).peft_base(), _Trained.of(model)
+    assert base is not None
     parts = _parts(checkpoint, trained.names)
     others = _parts(checkpoint, trained.others)
     full = {
@@ -307,6 +304,21 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
     return [_WEIGHTS_FILE, _CONFIG_FILE]
 
 
+def why_not_peft(config: RunConfig, model: nn.Module) -> str | None:
+    """Return why PEFT's format can't store the trained parameters of a run with an adapter.
+
+    Args:
+        config: Configuration of the run.
+        model: Complete model with its adapters, on the meta device or not.
+    """
+    if source_of(config).peft_base() is None:
+        return f"PEFT adapts models of transformers, and this is {config.model.name}"
+    trained = _Trained.of(model)
+    in_modules = {first for parts in trained.modules.values() for first in parts.values()}
+    left = next((name for name in trained.others if name not in in_modules), None)
+    return None if left is None else f"{left} is trained in addition to the adapter"
+
+
 def merged(
     checkpoint: Checkpoint, config: RunConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -319,12 +331,13 @@ def merged(
     """
     from axonlaunch.models.adapters.dora import adapted_norms
     from axonlaunch.models.adapters.expert_lora import adapted_experts
+    from axonlaunch.models.build import on_meta
 
     adapter = config.adapter
     if adapter is None:
         yield from tensors
         return
-    trained = _Trained.of(config)
+    trained = _Trained.of(on_meta(config, seed=config.seed))
     parts = _parts(checkpoint, trained.names)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
@@ -372,12 +385,10 @@ class _Trained:
     modules: Mapping[str, Mapping[str, str]]
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Collect the names from a model that is built without storage."""
+    def of(cls, model: nn.Module) -> Self:
+        """Collect the names from a complete model, on the meta device or not."""
         from axonlaunch.models.adapters.lora import LoraLayer, adapted_experts_of, transposed_layers
-        from axonlaunch.models.build import on_meta
 
-        model = on_meta(config, seed=config.seed)
         named = dict(model.named_parameters())
         others = {
             id(part): name

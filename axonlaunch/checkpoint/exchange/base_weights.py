@@ -58,7 +58,7 @@ def find_base_problems(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue
     if recorded != current:
         names = {*recorded, *current}
         changed = sorted(name for name in names if recorded.get(name) != current.get(name))
-        message = f"{changed[0]} is not what the run in {run_dir} began with (its SHA-256 differs)"
+        message = f"{changed[0]} changed since the run in {run_dir} began (its SHA-256 differs)"
         yield ConfigIssue("model.path", f"{message}; use the same weights", path)
 
 

@@ -6,10 +6,12 @@ The token and its rights are checked before a run starts, and again by the Hub.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.exchange.adapters import why_not_peft
 from axonlaunch.checkpoint.exchange.model_card import model_card
 from axonlaunch.checkpoint.format import step_folders, storage
 from axonlaunch.checkpoint.format.manifest import Checkpoint
@@ -17,6 +19,9 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.system import hub
 from axonlaunch.system.hub import HubCallError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEY = "checkpoint.push"
 _CARD = "README.md"
@@ -45,6 +50,21 @@ def push_problems(repo: str, *, key: str = KEY) -> list[ConfigIssue]:
         else:
             reason = str(error)
     return [] if reason is None else [ConfigIssue(key, reason, repo)]
+
+
+def pushed_adapter_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield a problem if ``checkpoint.push`` can't export the run's adapter.
+
+    Args:
+        config: Configuration of the run.
+        model: Complete model with its adapters, on the meta device or not.
+    """
+    repo = config.checkpoint.push
+    if repo is None or config.adapter is None:
+        return
+    if (reason := why_not_peft(config, model)) is not None:
+        export = f"axonlaunch checkpoint export RUN --merge --push {repo}"
+        yield ConfigIssue(KEY, f"{reason}; use null, and {export} after the run", repo)
 
 
 def push_run(config: RunConfig) -> str:
@@ -116,8 +136,8 @@ def _why_refused(repo: str, user: dict[str, Any]) -> str | None:
     token = user.get("auth", {}).get("accessToken", {})
     roles = {str(org.get("name")): org.get("roleInOrg") for org in user.get("orgs", [])}
     if owner != name and owner not in roles:
-        known = ", ".join([name, *roles])
-        return f"{name} is no member of {owner}; use {known}"
+        owners = ", ".join([name, *roles])
+        return f"{name} is no member of {owner}; use {owners}"
     if owner != name and roles[owner] not in (None, *_WRITES):
         return f"{name} may only read in {owner}; ask an administrator of {owner} for the right"
     if token.get("role") == "read":

@@ -220,7 +220,7 @@ def _files(folder: Path) -> list[Path]:
     names = set(values)
     if missing := [name for name in names if not os.path.lexists(folder / name)]:
         listed = ", ".join(sorted(missing))
-        message = f"{index}: names {listed}, not in its folder; copy or fetch what is missing"
+        message = f"{index}: names {listed}, which its folder lacks; copy the missing files"
         raise ConfigError([ConfigIssue("", message)])
     return [folder / name for name in sorted(names)]
 

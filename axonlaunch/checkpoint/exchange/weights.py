@@ -31,8 +31,8 @@ from axonlaunch.data.tokenizers.tokenizer import (
     read_foreign,
 )
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
+from axonlaunch.models.specs.model_spec import model_of
 from axonlaunch.models.specs.source_of import model_in_folder, source_of
-from axonlaunch.models.specs.spec import model_of
 from axonlaunch.system.storage.files import write_copy
 
 if TYPE_CHECKING:
@@ -288,6 +288,8 @@ def how_to_load(folder: Path, config: RunConfig, *, is_adapter: bool) -> str:
     model = "transformers.AutoModelForCausalLM.from_pretrained"
     if config.adapter is None or not is_adapter:
         return f"{model}({str(folder)!r})"
+    if source_of(config).has_grown_vocabulary():  # the base model lacks rows, which this adds
+        return f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
     return f"peft.PeftModel.from_pretrained({model}({config.model_path!r}), {str(folder)!r})"
 
 

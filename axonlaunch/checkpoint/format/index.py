@@ -125,20 +125,22 @@ def _refuse_impossible(index: Metadata, files: Mapping[str, Sum]) -> None:
     Raises:
         CorruptCheckpointError: The index contradicts the files.
     """
-    for place in index.storage_data.values():
-        if place.relative_path not in files:
-            name = place.relative_path
+    for stored in index.storage_data.values():
+        if stored.relative_path not in files:
+            name = stored.relative_path
             raise CorruptCheckpointError(f"names {name}, which the manifest does not list")
     for name, entry in index.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), "the index has only tensors"
         covered = 0
         for chunk in entry.chunks:
-            place = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            stored = index.storage_data[MetadataIndex(name, chunk.offsets)]
             numel = math.prod(chunk.sizes)
             covered += numel
-            if place.offset + place.length > files[place.relative_path].bytes:
-                raise CorruptCheckpointError(f"puts {name} beyond the end of {place.relative_path}")
-            if numel * entry.properties.dtype.itemsize > place.length:
+            if stored.offset + stored.length > files[stored.relative_path].bytes:
+                raise CorruptCheckpointError(
+                    f"puts {name} beyond the end of {stored.relative_path}"
+                )
+            if numel * entry.properties.dtype.itemsize > stored.length:
                 raise CorruptCheckpointError(f"gives {name} more values than its file holds")
         if covered != math.prod(entry.size):
             raise CorruptCheckpointError(f"lacks parts of {name}")

@@ -227,7 +227,7 @@ def _data(value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(value["dataset"], str):
         raise TypeError("data")
-    numbers = {key: _number(value[key]) for key in ("samples", "epoch")}
+    numbers = {key: _number(value[key]) for key in ("samples", "epoch", "position")}
     return {**numbers, "dataset": value["dataset"]}
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from axonlaunch.checkpoint.format.manifest import CorruptCheckpointError
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, to_yaml
 from axonlaunch.config.values.environment_values import names_environment
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import SCHEME, is_url
 from axonlaunch.system.storage import files
 

@@ -218,4 +218,4 @@ def _reason(folder: Path) -> str:
 def instead(checkpoint: Checkpoint | None) -> str:
     """Return the advice for a run that stops at corrupt checkpoints."""
     choice = f"checkpoint.resume={checkpoint.path}, or " if checkpoint else ""
-    return f"use {choice}another name, or remove what is corrupt"
+    return f"use {choice}another name, or remove the corrupt files"

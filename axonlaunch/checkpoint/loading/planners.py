@@ -105,5 +105,5 @@ def _box_of(value: Any, index: MetadataIndex) -> Tensor | None:
         return None
     for box in local_boxes(value):
         if index.offset == torch.Size(start for start, _ in box.region):
-            return box.of(value.to_local())
+            return box.view(value.to_local())
     raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from axonlaunch.checkpoint.format.storage import is_remote
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import folder_lock, is_locked, read_text
 
 

@@ -122,8 +122,8 @@ class Writer(FileSystemWriter):
             for tensor, item in self._on_host(plan.items, planner):
                 start = stream.tell()
                 _write_tensor(stream, tensor)
-                place = StoragePlace(name, start, stream.tell() - start)
-                results.append(WriteResult(item.index, tensor.nbytes, place))
+                stored_at = StoragePlace(name, start, stream.tell() - start)
+                results.append(WriteResult(item.index, tensor.nbytes, stored_at))
         results.sums = dict(self._summing.sums)
         future: futures.Future[list[WriteResult]] = futures.Future()
         future.set_result(results)

@@ -88,14 +88,14 @@ def completions(line: str, root: Any) -> list[str]:
     words = [word for word in words[1:] if word]
     parser: Any = root
     while hasattr(parser, "commands"):
-        known = parser.commands
+        commands = parser.commands
         named = [word for word in words if not word.startswith("-")]
         if not named:
-            return sorted(name for name in known if name.startswith(last))
-        if named[0] not in known:
+            return sorted(name for name in commands if name.startswith(last))
+        if named[0] not in commands:
             return []
         words = words[words.index(named[0]) + 1 :]
-        parser = known[named[0]]
+        parser = commands[named[0]]
     if last.startswith("-"):
         options = [name for parameter in parser.params for name in parameter.opts]
         return sorted(name for name in options if name.startswith(last) and name != last)

@@ -86,7 +86,7 @@ def _show(inspection: Inspection, console: Console) -> None:
     rows = {
         "model": f"{inspection.model}, {inspection.parameters:,} parameters",
         "blocks": f"{blocks} in {inspection.layers}" if blocks else "none",
-        "cut points": f"{len(cuts)}: before {cuts[0]} ... {cuts[-1]}" if cuts else "none",
+        "split points": f"{len(cuts)}: before {cuts[0]} ... {cuts[-1]}" if cuts else "none",
         "first stage": ", ".join(inspection.first) or "unknown",
         "last stage": ", ".join(inspection.last) or "unknown",
         "ties": ", ".join(f"{other} = {name}" for other, name in inspection.ties.items()) or "none",

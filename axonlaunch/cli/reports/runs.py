@@ -56,9 +56,10 @@ def command(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Folder that contains the runs, at any depth.")
     ] = Path("runs"),
-    where: Annotated[
+    filters: Annotated[
         list[str] | None,
         typer.Option(
+            "--where",
             metavar="KEY=VALUE",
             help="Only runs with this setting or status; if repeated, all must match.",
             show_default=False,
@@ -69,7 +70,7 @@ def command(
     """List runs, newest first."""
     from axonlaunch.diagnostics.report.record.run_record import find_runs
 
-    conditions = [_condition(text) for text in where or []]
+    conditions = [_condition(text) for text in filters or []]
     if not folder.is_dir():
         refuse(f"{folder}: {why_no_folder(folder)}")
     runs, keys = [], set[str]()

@@ -87,7 +87,8 @@ def command(
         typer.Option(
             metavar="N",
             min=1,
-            help="With -m: train N runs at once, each on a share of this node's devices and cores.",
+            help="With -m: train N runs at once, each on a share of this node's devices and cores, "
+            "or as a job.",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +115,7 @@ def command(
     if parallel is not None and not multirun:
         refuse("--parallel: trains runs of a sweep at once; add -m")
     if parallel is not None and (dry_run or render):
-        refuse("--parallel: divides this node among runs that are launched here; leave it out")
+        refuse("--parallel: limits how many runs train at once, and none is launched; leave it out")
     if dry_run:
         raise typer.Exit(
             _dry_run(
@@ -172,7 +173,7 @@ def command(
             # Hide torch's warnings about unknown connections to its store. Ranks still print
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            runs = load_runs(request, environment.of_node(), options)
+            runs = load_runs(request, environment.for_node(), options)
             shares: Sequence[NodeShare] = ()
             if parallel is not None:
                 from axonlaunch.launch.local.parallel_sweep import launch_at_once, share_node
@@ -236,7 +237,7 @@ def _dry_run(
             options = LaunchOptions(
                 fork_server=context, started=STARTED, render=render, dry_run=True, show=show
             )
-            runs = dry_runs(request, environment.of_node(), options)
+            runs = dry_runs(request, environment.for_node(), options)
         status = 2 if any(run.obstacles for run in runs) else 0
         if as_json:
             reports = [_to_json_dict(run, context) for run in runs]

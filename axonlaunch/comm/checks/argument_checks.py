@@ -131,7 +131,7 @@ def divisibility_error(tensor: Tensor | None, group: ProcessGroup) -> ValueError
     assert tensor is not None
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         return ValueError(
-            f"dim 0 of the shape {list(tensor.shape)} can't be divided among {group.size} ranks: "
+            f"dim 0 of the shape {list(tensor.shape)} can't be sharded over {group.size} ranks: "
             "pad it to a multiple"
         )
     return None

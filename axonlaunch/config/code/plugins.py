@@ -110,12 +110,12 @@ def _check_arguments(
     Raises:
         ConfigError: An argument is unknown or missing; the message lists the accepted ones.
     """
-    known = keywords_of(builder, passed=passed)
+    accepted = keywords_of(builder, passed=passed)
     arguments_key = f"{key.rpartition('.')[0]}.arguments"
     issues = [
-        ConfigIssue(f"{arguments_key}.{name}", unknown("argument", name, known), value)
+        ConfigIssue(f"{arguments_key}.{name}", unknown("argument", name, accepted), value)
         for name, value in arguments.items()
-        if known is not None and name not in known
+        if accepted is not None and name not in accepted
     ]
     if issues:
         raise ConfigError(issues)

@@ -14,7 +14,7 @@ from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.optimization.schedules import ConstantConfig
 from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 
 
 def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
@@ -26,7 +26,7 @@ def resolve_auto(config: RunConfig, *, accelerators: int) -> RunConfig:
         accelerators: Number of accelerators on this node.
 
     Raises:
-        ConfigError: The batch can't be divided among the ranks.
+        ConfigError: The batch can't be sharded over the ranks.
     """
     if config.strategy.auto:
         return config

@@ -11,7 +11,7 @@ from typing import Any
 
 from axonlaunch.config.problems.errors import ConfigIssue
 from axonlaunch.config.schema import REGISTRIES
-from axonlaunch.config.values.plain import line_of
+from axonlaunch.config.values.plain_values import line_of
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:

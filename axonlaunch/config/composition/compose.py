@@ -28,7 +28,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_l
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
-from axonlaunch.config.values.plain import flatten, read_yaml
+from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.system.storage.files import why_no_folder
 
 OVERRIDE_ORIGIN = "override "
@@ -303,8 +303,10 @@ class Composer:
 
     def _check_primary(self, config_name: str) -> None:
         if not self._files.has_file(config_name):
-            known = sorted(path.stem for folder in self.folders for path in folder.glob("*.yaml"))
-            message = unknown("config", config_name, dict.fromkeys(known))
+            config_names = sorted(
+                path.stem for folder in self.folders for path in folder.glob("*.yaml")
+            )
+            message = unknown("config", config_name, dict.fromkeys(config_names))
             raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
 
     def sort_overrides(
@@ -375,7 +377,7 @@ class Composer:
     @property
     def _open_groups(self) -> frozenset[str]:
         """Groups with options that can be registered."""
-        return frozenset(k for k, known in self._registries.items() if known.entry_points)
+        return frozenset(k for k, registry in self._registries.items() if registry.entry_points)
 
     def _is_option(self, group: str, name: str) -> bool:
         registry = self._registries.get(group)
@@ -469,9 +471,9 @@ def _remove_preset(tree: dict[Any, Any]) -> tuple[dict[str, Any], list[ConfigIss
         return {}, []
     if not isinstance(preset, dict):
         return {}, [ConfigIssue(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
-    known = dict.fromkeys(PRESETS)
+    presets = dict.fromkeys(PRESETS)
     return preset, [
-        ConfigIssue(f"{key}.{name}", unknown("key", str(name), known), value)
+        ConfigIssue(f"{key}.{name}", unknown("key", str(name), presets), value)
         for name, value in preset.items()
-        if name not in known
+        if name not in presets
     ]

@@ -44,8 +44,8 @@ def _hydra_problem(error: Exception) -> ConfigIssue | None:
 
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
-        where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        return ConfigIssue("", f"{where}not YAML: {error.problem}")
+        location = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
+        return ConfigIssue("", f"{location}not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError | RecursionError | YAMLError | ValueError | IndexError):
         reason = " ".join(str(error).split())
         return ConfigIssue(

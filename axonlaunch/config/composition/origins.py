@@ -9,7 +9,7 @@ from axonlaunch.config.composition.compose import DEFAULT_ORIGIN, Composed
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.validation.validate import validate
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 
 
 def origins_of(composed: Composed, config: RunConfig) -> dict[str, str]:

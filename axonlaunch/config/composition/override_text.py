@@ -68,8 +68,8 @@ def _without_quoted_keys(text: str) -> str:
     """
 
     def plain(match: re.Match[str]) -> str:
-        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
-        is_key = before.endswith(("{", ",")) and after.startswith(":")
+        prefix, suffix = text[: match.start()].rstrip(), text[match.end() :].lstrip()
+        is_key = prefix.endswith(("{", ",")) and suffix.startswith(":")
         inside = match[0][1:-1]
         return inside if is_key and re.fullmatch(r"[\w.*?/@+-]+", inside) else match[0]
 

@@ -65,7 +65,7 @@ def with_training_defaults(composed: Composed) -> Composed:
     trained = what_is_trained(composed.tree)
     values = training_defaults(composed.tree)
     reason = "" if trained is None else f"default for {TRAINED_NAMES[trained]}"
-    if trained is None and (values := _of_preset(composed)):
+    if trained is None and (values := _rate_of_preset(composed)):
         reason = "default for the size of the model"
     if not values:
         return composed
@@ -78,7 +78,7 @@ def with_training_defaults(composed: Composed) -> Composed:
     return dataclasses.replace(composed, tree=tree, chosen=chosen)
 
 
-def _of_preset(composed: Composed) -> dict[str, Any]:
+def _rate_of_preset(composed: Composed) -> dict[str, Any]:
     """Return the learning rate of the model's preset, if it suits the optimizer."""
     optimizer = composed.tree.get("optimizer")
     name = optimizer.get("name") if isinstance(optimizer, Mapping) else None

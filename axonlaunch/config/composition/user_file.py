@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import read_text, why_not_read
 
 ENDINGS = (".yaml", ".yml")

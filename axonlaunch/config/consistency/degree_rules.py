@@ -19,7 +19,7 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DEFAULT
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, divisors, one_of
-from axonlaunch.config.schema import PipelineConfig, RunConfig
+from axonlaunch.config.schema import ExpertConfig, PipelineConfig, RunConfig
 
 EXPERT_DEGREE = "strategy.expert.degree"
 
@@ -38,7 +38,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         }
         if missing := [key for key, is_there in needed.items() if not is_there]:
             message = (
-                "it overlaps collectives on divided sequences in compiled blocks; add "
+                "it overlaps collectives on split sequences in compiled blocks; add "
                 f"{' '.join(missing)}, or remove this setting"
             )
             yield ConfigIssue("strategy.tensor.async_collectives", message, True)
@@ -46,7 +46,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
     recomputes = config.train.recomputation == "full"
     if strategy.tensor.degree > 1 and config.train.compile and recomputes:
         message = (
-            "torch.compile can't recompute layers that strategy.tensor.degree divides; use "
+            "torch.compile can't recompute layers that strategy.tensor.degree shards; use "
             "selective or none, or train.compile=false"
         )
         yield ConfigIssue("train.activation_checkpointing", message, mode)
@@ -85,6 +85,9 @@ def _experts(config: RunConfig) -> Iterator[ConfigIssue]:
     strategy = config.strategy
     key, degree = EXPERT_DEGREE, strategy.expert.degree
     if degree == 1:
+        if (dispatch := strategy.expert.dispatch) != ExpertConfig.dispatch:
+            message = f"needs ranks that share experts, but {key} is 1; use 2 or more there"
+            yield ConfigIssue("strategy.expert.dispatch", message, dispatch)
         return
     if not data_parallel_facts(strategy).shards_parameters:
         kind = strategy.data_parallel or DEFAULT
@@ -134,7 +137,7 @@ def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigI
         return []
     legal = [count for count in divisors(ranks) if count % tensor == 0]
     message = (
-        f"the experts are divided among the {ranks} ranks that share one copy of the parameters; "
+        f"the experts are split among the {ranks} ranks that share one copy of the parameters; "
         f"use {one_of(legal)}"
     )
     return [ConfigIssue(EXPERT_DEGREE, message, degree)]

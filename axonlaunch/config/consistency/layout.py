@@ -29,7 +29,7 @@ from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT, NONE
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.schema import RunConfig, StrategyConfig
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 
 
 @dataclass(frozen=True, kw_only=True)

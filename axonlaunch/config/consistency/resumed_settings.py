@@ -13,7 +13,7 @@ from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.values.environment_values import to_interpolations
 from axonlaunch.config.values.hub_reference import without_commits
-from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
 _LEARNED = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
@@ -29,34 +29,34 @@ _DECIDED = ("data.packing", "train.precision")
 """Settings of which ``auto`` is decided for the model, or by the resumed run."""
 
 
-def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
+def settings_unlike_resumed(config: RunConfig, resumed: dict[str, Any]) -> list[str]:
     """Return settings that differ and affect the result, each as ``key=new (was old)``.
 
     Keys that an earlier version of the program did not write count as their defaults.
 
     Args:
         config: Configuration of the run.
-        before: Frozen configuration of the resumed run, by dotted key.
+        resumed: Frozen configuration of the resumed run, by dotted key.
     """
     now = _without_empty(flatten(to_interpolations(to_tree(config))))
-    before = _without_empty({**before, **_defaults(config, before), **before})
-    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
+    resumed = _without_empty({**resumed, **_defaults(config, resumed), **resumed})
+    keys = [key for key in {**resumed, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
     return [
-        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
+        f"{key}={plain(now.get(key))} (was {plain(resumed.get(key))})"
         for key in keys
-        if not _is_same(now.get(key), before.get(key))
+        if not _is_same(now.get(key), resumed.get(key))
         and not (key in _DECIDED and now.get(key) == "auto")
         and not (key in _OF_PEFT and now.get("adapter.path") is not None)
     ]
 
 
-def _is_same(now: Any, before: Any) -> bool:
+def _is_same(now: Any, resumed: Any) -> bool:
     """Return whether a value is that of the resumed run, which may have added a commit to it."""
-    return bool(now == before or (without_commits(now) == now == without_commits(before)))
+    return bool(now == resumed or (without_commits(now) == now == without_commits(resumed)))
 
 
-def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
+def _defaults(config: RunConfig, resumed: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of sections with the same option in both configurations.
 
     If the option differs (``model.name``), all of its keys are reported.
@@ -66,7 +66,7 @@ def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
         section = getattr(config, name)
         if not dataclasses.is_dataclass(section):
             continue
-        if getattr(section, "name", None) != before.get(f"{name}.name"):
+        if getattr(section, "name", None) != resumed.get(f"{name}.name"):
             continue
         for field in dataclasses.fields(section):
             if field.default is not dataclasses.MISSING:
@@ -81,9 +81,9 @@ def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value != {}}
 
 
-def other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
+def other_threads(config: RunConfig, resumed: dict[str, Any]) -> list[str]:
     """Return a note that a run resumed with a different number of threads differs in last bits."""
-    was, now = before.get("launch.threads"), config.launch.threads
+    was, now = resumed.get("launch.threads"), config.launch.threads
     if was in (None, "auto", now):
         return []
     return [

@@ -43,7 +43,7 @@ from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.intervals import epochs_of
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.config.values.url import is_url
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.files import why_no_folder
@@ -403,15 +403,31 @@ def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
         message = f"train.steps is {steps}; use fewer, or auto, or train longer"
         yield ConfigIssue("scheduler.warmup_steps", message, warmup)
         return
-    if not isinstance(schedule, WSDConfig) or warmup + schedule.decay(steps) <= steps:
-        return
+    if isinstance(schedule, WSDConfig) and 0 < steps < warmup + schedule.decay(steps):
+        yield _long_decay(schedule, steps)
+
+
+def _long_decay(schedule: WSDConfig, steps: int) -> ConfigIssue:
+    """Return the problem that warm-up and decay exceed the run.
+
+    The decay is reported if it is set and can be shorter, else the warm-up.
+    """
+    warmup, decay = schedule.warmup(steps), schedule.decay(steps)
     exceeds = f"with {warmup} steps of warm-up it exceeds train.steps={steps}; use"
-    if schedule.decay_steps:
+    ratio = math.floor(100 * (steps - warmup) / steps) / 100
+    if schedule.decay_steps and warmup < steps:
         message = f"{exceeds} {steps - warmup} or less"
-        yield ConfigIssue("scheduler.decay_steps", message, schedule.decay_steps)
-    elif schedule.decay_ratio is not None:
-        message = f"{exceeds} {math.floor(100 * (1 - warmup / steps)) / 100} or less"
-        yield ConfigIssue("scheduler.decay_ratio", message, schedule.decay_ratio)
+        return ConfigIssue("scheduler.decay_steps", message, schedule.decay_steps)
+    if schedule.decay_ratio is not None and ratio > 0:
+        return ConfigIssue(
+            "scheduler.decay_ratio", f"{exceeds} {ratio} or less", schedule.decay_ratio
+        )
+    exceeds = f"with {decay} steps of decay it exceeds train.steps={steps}; use"
+    left = max(0, steps - decay)
+    if schedule.warmup_ratio is None:
+        return ConfigIssue("scheduler.warmup_steps", f"{exceeds} {left} or less", warmup)
+    message = f"{exceeds} {math.floor(100 * left / steps) / 100} or less"
+    return ConfigIssue("scheduler.warmup_ratio", message, schedule.warmup_ratio)
 
 
 def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -463,6 +479,12 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("checkpoint.async_save", message, True)
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    elif config.checkpoint.keep_best and not config.train.eval_every:
+        message = "nothing is evaluated before the end: train.eval_every is 0; use 0, or evaluate"
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+    elif config.checkpoint.keep_best and not config.checkpoint.every:
+        message = "no checkpoint is saved; use 0, or set checkpoint.every"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
     push = config.checkpoint.push
     if push is not None and (reason := why_no_repo(push)) is not None:

@@ -16,7 +16,7 @@ from axonlaunch.config.precision import (
     master_format,
 )
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 
 
 def with_precision(config: RunConfig, *, has_bf16: bool | None = None) -> RunConfig:

@@ -30,7 +30,7 @@ class ParameterFacts:
         name: Fully-qualified name in the model.
         shape: Shape of the full parameter.
         is_hidden_matrix: Whether the parameter is a matrix in one of the repeated blocks of the
-            model, and not of an embedding.
+            model, and not of an embedding, or has a matrix for each expert.
     """
 
     name: str

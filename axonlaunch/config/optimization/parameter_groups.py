@@ -128,7 +128,11 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
         if not matched:
             message = f"matches no parameter that is trained{explain_unmatched(pattern, names)}"
             yield ConfigIssue(key, message)
-        flat = [candidate.name for candidate in matched if len(candidate.shape) != 2]
+        flat = [
+            candidate.name
+            for candidate in matched
+            if len(candidate.shape) != 2 and not candidate.is_hidden_matrix
+        ]
         if options.get("algorithm") == "muon" and flat:
             message = f"Muon is for matrices, and {flat[0]} is none; use adamw, or another pattern"
             yield ConfigIssue(f"{key}.algorithm", message, "muon")

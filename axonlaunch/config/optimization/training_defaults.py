@@ -19,7 +19,7 @@ from axonlaunch.config.optimization.schedules import CosineConfig
 from axonlaunch.config.precision import automatic_precision
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.registry import EntryPointError, UnknownNameError
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 
 Trained = Literal["full", "adapter", "scratch"]
 

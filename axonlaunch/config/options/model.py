@@ -162,7 +162,7 @@ class MoEConfig(LlamaConfig):
         if self.num_experts_per_tok > self.num_experts:
             message = f"there are only num_experts={self.num_experts}; use at most as many"
             problems.append(("num_experts_per_tok", message))
-        return problems
+        return [*problems, *_balance_problems(self)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ class HuggingFaceConfig(TransformersModel):
             return [
                 ("revision", "applies to a model id, but model.path is null; remove this setting")
             ]
-        return []
+        return _balance_problems(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +283,12 @@ class FreeModelConfig(RegisteredConfig):
 
     weights: str | None = None
     """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
+
+
+def _balance_problems(config: MoEConfig | HuggingFaceConfig) -> list[tuple[str, str]]:
+    if config.balance == "bias" or config.balance_rate == type(config).balance_rate:
+        return []
+    return [("balance_rate", "is the step of biases, but model.balance is none; use bias there")]
 
 
 def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str, str]]:
@@ -322,7 +328,7 @@ MODELS: Registry[Any, None] = Registry(
             "axonlaunch.models.architectures.vit:SPEC", "vision transformer, for images", ViTConfig
         ),
         "hf": Entry(
-            "axonlaunch.models.hf.spec:SPEC",
+            "axonlaunch.models.hf.model_spec:SPEC",
             "any causal LM of transformers, model.path",
             HuggingFaceConfig,
             needs=Needs("transformers", "transformers", "axonlaunch[hf]"),

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.validation.key_reference import meanings
-from axonlaunch.config.values.plain import to_tree
+from axonlaunch.config.values.plain_values import to_tree
 
 FILE_NAME = "axonlaunch-schema.json"
 Schema = dict[str, Any]
@@ -103,8 +103,8 @@ def _key(spec: Any, hint: Any) -> Schema:
     if "typed_by" in facts or "groups" in facts:
         return _ANY_GROUP
     if "names" in facts:  # a plug-in may register others
-        known = {"enum": [*facts["names"].names(), None]}
-        return {"anyOf": [known, {"type": "string"}]}
+        included = {"enum": [*facts["names"].names(), None]}
+        return {"anyOf": [included, {"type": "string"}]}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _group(hint, defaults=_default(spec))
     return {"anyOf": _with_interpolation(_types(hint, facts))}

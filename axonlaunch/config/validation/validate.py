@@ -17,7 +17,7 @@ from axonlaunch.config.problems.other_names import FOREIGN_NAMES
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
 from axonlaunch.config.validation.group_options import typed_groups
-from axonlaunch.config.values.plain import flatten
+from axonlaunch.config.values.plain_values import flatten
 
 _ELSEWHERE = 0.75
 """Least similarity of an unknown name to a key of another group that is suggested for it.
@@ -169,13 +169,13 @@ class _Walk:
         self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str
     ) -> None:
         """Report unknown arguments of an entry that was registered without a dataclass."""
-        known = None if name is None else variants.entry(name).arguments
+        accepted = None if name is None else variants.entry(name).arguments
         arguments = tree.get("arguments") if isinstance(tree, dict) else None
-        if known is None or not isinstance(arguments, dict):
+        if accepted is None or not isinstance(arguments, dict):
             return
         for argument, value in arguments.items():
-            if argument not in known:
-                message = unknown("argument", str(argument), known)
+            if argument not in accepted:
+                message = unknown("argument", str(argument), accepted)
                 self._add(f"{key}.arguments.{argument}", message, value)
 
     def _each(self, tree: Any, variants: Registry[Any, Any], key: str) -> list[Any]:
@@ -347,5 +347,5 @@ def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
     """Return ``(name, keys)`` of each variant of a top-level group."""
     spec = {f.name: f for f in dataclasses.fields(root)}[key]
     variants = spec.metadata.get("variants")
-    known = variants.configs() if variants else {}
-    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in known.items()]
+    configs = variants.configs() if variants else {}
+    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in configs.items()]

@@ -56,14 +56,14 @@ def describe_rows(
 
 def _options(data: Any) -> dict[str, Any]:
     """Return the options that decide the rows, as JSON values."""
-    options = _of_rows({f.name: getattr(data, f.name) for f in dataclasses.fields(data)})
+    options = _row_options({f.name: getattr(data, f.name) for f in dataclasses.fields(data)})
     if "mix" in options:
-        options["mix"] = {name: _of_rows(source) for name, source in options["mix"].items()}
+        options["mix"] = {name: _row_options(source) for name, source in options["mix"].items()}
     json_options: dict[str, Any] = json.loads(json.dumps(options))
     return json_options
 
 
-def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
+def _row_options(options: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in options.items() if key not in _NOT_OF_ROWS}
     if options.get("validation_split") or not isinstance(options.get("held_out", 0), int | float):
         kept["held_out"] = "files"

@@ -377,7 +377,7 @@ class StreamLoader(Loader):
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the position of another loader of the same data."""
         self._samples, self._epoch = int(state["samples"]), int(state["epoch"])
-        self._position = int(state.get("position", 0))
+        self._position = int(state["position"])
         self._reading = self._begin_pass()
         self.dataset.load_state(state["dataset"])
 
@@ -404,7 +404,7 @@ class StreamLoader(Loader):
                 self._keep_state(piece.state["step"], piece.state["state"])
 
     def _read_step(self, step: int) -> Samples:
-        first = step * self.global_batch_size
+        first = step * self.global_batch_size - self.first_row_at
         if first < self._samples:
             raise ValueError(f"step {step} of a stream that was read up to {self._samples} samples")
         with kept_generators():

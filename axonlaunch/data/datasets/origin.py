@@ -83,6 +83,20 @@ def find_differences(saved: Origin, now: Origin | None) -> Iterator[tuple[str, s
         yield "data.files", _changed_files(saved.files, now.files)
 
 
+def is_other_data(saved: Origin | None, now: Origin | None, *, restarts: bool) -> bool:
+    """Return whether a run resumes on other data than its checkpoint's.
+
+    Args:
+        saved: The description in the checkpoint; None: it was a user-defined dataset.
+        now: The description of the current data; None: it is a user-defined dataset.
+        restarts: Whether the run restarts at the first row of changed data. Otherwise data without
+            a description counts as unchanged.
+    """
+    if saved is None:
+        return restarts and now is not None
+    return any(find_differences(saved, now))
+
+
 def _digests(origin: Origin) -> list[str]:
     return [digest for _, digest in origin.files]
 

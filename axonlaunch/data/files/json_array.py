@@ -101,9 +101,9 @@ class _Parser:
     def _expect(self, mark: str, *, actual: str | None = None) -> None:
         actual = self._next_mark() if actual is None else actual
         if actual != mark:
-            where = f"after row {self._number}" if self._number else "at the beginning"
+            position = f"after row {self._number}" if self._number else "at the beginning"
             what = repr(actual) if actual else "the end of the file"
-            raise ValueError(f"expected {mark!r} {where}, found {what}")
+            raise ValueError(f"expected {mark!r} {position}, found {what}")
         self._at += 1
 
     def _read(self, count: int) -> None:

@@ -85,12 +85,12 @@ def _with_rows(source: SourceFile, begin: int, end: int, *, of: int) -> SourceFi
         return replace(source, after=source.after + begin, last=source.after + end)
 
     def find_by_reading() -> list[int]:
-        before, last = source.after, source.after
+        previous, last = source.after, source.after
         for index, (last, _) in enumerate(reader, start=1):
-            before = last if index == begin else before
+            previous = last if index == begin else previous
             if index == end:
                 break
-        return [before, last]
+        return [previous, last]
 
     after, last = _keep_numbers([*source.identity, "rows", begin, end], find_by_reading)
     return replace(source, after=after, last=last)

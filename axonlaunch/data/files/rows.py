@@ -102,15 +102,15 @@ class RowReader:
                     if number > self.skip:
                         yield number, row
         except MemoryError:
-            where = f" after {self.what} {number}" if number else ""
-            message = f"{self._source.name} can't be read{where}: not enough memory"
+            position = f" after {self.what} {number}" if number else ""
+            message = f"{self._source.name} can't be read{position}: not enough memory"
             raise UnreadableFileError(message) from None
         except Exception as error:
             if isinstance(error, UnreadableFileError) or not _is_due_to_file(error):
                 raise
-            where = f" after {self.what} {number}" if number else ""
+            position = f" after {self.what} {number}" if number else ""
             reason = " ".join(str(error).split()) or type(error).__name__
-            message = f"{self._source.name} can't be read{where}: {reason[:300]}"
+            message = f"{self._source.name} can't be read{position}: {reason[:300]}"
             raise UnreadableFileError(message) from error
         self.fraction = 1.0
 

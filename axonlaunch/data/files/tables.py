@@ -256,5 +256,5 @@ def _refuse_bomb(column: Any, *, number: int) -> None:
         what = f"{column.num_values:,} values"
     else:
         return
-    where = f"column {column.path_in_schema} of row group {number}"
-    raise ValueError(f"{where} claims {what} in {stored:,} bytes")
+    column_name = f"column {column.path_in_schema} of row group {number}"
+    raise ValueError(f"{column_name} claims {what} in {stored:,} bytes")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from axonlaunch.config.values.plain import read_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 from axonlaunch.data.files.formats import suffixes
 
 Splits = Mapping[str, Sequence[str]]
@@ -88,7 +88,7 @@ def files_of_split(splits: Splits, name: str | None) -> Sequence[str]:
         chosen = _TRAIN if _TRAIN in splits else next(iter(splits)) if len(splits) == 1 else None
     if chosen is None or not splits.get(chosen):
         what = "has no split train" if name is None else "there is no such split"
-        filled = [known for known, files in splits.items() if files]
+        filled = [split_name for split_name, files in splits.items() if files]
         raise UnknownSplitError(f"{what}; use {_list_names(filled)}")
     return splits[chosen]
 
@@ -107,7 +107,8 @@ def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> HubL
     files = sorted(names)
     if configs := _configs(card):
         subsets = {
-            name: _of_config(options, files, subset=name) for name, options in configs.items()
+            name: _splits_of_config(options, files, subset=name)
+            for name, options in configs.items()
         }
         return HubLayout(subsets, _default_of(configs))
     data = [name for name in files if _is_data(name)]
@@ -121,7 +122,7 @@ def find_layout(names: Iterable[str], card: str = "", *, repo: str = "") -> HubL
         raise ValueError(_without_data(files))
     if all(_CONVERTED.fullmatch(name) for name in data):
         return _converted_layout(data)
-    return HubLayout({_DEFAULT: _of_names(data)}, _DEFAULT)
+    return HubLayout({_DEFAULT: _splits_of_names(data)}, _DEFAULT)
 
 
 def matching(pattern: str, files: Iterable[str]) -> list[str]:
@@ -207,7 +208,7 @@ def _default_of(configs: Mapping[str, Mapping[str, Any]]) -> str | None:
     return chosen[0] if chosen else _DEFAULT if _DEFAULT in configs else None
 
 
-def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str) -> Splits:
+def _splits_of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str) -> Splits:
     """Return the splits of a subset that README.md describes.
 
     Raises:
@@ -220,7 +221,7 @@ def _of_config(options: Mapping[str, Any], files: Sequence[str], *, subset: str)
     inside = {name.removeprefix(f"{folder}/"): name for name in files if _is_below(name, folder)}
     described = options.get("data_files")
     if described is None:
-        found = _of_names([name for name in inside if _is_data(name)])
+        found = _splits_of_names([name for name in inside if _is_data(name)])
     else:
         found = {
             split: [name for pattern in patterns for name in matching(pattern, inside)]
@@ -254,7 +255,7 @@ def _patterns(described: Any) -> dict[str, list[str]]:
     return patterns
 
 
-def _of_names(data: Sequence[str]) -> Splits:
+def _splits_of_names(data: Sequence[str]) -> Splits:
     """Return the splits that names of files tell; without a known word, all are ``train``."""
     shards = [(found[1], name) for name in data if (found := _SHARD.fullmatch(name))]
     if shards:
@@ -311,6 +312,6 @@ def _without_data(files: Sequence[str]) -> str:
 
 
 def _list_names(names: Iterable[str]) -> str:
-    known = [*names]
-    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return ", ".join(known[:_LISTED]) + more if known else "another data set: it has none"
+    listed = [*names]
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    return ", ".join(listed[:_LISTED]) + more if listed else "another data set: it has none"

@@ -274,6 +274,13 @@ class WorkerProcesses(Generic[_Task, _Result]):
             message = f"no batch came from {self.count} processes within {self.timeout_s:g} s"
             return f"{self.description}: {message}, although none of them reads a sample", ""
         worker, record = max(busy.items(), key=lambda item: item[1].seconds)
+        if record.seconds < self.timeout_s / 2:  # it reads many samples before the batch
+            message = (
+                f"{self.description}: no batch came within {self.timeout_s:g} s; now "
+                f"{record.sample} is read. Raise launch.timeout_s, or give a stream a state: "
+                "without one, a resumed run reads all earlier samples again"
+            )
+            return message, self._stack(worker)
         message = (
             f"{self.description}: reading {record.sample} has taken {record.seconds:.1f} s, so the "
             "process hangs; if samples take that long, raise launch.timeout_s"

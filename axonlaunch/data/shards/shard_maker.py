@@ -223,8 +223,8 @@ class ShardMaker:
             submitted = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
             if encoding is not None:
                 done, encoded, bad = _result_of(encoding, pending, source.name, opened.reader.what)
-                where = f"{source.name}, {opened.reader.what}"
-                progress = written.add(progress, done, encoded, bad, where)
+                location = f"{source.name}, {opened.reader.what}"
+                progress = written.add(progress, done, encoded, bad, location)
                 self._refuse_bad(progress)
                 fraction = (done_bytes + done.fraction * source.size) / max(1, total)
                 report(Tokenizing(source.name, fraction, progress.tokens))
@@ -363,7 +363,7 @@ class _Files:
         chunk: _Chunk,
         encoded: Encoded,
         bad: list[tuple[int, str]],
-        where: str,
+        location: str,
     ) -> Progress:
         """Write a chunk and record the progress."""
         written = {
@@ -383,7 +383,7 @@ class _Files:
         *previous_sums, current_sum = progress.source_sums
         for content in written.values():
             current_sum = zlib.crc32(content, current_sum)
-        listed = [f"{where} {number}: {reason}" for number, reason in bad]
+        listed = [f"{location} {number}: {reason}" for number, reason in bad]
         progress = replace(
             progress,
             row=chunk.rows[-1][0],

@@ -96,7 +96,7 @@ class Shard:
         of_files = enumerate(parts)
         return [(self.files[n], f"{count}-{crc32:08x}") for n, (count, crc32) in of_files if count]
 
-    def place(self, document: int) -> str:
+    def location(self, document: int) -> str:
         """Return the file and the row of a document."""
         ends = list(itertools.accumulate(self.progress.documents))
         file = next(index for index, end in enumerate(ends) if document < end)

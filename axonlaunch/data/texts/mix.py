@@ -133,8 +133,8 @@ class TextMix:
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield (source name, file and row; document part) for each document in a packed row."""
         [number], [source_row] = self._locate(np.array([row]), "train")
-        for place, part in self._sources[number].sources(int(source_row)):
-            yield f"{self._names[number]}: {place}", part
+        for location, part in self._sources[number].sources(int(source_row)):
+            yield f"{self._names[number]}: {location}", part
 
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (source and name, checksum of tokens) of all training files."""
@@ -228,11 +228,11 @@ def _with_keys_of(name: str, build: Callable[[TextRowsConfig], _T], config: Text
     try:
         return build(config)
     except ConfigError as error:
-        problems = [replace(p, key=_of_source(name, p.key)) for p in error.problems]
+        problems = [replace(p, key=_key_of_source(name, p.key)) for p in error.problems]
         raise ConfigError(problems) from None
 
 
-def _of_source(name: str, key: str) -> str:
+def _key_of_source(name: str, key: str) -> str:
     is_of_data = key.startswith("data.")
     return f"data.mix.{name}{key.removeprefix('data')}" if is_of_data else key
 
@@ -256,7 +256,7 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
                     key, value = held_out_key(source)
                     message = f"{file.name} is also in data.mix.{other}.files and would be trained "
                     message += "on; remove it there"
-                    raise ConfigError([ConfigIssue(_of_source(name, key), message, value)])
+                    raise ConfigError([ConfigIssue(_key_of_source(name, key), message, value)])
 
 
 AnyText = TextRows | TextMix | ShardedRows

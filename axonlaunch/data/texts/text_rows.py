@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
+from axonlaunch.config.options.documents import ChatConfig, HeldOutConfig, TextRowsConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetInfo, FileSums, Kind, Split
@@ -90,7 +90,7 @@ class TextRows:
             refuse_overlap(config, sources)
             with explain_failures(config):
                 shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
-        with explain_failures(config):
+        with explain_failures(config, key=held_out_key(config)[0]):
             held_out_shards = _shards(config, eval_sources, tokenizer, report, verifies=verifies)
             self._shards: list[Shard] = [*shards, *held_out_shards]
         self._train_shards = len(shards)
@@ -261,7 +261,7 @@ class TextRows:
 
     def _source(self, document: int) -> str:
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        return self._shards[number].place(document - int(self._first_document[number]))
+        return self._shards[number].location(document - int(self._first_document[number]))
 
     def _describe(self) -> tuple[str, ...]:
         """Return notes on the size of the data, the filling of rows, and omitted documents."""
@@ -314,11 +314,12 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     for held_out in held_out_sources(config):
         if any(held_out.overlaps(source) for source in sources):
             key, value = held_out_key(config)
-            what = (
-                f"{held_out.name} is" if held_out.last is None else f"rows of {held_out.name} are"
-            )
-            message = f"{what} also in data.files and would be trained on; remove "
-            message += "it there" if held_out.last is None else "them there, as in train[:90%]"
+            what, use = f"{held_out.name} is", "remove it there"
+            if held_out.last is not None:
+                what, use = f"rows of {held_out.name} are", "remove them there, as in train[:90%]"
+                if held_out.stamp:  # a file outside the Hub has no splits
+                    use = "remove the file there, or hold out a part of it: data.held_out=0.05"
+            message = f"{what} also in data.files and would be trained on; {use}"
             raise ConfigError([ConfigIssue(key, message, value)])
 
 
@@ -326,7 +327,8 @@ def held_out_key(config: TextRowsConfig) -> tuple[str, Any]:
     """Return the configuration key of held-out files, and its value."""
     if config.validation_split is not None:
         return "data.validation_split", config.validation_split
-    return "data.held_out", config.held_out_files.files
+    key = "data.held_out.files" if isinstance(config.held_out, HeldOutConfig) else "data.held_out"
+    return key, config.held_out_files.files
 
 
 def corpus(
@@ -369,8 +371,12 @@ def _shards(
 
 
 @contextmanager
-def explain_failures(config: TextRowsConfig) -> Iterator[None]:
+def explain_failures(config: TextRowsConfig, *, key: str = "data.files") -> Iterator[None]:
     """Convert errors while a shard is built to errors that name a key and what to write instead.
+
+    Args:
+        config: Configuration of the dataset.
+        key: Configuration key of the files.
 
     Raises:
         ConfigError: A shard can't be built.
@@ -379,11 +385,11 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
         yield
     except BadRowsError as error:
         message = f"{error}; correct the row, or write data.on_bad_row=skip to leave such rows out"
-        raise ConfigError([ConfigIssue("data.files", message)]) from None
+        raise ConfigError([ConfigIssue(key, message)]) from None
     except EncodingError as error:
         raise ConfigError([ConfigIssue("tokenizer.path", str(error))]) from None
     except UnreadableFileError as error:
-        raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+        raise ConfigError([ConfigIssue(key, str(error))]) from None
     except MemoryError:
         message = "not enough memory for their rows; split the largest file, or use more memory"
         raise ConfigError([ConfigIssue("data.files", message, config.files)]) from None

@@ -55,7 +55,7 @@ def _with_tokens(loaded: PretrainedTokenizer, chosen: str) -> PretrainedTokenize
     tokens, special = json.loads(chosen)
     library: Any = importlib.import_module("tokenizers")
     changed = copy.deepcopy(loaded.transformers)
-    known = set(changed.get_vocab())
+    vocabulary = set(changed.get_vocab())
     changed.add_tokens([library.AddedToken(token, normalized=False) for token in tokens])
     changed.add_special_tokens({f"{name}_token": token for name, token in special.items()})
     with TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def _with_tokens(loaded: PretrainedTokenizer, chosen: str) -> PretrainedTokenize
         files = foreign_files(Path(folder))
     wanted = dict.fromkeys((*tokens, *special.values()))
     return PretrainedTokenizer(
-        files, changed, loaded.model, added=[token for token in wanted if token not in known]
+        files, changed, loaded.model, added=[token for token in wanted if token not in vocabulary]
     )
 
 
@@ -97,9 +97,11 @@ def _with_template(loaded: PretrainedTokenizer, template: str) -> PretrainedToke
     }
     mode = min(file.mode for file in loaded.files.values())
     files[f"{TEMPLATE}.jinja"] = FileCopy(template.encode(), mode)
-    made = PretrainedTokenizer(files, changed, loaded.model, added=loaded.added)
-    made.call_isolated(_compile, characters=len(template), what="the chat template")
-    return made
+    tokenizer_with_template = PretrainedTokenizer(files, changed, loaded.model, added=loaded.added)
+    tokenizer_with_template.call_isolated(
+        _compile, characters=len(template), what="the chat template"
+    )
+    return tokenizer_with_template
 
 
 def _compile(tokenizer: PretrainedTokenizer) -> None:
@@ -115,7 +117,7 @@ def _compile(tokenizer: PretrainedTokenizer) -> None:
         tokenizer.transformers.apply_chat_template(question, tokenize=False)
     except (TemplateSyntaxError, RecursionError, SyntaxError) as error:
         line = getattr(error, "lineno", None)
-        where = "" if line is None else f"line {line}: "
-        raise ValueError(f"does not compile: {where}{error}") from None
+        line_prefix = "" if line is None else f"line {line}: "
+        raise ValueError(f"does not compile: {line_prefix}{error}") from None
     except Exception:  # it compiles, and rejects this message
         return

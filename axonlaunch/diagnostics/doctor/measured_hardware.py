@@ -28,7 +28,7 @@ _DIGITS = 4
 """Significant digits of measured figures."""
 
 
-def of_this_node(
+def measure_this_node(
     context: ForkServerContext, hardware: HardwareConfig, *, ranks: int
 ) -> HardwareConfig:
     """Return ``hardware=cpu`` with measured figures; values set by the user are kept.

@@ -39,7 +39,7 @@ class TraceTolerance:
     gradient_floor: float
     parameter_floor: float
 
-    def of(self, arithmetics: Sequence[PrecisionName], *, step: int) -> float:
+    def largest(self, arithmetics: Sequence[PrecisionName], *, step: int) -> float:
         """Return the largest relative difference that passes in a step.
 
         Args:
@@ -59,8 +59,8 @@ class TracedDifference:
 
     Attributes:
         step: Step of the runs.
-        ours: Tensor of the first run.
-        theirs: Tensor of the second run.
+        first_tensor: Tensor of the first run.
+        second_tensor: Tensor of the second run.
         relative: Largest relative difference of root mean square, mean and largest element.
         ratio: Size in the first run divided by the size in the second; None if the tensors differ
             by more than a factor.
@@ -68,8 +68,8 @@ class TracedDifference:
     """
 
     step: int
-    ours: TracedTensor
-    theirs: TracedTensor
+    first_tensor: TracedTensor
+    second_tensor: TracedTensor
     relative: float
     ratio: float | None = None
     elements: DifferentElements | None = None
@@ -77,7 +77,7 @@ class TracedDifference:
     @property
     def module(self) -> str:
         """Name of the tensor's module; empty for the batch and the loss."""
-        kind, name = self.ours.kind, self.ours.name
+        kind, name = self.first_tensor.kind, self.first_tensor.name
         if kind in ("batch", "loss"):
             return ""
         return name if kind.startswith("output") else name.rpartition(".")[0] or name
@@ -107,8 +107,8 @@ class TracesIncomparableError(Exception):
 
 
 def compare_traces(
-    ours: Mapping[int, StepTrace],
-    theirs: Mapping[int, StepTrace],
+    first_run: Mapping[int, StepTrace],
+    second_run: Mapping[int, StepTrace],
     *,
     tolerance: TraceTolerance,
     elements: Mapping[int, ElementsOfStep] | None = None,
@@ -116,25 +116,25 @@ def compare_traces(
     """Compare the traces of two runs, step by step.
 
     Args:
-        ours: Steps of the first run.
-        theirs: Steps of the second run.
+        first_run: Steps of the first run.
+        second_run: Steps of the second run.
         tolerance: Differences that pass.
         elements: Elements of the steps for which both runs wrote them.
 
     Raises:
         TracesIncomparableError: The runs have no common step, or different models.
     """
-    steps = [step for step in ours if step in theirs]
+    steps = [step for step in first_run if step in second_run]
     if not steps:
         raise TracesIncomparableError(
-            f"no step is in both: one has {_list_steps(ours)}, the other {_list_steps(theirs)}; "
-            "trace the same steps with train.trace.steps"
+            f"no step is in both: one has {_list_steps(first_run)}, the other "
+            f"{_list_steps(second_run)}; trace the same steps with train.trace.steps"
         )
-    _check_same_model(ours[steps[0]], theirs[steps[0]])
+    _check_same_model(first_run[steps[0]], second_run[steps[0]])
     comparison = TraceComparison()
     for step in steps:
-        one, other = ours[step], theirs[step]
-        passing = tolerance.of((one.arithmetic, other.arithmetic), step=step)
+        one, other = first_run[step], second_run[step]
+        passing = tolerance.largest((one.arithmetic, other.arithmetic), step=step)
         comparison.steps[step] = passing
         by_key = {(tensor.kind, tensor.name): tensor for tensor in other.tensors}
         floors = _floors(one, tolerance)
@@ -158,7 +158,7 @@ def compare_traces(
                 comparison.differences.append(
                     TracedDifference(step, tensor, counterpart, relative, ratio, different)
                 )
-    first, second = (_names(side[steps[0]]) for side in (ours, theirs))
+    first, second = (_names(side[steps[0]]) for side in (first_run, second_run))
     comparison.only = ([*(first - second)], [*(second - first)])
     comparison.only[0].sort()
     comparison.only[1].sort()
@@ -172,18 +172,20 @@ def describe_difference(difference: TracedDifference, names: tuple[str, str]) ->
         difference: Difference of one tensor.
         names: Names of the two runs.
     """
-    ours, theirs = difference.ours, difference.theirs
+    first_tensor, second_tensor = difference.first_tensor, difference.second_tensor
     tensor_text = {
-        "batch": f"the batch ({ours.name})",
+        "batch": f"the batch ({first_tensor.name})",
         "loss": "the loss",
-        "parameter": f"the parameter {ours.name}",
+        "parameter": f"the parameter {first_tensor.name}",
         "output": "its output",
         "output gradient": "the gradient of its output",
-        "gradient": f"the gradient of {ours.name}",
-    }[ours.kind]
-    if ours.rms is None or theirs.rms is None:
+        "gradient": f"the gradient of {first_tensor.name}",
+    }[first_tensor.kind]
+    if first_tensor.rms is None or second_tensor.rms is None:
         runs = [
-            name for name, tensor in zip(names, (ours, theirs), strict=True) if tensor.rms is None
+            name
+            for name, tensor in zip(names, (first_tensor, second_tensor), strict=True)
+            if tensor.rms is None
         ]
         return f"{tensor_text} is not finite in {' and '.join(runs)}"
     first = _first_element(difference, names)
@@ -221,9 +223,9 @@ def likely_cause(
         traces: Traces of its step in both runs.
         steps: Steps that both runs traced.
     """
-    if difference.ours.kind == "batch":
+    if difference.first_tensor.kind == "batch":
         return "because the runs read different samples (data, seed or global batch size)"
-    if difference.ours.kind == "parameter":
+    if difference.first_tensor.kind == "parameter":
         earlier = [step for step in steps if step < difference.step]
         if not difference.step:
             return "because the runs start from different weights"
@@ -243,10 +245,10 @@ def last_same(first: TracedDifference, trace: StepTrace) -> str:
         first: First difference of its step.
         trace: Trace of that step in one of the runs.
     """
-    if first.ours.kind != "output gradient":
+    if first.first_tensor.kind != "output gradient":
         return ""
     names = [tensor.name for tensor in trace.tensors if tensor.kind == "output gradient"]
-    index = names.index(first.ours.name)
+    index = names.index(first.first_tensor.name)
     return names[index - 1] if index else ""
 
 
@@ -266,11 +268,11 @@ def _summed_axis(
     return ""
 
 
-def _relative(ours: TracedTensor, theirs: TracedTensor, *, floor: float) -> float:
+def _relative(first: TracedTensor, second: TracedTensor, *, floor: float) -> float:
     """Return the relative difference of two tensors; infinite if only one is finite."""
-    values = (ours.rms, ours.mean, ours.absmax, theirs.rms, theirs.mean, theirs.absmax)
+    values = (first.rms, first.mean, first.absmax, second.rms, second.mean, second.absmax)
     if any(value is None for value in values):
-        same = (ours.rms is None) and (theirs.rms is None)
+        same = (first.rms is None) and (second.rms is None)
         return 0.0 if same else math.inf
     rms, mean, absmax, other_rms, other_mean, other_absmax = (value or 0.0 for value in values)
     size = max(rms, other_rms) + floor
@@ -281,14 +283,14 @@ def _relative(ours: TracedTensor, theirs: TracedTensor, *, floor: float) -> floa
     return max(abs(rms - other_rms) / size, abs(mean - other_mean) / size, of_largest)
 
 
-def _factor(ours: TracedTensor, theirs: TracedTensor) -> float | None:
+def _factor(first: TracedTensor, second: TracedTensor) -> float | None:
     """Return the factor between two tensors; None if they differ by more than a factor."""
-    if not (ours.rms and theirs.rms and ours.absmax and theirs.absmax):
+    if not (first.rms and second.rms and first.absmax and second.absmax):
         return None
-    ratio, of_largest = ours.rms / theirs.rms, ours.absmax / theirs.absmax
+    ratio, of_largest = first.rms / second.rms, first.absmax / second.absmax
     # Be stricter for small factors; otherwise any small difference would count as a factor.
     within = _FACTOR * min(1.0, max(abs(ratio - 1), abs(1 / ratio - 1)))
-    mean_as_expected = abs((ours.mean or 0.0) - ratio * (theirs.mean or 0.0)) < within * ours.rms
+    mean_as_expected = abs((first.mean or 0.0) - ratio * (second.mean or 0.0)) < within * first.rms
     is_one = abs(of_largest / ratio - 1) < within and mean_as_expected
     return ratio if is_one and abs(ratio - 1) > _FACTOR / 10 else None
 
@@ -328,7 +330,7 @@ def _names(trace: StepTrace) -> set[str]:
     return {tensor.name for tensor in trace.tensors if tensor.name and tensor.kind != "batch"}
 
 
-def _check_same_model(ours: StepTrace, theirs: StepTrace) -> None:
+def _check_same_model(first_trace: StepTrace, second_trace: StepTrace) -> None:
     """Check that parameters have the same names and sizes.
 
     Raises:
@@ -336,7 +338,7 @@ def _check_same_model(ours: StepTrace, theirs: StepTrace) -> None:
     """
     first, second = (
         {tensor.name: tensor.size for tensor in trace.tensors if tensor.kind == "parameter"}
-        for trace in (ours, theirs)
+        for trace in (first_trace, second_trace)
     )
     shared = [name for name in first if name in second]
     if len(shared) < _MIN_SHARED * max(len(first), len(second)) or not shared:

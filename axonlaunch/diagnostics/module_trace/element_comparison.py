@@ -38,12 +38,12 @@ class DifferentElements:
 class ElementsOfStep:
     """The elements of a step in two runs. A tensor is read when it is compared."""
 
-    def __init__(self, ours: Path, theirs: Path) -> None:
+    def __init__(self, first: Path, second: Path) -> None:
         """Open both files.
 
         Args:
-            ours: File with elements of the first run's step.
-            theirs: File with elements of the second run's step.
+            first: File with elements of the first run's step.
+            second: File with elements of the second run's step.
 
         Raises:
             UnreadableModuleTraceError: A file is corrupt.
@@ -51,7 +51,7 @@ class ElementsOfStep:
         from safetensors import SafetensorError, safe_open
 
         self._files: list[Any] = []
-        for path in (ours, theirs):
+        for path in (first, second):
             try:
                 self._files.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -79,41 +79,41 @@ class ElementsOfStep:
         key = element_name(kind, name)
         if key not in self._names:
             return None
-        ours, theirs = (file.get_tensor(key).double() for file in self._files)
-        if ours.shape != theirs.shape or not ours.numel():
+        first, second = (file.get_tensor(key).double() for file in self._files)
+        if first.shape != second.shape or not first.numel():
             return None
-        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-        difference = torch.where(same, 0.0, ours - theirs).abs()
-        size = max(float(tensor.square().mean().sqrt()) for tensor in (ours, theirs)) + floor
+        same = (first == second) | (first.isnan() & second.isnan())
+        difference = torch.where(same, 0.0, first - second).abs()
+        size = max(float(tensor.square().mean().sqrt()) for tensor in (first, second)) + floor
         relative = float(difference.square().mean().sqrt()) / size if size else 0.0
         wrong = ~(difference <= passing * size)
         count = int(wrong.sum())
         if math.isnan(relative):
             relative = math.inf if count else 0.0
         if not count:
-            return DifferentElements(relative, None, (0.0, 0.0), 0, ours.numel())
+            return DifferentElements(relative, None, (0.0, 0.0), 0, first.numel())
         position = int(wrong.flatten().to(torch.uint8).argmax())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), ours.shape))
-        values = float(ours.flatten()[position]), float(theirs.flatten()[position])
-        return DifferentElements(relative, index, values, count, ours.numel())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), first.shape))
+        values = float(first.flatten()[position]), float(second.flatten()[position])
+        return DifferentElements(relative, index, values, count, first.numel())
 
 
 def elements_of_steps(
-    ours: Mapping[int, Path], theirs: Mapping[int, Path]
+    first_run: Mapping[int, Path], second_run: Mapping[int, Path]
 ) -> dict[int, ElementsOfStep]:
     """Return the elements of each step for which both runs wrote them.
 
     Args:
-        ours: Trace files of the first run, by step.
-        theirs: Trace files of the second run, by step.
+        first_run: Trace files of the first run, by step.
+        second_run: Trace files of the second run, by step.
 
     Raises:
         UnreadableModuleTraceError: A file is corrupt.
     """
     both = {
-        step: (elements_path(path), elements_path(theirs[step]))
-        for step, path in ours.items()
-        if step in theirs
+        step: (elements_path(path), elements_path(second_run[step]))
+        for step, path in first_run.items()
+        if step in second_run
     }
     return {
         step: ElementsOfStep(*paths)

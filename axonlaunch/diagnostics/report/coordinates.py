@@ -82,13 +82,13 @@ def _axis(name: str, values: Sequence[Any], texts: list[str]) -> ParallelAxis:
 
 def _numeric(name: str, values: Sequence[float | None], texts: list[str]) -> ParallelAxis:
     """Return an axis of numbers: logarithmic if they are positive and of different magnitudes."""
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    numbers = [value for value in values if value is not None]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     is_logarithmic = low > 0 and high / low >= _LOGARITHMIC
     scale = math.log if is_logarithmic else float
     half_low = scale(low) / 2  # halves, because the difference of huge numbers is infinite
 
-    def place(value: float) -> float:
+    def height_of(value: float) -> float:
         return round(_share(scale(value) / 2 - half_low, scale(high) / 2 - half_low), 4)
 
     marked = {value: text for value, text in zip(values, texts, strict=True) if value is not None}
@@ -99,11 +99,11 @@ def _numeric(name: str, values: Sequence[float | None], texts: list[str]) -> Par
         marked = {value: f"{value:.3g}" for value in between}
     return ParallelAxis(
         name,
-        [(place(value), text) for value, text in marked.items()],
-        [None if value is None else place(value) for value in values],
+        [(height_of(value), text) for value, text in marked.items()],
+        [None if value is None else height_of(value) for value in values],
         texts,
     )
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.5
+def _share(part: float, total: float) -> float:
+    return part / total if total else 0.5

@@ -69,7 +69,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
             **{key: metric_title(key) for run in runs for key in run.metrics},
         },
         "counted": " or ".join(dict.fromkeys(run.unit for run in runs)),
-        "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
+        "runs": [_run_data(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "table": _table(runs) if len(runs) > 1 else None,
         "coordinates": coordinates_of(runs) if len(runs) > 1 else None,
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
@@ -104,7 +104,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """Return the facts at the top of a run's page, as names and texts."""
     started, summary = run.started, run.summary
-    launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
+    launched: dict[str, Any] = next(iter(reversed(run.events_of_kind("launched"))), {})
     counted = sum(_counts(run))
     versions = started.get("versions")
     last = run.steps[-1] if run.steps else {}
@@ -159,7 +159,7 @@ def _text(value: Any) -> str | None:
     return None if value is None else plain(value)
 
 
-def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
+def _run_data(run: RunRecord, label: str) -> dict[str, Any]:
     return {
         "label": label,
         "status": run.status,
@@ -176,7 +176,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
             for span in spans(run)
         ],
         "crash": _crash(run),
-        "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
+        "notes": [*run.notes, *(str(event.get("text")) for event in run.events_of_kind("noted"))],
         "config": [
             [key, plain(value), str(run.origins.get(key, ""))] for key, value in run.config.items()
         ],
@@ -249,7 +249,7 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
     """Return the percentage of time that each rank worked, by step; None if not measured."""
-    events = run.of_kind("rank_times")
+    events = run.events_of_kind("rank_times")
     every = math.ceil(len(events) / _COLUMNS) or 1
     lines = [event for event in reversed(events[::-every]) if _are_shares(event)]
     if not lines:
@@ -325,7 +325,7 @@ def _cost(run: RunRecord) -> str | None:
 
 
 def _goodput(run: RunRecord) -> str | None:
-    """Return the fraction of wall time in steps that count, and the other parts of it."""
+    """Return the fraction of wall time in productive steps, and the other parts of it."""
     parts = wall_time(run)
     if parts is None:
         return None

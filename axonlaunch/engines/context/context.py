@@ -20,7 +20,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
 from axonlaunch.models.modules.attention import Attention, Packing, RotaryTable, SequenceParts
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 CHUNKS = 2
 """Pieces of a sequence per rank: one near its start and one near its end, which balances the work
@@ -54,7 +54,7 @@ class ContextAxis:
         pieces = CHUNKS * self._group.size
         if length % pieces:
             raise ValueError(
-                f"a sequence of {length} cannot be divided among {self._group.size} ranks in "
+                f"a sequence of {length} cannot be split among {self._group.size} ranks in "
                 f"{CHUNKS} pieces each; use a multiple of {pieces}"
             )
         first, last = self._group.rank, pieces - 1 - self._group.rank

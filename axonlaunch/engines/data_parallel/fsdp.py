@@ -121,8 +121,8 @@ class FSDP(nn.Module):
         world: World | None = None,
         mesh: DeviceMesh | None = None,
         layers: Sequence[nn.Module] = (),
-        before: Sequence[nn.Module] = (),
-        after: Sequence[nn.Module] = (),
+        before_blocks: Sequence[nn.Module] = (),
+        after_blocks: Sequence[nn.Module] = (),
         sharding: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload | str = CPUOffload.NONE,
         replicate: int = 1,
@@ -142,11 +142,11 @@ class FSDP(nn.Module):
                 same mesh.
             layers: Blocks, gathered one at a time. All other parameters, and blocks that share a
                 parameter, form one more unit.
-            before: Modules that forward calls before the blocks. If they hold at least
+            before_blocks: Modules that forward calls before the blocks. If they hold at least
                 ``LARGE_UNIT`` bytes and share no parameter, they form one unit, which is freed like
                 a block.
-            after: Modules that forward calls after the blocks, treated like ``before``, but kept
-                gathered until backward, which starts with them.
+            after_blocks: Modules that forward calls after the blocks, treated like
+                ``before_blocks``, but kept gathered until backward, which starts with them.
             sharding: States that are divided among ranks: parameters, gradients or neither.
             cpu_offload: States that are kept in host memory. With ``params`` and
                 ``optimizer_states`` the update streams through the device: use the optimizer
@@ -186,9 +186,9 @@ class FSDP(nn.Module):
         }
         if experts is not None:
             _shard_experts(experts, **options, reshard_after_forward=reshard)
-        if first := _large_unit(before, module):
+        if first := _large_unit(before_blocks, module):
             fully_shard(first, reshard_after_forward=reshard, **options)
-        if last := _large_unit(after, module):
+        if last := _large_unit(after_blocks, module):
             fully_shard(last, reshard_after_forward=False, **options)
         for layer in _unshared_layers(layers):
             fully_shard(layer, reshard_after_forward=reshard, **options)

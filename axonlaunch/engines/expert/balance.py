@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.engines.base import ExpertLoad
+from axonlaunch.engines.engine import ExpertLoad
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -30,6 +31,8 @@ def router_with_bias(model: nn.Module, experts: str) -> nn.Module | None:
 
 class ExpertCounts:
     """Number of tokens that chose each expert in a step, over all micro-batches and ranks.
+
+    Tokens of padding are not counted: they are alike, and would choose the same experts.
 
     Attributes:
         layers: Full names of the modules of experts of the full model.
@@ -65,7 +68,9 @@ class ExpertCounts:
         self._device = device
         self._counts: dict[str, Tensor] = {}
         self._routers: dict[str, nn.Module] = {}
+        self._present: Tensor | None = None
         for stage in stages:
+            self._receive_padding(stage)
             modules = dict(stage.named_modules())
             for name, size in experts.items():
                 if name not in modules:
@@ -144,6 +149,21 @@ class ExpertCounts:
             torch._foreach_copy_(counts, together.split([len(each) for each in counts]))
         self._is_summed = True
 
+    def _receive_padding(self, stage: nn.Module) -> None:
+        """Let the forward of a stage take the mask of padding, see ``Batch.present``."""
+        forward = stage.forward
+        takes_present = getattr(stage, "takes_present", False)
+
+        @functools.wraps(forward)
+        def with_padding(*inputs: Any, present: Tensor | None = None, **named: Any) -> Any:
+            if takes_present and present is not None:
+                named["present"] = present
+            self._present = present
+            return forward(*inputs, **named)
+
+        stage.forward = with_padding
+        stage.__dict__["takes_present"] = True
+
     def _counter(self, counts: Tensor) -> Callable[..., None]:
         """Return a forward hook that counts the choices of one layer."""
 
@@ -154,6 +174,9 @@ class ExpertCounts:
                 chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
                 self._top_k = chosen.shape[-1]
                 flat = chosen.detach().flatten()
-                counts.scatter_add_(0, flat, torch.ones_like(flat))
+                counted = torch.ones_like(flat)
+                if self._present is not None:
+                    counted = self._present.flatten().to(flat.dtype).repeat_interleave(self._top_k)
+                counts.scatter_add_(0, flat, counted)
 
         return count

@@ -17,11 +17,12 @@ class InvalidRouteError(RuntimeError):
     Attributes:
         token: Index of the token in the micro-batch, whose samples follow each other.
         row: Index of its sample in this rank's batch; None if unknown.
+        micro_batch: Index of the micro-batch in a round of a pipeline; 0 without one.
     """
 
     def __init__(self, message: str, *, token: int, row: int | None = None) -> None:
         super().__init__(message)
-        self.token, self.row = token, row
+        self.token, self.row, self.micro_batch = token, row, 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
     bins = torch.where(is_valid, rows, num_experts)
     counts = bins.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))
     each = [per_rank] * group.size
-    theirs = exchange_rows(counts[:num_experts], group, sent=each, received=each)
-    sent, received = read_counts(counts, theirs, experts=experts, group=group)
+    received_counts = exchange_rows(counts[:num_experts], group, sent=each, received=each)
+    sent, received = read_counts(counts, received_counts, experts=experts, group=group)
     if sent[num_experts]:
         row = int((~is_valid).nonzero()[0])
         message = f"expert {int(rows[row])} does not exist; there are {num_experts}, from 0 on"
@@ -73,7 +74,7 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
         order=rows.argsort(stable=True),
         sent=_sums(sent[:num_experts], per_rank),
         received=_sums(received, per_rank),
-        local_experts=local.repeat_interleave(theirs, output_size=sum(received)),
+        local_experts=local.repeat_interleave(received_counts, output_size=sum(received)),
     )
 
 

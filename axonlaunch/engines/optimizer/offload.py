@@ -51,15 +51,15 @@ class StreamedUpdate(Update):
         super().__init__(config, tensors, parameters=parameters, seed=seed)
 
     def _build(self) -> list[Optimizer]:
-        made = self._optimizers()
-        for optimizer in made:
+        optimizers = self._optimizers()
+        for optimizer in optimizers:
             stream_parameters(
                 optimizer,
                 device=self._device,
                 states_on=self._states_on,
                 arithmetic=self._arithmetic,
             )
-        return made
+        return optimizers
 
     def _step_device(self, optimizer: Optimizer) -> torch.device:
         del optimizer

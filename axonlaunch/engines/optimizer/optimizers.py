@@ -60,8 +60,8 @@ def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:
         {"params": tensors, **options_of(group), PEAK_LR: group.lr} for group, tensors in groups
     ]
     fixed = OPTIMIZERS.facts(config.name).fixed
-    made: Optimizer = optimizer_class(config)(options, **options_of(config), **fixed)
-    return made
+    optimizer: Optimizer = optimizer_class(config)(options, **options_of(config), **fixed)
+    return optimizer
 
 
 def optimizer_class(config: Any) -> Callable[..., Optimizer]:
@@ -123,16 +123,16 @@ def new_state(
         shape = full
     # Memory that is copied to a device in every update is page-locked, as in ``offload``.
     is_copied = local.is_cuda and device.type == "cpu" and not state.on_host
-    place = torch.device("meta") if is_copied else device
+    state_device = torch.device("meta") if is_copied else device
     if shape == local.shape:  # same strides as the parameter
-        made = torch.empty_like(local, dtype=dtype, device=place)
+        state_tensor = torch.empty_like(local, dtype=dtype, device=state_device)
     else:
-        made = torch.empty(shape, dtype=dtype, device=place)
-    return (page_locked(made) if is_copied else made).fill_(state.initial or 0)
+        state_tensor = torch.empty(shape, dtype=dtype, device=state_device)
+    return (page_locked(state_tensor) if is_copied else state_tensor).fill_(state.initial or 0)
 
 
-def _dtype(state: OptimizerState, own: torch.dtype) -> torch.dtype:
-    numbers = {"parameter": own, "int": torch.int64, "float": torch.float64}
+def _dtype(state: OptimizerState, parameter_dtype: torch.dtype) -> torch.dtype:
+    numbers = {"parameter": parameter_dtype, "int": torch.int64, "float": torch.float64}
     dtype = numbers.get(state.dtype) or getattr(torch, state.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

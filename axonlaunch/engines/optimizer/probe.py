@@ -187,28 +187,30 @@ def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Opt
     """
     start, *gradients = tensors
     parameter = nn.Parameter(start.clone())
-    made = _make(config, parameter)
-    before = _options(made)
+    optimizer = _make(config, parameter)
+    previous_options = _options(optimizer)
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        made.step()
-    if changed := sorted(key for key, value in _options(made).items() if before.get(key) != value):
+        optimizer.step()
+    if changed := sorted(
+        key for key, value in _options(optimizer).items() if previous_options.get(key) != value
+    ):
         raise _refusal(
             config,
             f"keeps {', '.join(changed)} in its groups of parameters, which a checkpoint does not "
             "save; keep it in self.state[parameter]",
         )
     start.copy_(parameter.detach())
-    return dict(made.state.get(parameter, {})), made
+    return dict(optimizer.state.get(parameter, {})), optimizer
 
 
 def _make(config: Any, parameter: nn.Parameter) -> Optimizer:
     make: Callable[..., Any] = optimizer_class(config)
     options, fixed = options_of(config), OPTIMIZERS.facts(config.name).fixed
-    made = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
-    if not isinstance(made, Optimizer):
-        raise _refusal(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
-    return made
+    optimizer = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
+    if not isinstance(optimizer, Optimizer):
+        raise _refusal(config, f"makes {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
 
 
 def _options(optimizer: Optimizer) -> dict[str, str]:
@@ -221,8 +223,8 @@ def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
     full, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
     _try_update(config, full)
     updated = []
-    for place, tensors in enumerate(halves):
-        half = [tensor.chunk(2, dim)[place].clone() for tensor in tensors]
+    for half_index, tensors in enumerate(halves):
+        half = [tensor.chunk(2, dim)[half_index].clone() for tensor in tensors]
         _try_update(config, half)
         updated.append(half[0])
     return torch.allclose(torch.cat(updated, dim), full[0], rtol=1e-5, atol=1e-6)

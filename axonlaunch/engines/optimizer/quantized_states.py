@@ -45,14 +45,14 @@ class FixedShape:
 
 
 def states_of_shape(
-    keeps: Keeps, shape: Shape, known: Mapping[str, OptimizerState]
+    keeps: Keeps, shape: Shape, small_states: Mapping[str, OptimizerState]
 ) -> Iterator[OptimizerState]:
     """Yield the states that are kept of a parameter of this shape.
 
     Args:
         keeps: Updates a parameter of a shape and returns its states.
         shape: The whole parameter's.
-        known: The states of small parameters, by name.
+        small_states: The states of small parameters, by name.
 
     Raises:
         UnsavableStateError: A state is no plain tensor and no number, or its size is irregular.
@@ -64,7 +64,7 @@ def states_of_shape(
     for name, value in kept.items():
         if value is None:
             continue
-        small = known.get(name)
+        small = small_states.get(name)
         if not isinstance(value, Tensor):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UnsavableStateError(

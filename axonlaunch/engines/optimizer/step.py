@@ -98,7 +98,7 @@ class Update:
             self._round_states(seed, facts)
         elif self._quantizes:
             self._quantize_states()
-        self._made: dict[str, dict[str, Any]] = {}
+        self._created: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold no trained parameters.
         self.optimizers = self._build()
@@ -110,11 +110,11 @@ class Update:
         }
 
     def _build(self) -> list[Optimizer]:
-        made = self._optimizers()
+        optimizers = self._optimizers()
         if self._arithmetic.dtype is not None:
-            for optimizer in made:
+            for optimizer in optimizers:
                 stream_parameters(optimizer, arithmetic=self._arithmetic)
-        return made
+        return optimizers
 
     def _round_states(self, seed: int, facts: Mapping[str, ParameterFacts]) -> None:
         """Store the states with the shape of their parameter in bf16, see ``RoundedStates``."""
@@ -204,7 +204,7 @@ class Update:
         if self._rounded is not None:
             self._rounded.step = step
         # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
-        self._made, self._divided = {}, {}
+        self._created, self._divided = {}, {}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the masters by name, sharded like optimizer states; allocate missing ones.
@@ -263,8 +263,8 @@ class Update:
                 self._step()
             return
         for optimizer in self.optimizers:
-            place = self._step_device(optimizer)
-            optimizer.found_inf = overflowed.to(place)  # type: ignore[attr-defined]
+            step_device = self._step_device(optimizer)
+            optimizer.found_inf = overflowed.to(step_device)  # type: ignore[attr-defined]
         self._step()
         for optimizer in self.optimizers:
             del optimizer.found_inf  # type: ignore[attr-defined]
@@ -281,8 +281,8 @@ class Update:
                 continue
             if any(kind.initial is None for kind in self._kinds(name).values()):
                 return False
-            self._made_states(name)
-        self._made = {}  # as in _begin_step
+            self._create_states(name)
+        self._created = {}  # as in _begin_step
         return True
 
     def forget_gradients(self) -> None:
@@ -331,7 +331,7 @@ class Update:
                 raise ConfigError(
                     [ConfigIssue("optimizer.name", message, self._configs[name].name)]
                 )
-            values = values or self._made_states(name)
+            values = values or self._create_states(name)
             for key, state in kinds.items():
                 if key in values:
                     states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
@@ -353,9 +353,13 @@ class Update:
             if value is not state[key]:
                 value.copy_(state[key])
         for name, parameter in self._updated.items():
-            made = self._made.get(name)
-            if made and not self._states(parameter) and not _is_unmade(made, self._kinds(name)):
-                self._owners[parameter].state[parameter] = made
+            created = self._created.get(name)
+            if (
+                created
+                and not self._states(parameter)
+                and not _is_unmade(created, self._kinds(name))
+            ):
+                self._owners[parameter].state[parameter] = created
             states = self._states(parameter)
             for key, kind in self._kinds(name).items():
                 if kind.dtype in _NUMBERS and key in states:
@@ -371,27 +375,27 @@ class Update:
         """Return the declared states of a parameter, by name."""
         return states_of(self._configs[name], tuple(self.tensors[name].shape))
 
-    def _made_states(self, name: str) -> dict[str, Any]:
+    def _create_states(self, name: str) -> dict[str, Any]:
         """Allocate the states that the first step would create, without a step.
 
         They are handed to the optimizer at once, unless it must create some of them. In that case
         the allocated tensors only provide shapes to load a checkpoint into, and are saved with a
         marker for "not created yet".
         """
-        if name not in self._made:
+        if name not in self._created:
             tensor, parameter, kinds = self.tensors[name], self._updated[name], self._kinds(name)
             device = self._states_device(tensor)
-            made: dict[str, Any] = {
+            created: dict[str, Any] = {
                 key: new_state(kind, tensor, device=device, dtype=self._state_dtype)
                 for key, kind in kinds.items()
             }
             for key, kind in kinds.items():
-                if kind.initial is None and (unmade := _unmade(made[key].dtype)) is not None:
-                    made[key].fill_(unmade)
-            self._made[name] = made
-            if made and all(kind.initial is not None for kind in kinds.values()):
-                self._owners[parameter].state[parameter] = made
-        return self._made[name]
+                if kind.initial is None and (unmade := _unmade(created[key].dtype)) is not None:
+                    created[key].fill_(unmade)
+            self._created[name] = created
+            if created and all(kind.initial is not None for kind in kinds.values()):
+                self._owners[parameter].state[parameter] = created
+        return self._created[name]
 
     def _as_saved(self, key: str, state: OptimizerState, value: Any) -> Tensor:
         """Return a state in checkpoint format: sharded like its parameter, numbers as tensors."""
@@ -420,10 +424,12 @@ def _unmade(dtype: torch.dtype) -> float | None:
     return None if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) -> bool:
+def _is_unmade(states: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) -> bool:
     """Return whether a parameter's states were saved before its optimizer had created any."""
-    own = [made[key] for key, kind in kinds.items() if kind.initial is None]
-    marked = [(state, mark) for state in own if (mark := _unmade(state.dtype)) is not None]
+    without_initial = [states[key] for key, kind in kinds.items() if kind.initial is None]
+    marked = [
+        (state, mark) for state in without_initial if (mark := _unmade(state.dtype)) is not None
+    ]
     return bool(marked) and all(
         bool((state.isnan() if math.isnan(mark) else state == mark).all()) for state, mark in marked
     )

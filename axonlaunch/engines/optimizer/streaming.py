@@ -90,13 +90,13 @@ def stream_parameters(
                         size = local_part(tensor.detach()).numel()
                         with streams.arriving(size, largest=largest):
                             copies = _brought(self, tensor, device or tensor.device, chosen)
-                        working, before = _working_copy(self, tensor, copies, chosen)
+                        working, host_states = _working_copy(self, tensor, copies, chosen)
                         self.param_groups = [{**group, "params": [working]}]
                         update()
                         used = (copies, working, working.grad, dict(self.state[working]))
                         with streams.leaving(*used):
                             home = states_on or working.device
-                            _taken_back(self, tensor, working, home, before, chosen)
+                            _taken_back(self, tensor, working, home, host_states, chosen)
         finally:
             self.param_groups = groups
             streams.finish()
@@ -126,7 +126,7 @@ def _brought(
     return _Copies(
         moved(source.detach(), device),
         moved(tensor.grad, device),
-        {name: _place(value, device) for name, value in states.items()},
+        {name: _copy_to(value, device) for name, value in states.items()},
     )
 
 
@@ -157,7 +157,7 @@ def _taken_back(
     tensor: Tensor,
     working: Tensor,
     states_on: torch.device,
-    before: dict[str, object],
+    host_states: dict[str, object],
     arithmetic: UpdateArithmetic,
 ) -> None:
     """Copy an updated working copy and its states back to the parameter, and to its master.
@@ -174,16 +174,16 @@ def _taken_back(
     for key, value in states.items():
         if isinstance(value, Tensor):
             value = arithmetic.store_state(tensor, key, value)
-        states[key] = _back(value, states_on, before.get(key))
+        states[key] = _back(value, states_on, host_states.get(key))
     optimizer.state[tensor] = states
 
 
 def _back(value: object, device: torch.device, pinned: object) -> object:
     """Return a state on its storage device, in the tensor that held it before if possible."""
     if not isinstance(value, Tensor) or not isinstance(pinned, Tensor) or value.device == device:
-        return _place(value, device)
+        return _copy_to(value, device)
     if (pinned.device, pinned.shape, pinned.dtype) != (device, value.shape, value.dtype):
-        return _place(value, device)
+        return _copy_to(value, device)
     _copy(value, pinned)
     return pinned
 
@@ -193,7 +193,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     local_part(target).copy_(local_part(source), non_blocking=True)
 
 
-def _place(value: object, device: torch.device) -> object:
+def _copy_to(value: object, device: torch.device) -> object:
     return moved(value, device) if isinstance(value, Tensor) else value
 
 

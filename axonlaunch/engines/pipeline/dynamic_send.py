@@ -48,9 +48,9 @@ def receive_tensor(peer: int, group: ProcessGroup, *, like: Tensor | None = None
         like: Tensor of the shape and type; None receives them first.
     """
     if like is not None:
-        known = torch.empty(like.shape, dtype=like.dtype, device=device_of(group))
-        dist.recv(known, peer, group=group.torch_group)
-        return known
+        received = torch.empty(like.shape, dtype=like.dtype, device=device_of(group))
+        dist.recv(received, peer, group=group.torch_group)
+        return received
     header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64)
     dist.recv(header, peer, group=group.torch_group)
     tensor = _empty_for(header, group)

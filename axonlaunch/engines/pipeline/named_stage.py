@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from torch.profiler import record_function
 
 from axonlaunch.engines.data_parallel.torch_internals import add_up_gathered_gradients
+from axonlaunch.engines.expert.routing import InvalidRouteError
 
 PREFIX = "axonlaunch pipeline "
 """Prefix of stage, kind and micro-batch; read by ``diagnostics.pipeline_actions``."""
@@ -33,7 +34,14 @@ class NamedStage(pipelining.PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch's forward."""
         with record_function(f"{PREFIX}{self.stage_index}F{fwd_chunk_id}"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                # torch wraps the exception of the module.
+                for raised in (error, error.__cause__):
+                    if isinstance(raised, InvalidRouteError):
+                        raised.micro_batch = fwd_chunk_id
+                raise
 
     def backward_one_chunk(
         self,

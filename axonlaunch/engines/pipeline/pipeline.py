@@ -132,13 +132,13 @@ class Pipeline:
             microbatches: Number of micro-batches per batch; None for two per stage.
 
         Raises:
-            ValueError: The stages cannot be divided among the ranks, or the schedule does not
+            ValueError: The stages cannot be sharded over the ranks, or the schedule does not
                 support their number.
         """
         group = group or default_group()
         if not modules or len(modules) % group.size:
             raise ValueError(
-                f"{len(modules)} modules cannot be divided among {group.size} ranks; pass "
+                f"{len(modules)} modules cannot be split among {group.size} ranks; pass "
                 f"{group.size}, {2 * group.size} or another multiple"
             )
         order = PipelineSchedule(
@@ -208,7 +208,7 @@ class Pipeline:
         count = self.schedule.microbatches
         if len(inputs) % count:
             raise ValueError(
-                f"a batch of {len(inputs)} samples cannot be divided into {count} micro-batches; "
+                f"a batch of {len(inputs)} samples cannot be split into {count} micro-batches; "
                 f"use a multiple of {count}"
             )
         micro_batch = inputs[: len(inputs) // count]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS
-from axonlaunch.models.specs.spec import BlockFlow, Dim
+from axonlaunch.models.specs.model_spec import BlockFlow, Dim
 from axonlaunch.models.torch_internals import is_view
 
 
@@ -166,7 +166,10 @@ def cut_out(
                     micro_batch=micro_batch if number == first - 1 else None,
                 ),
             )
-    absent = [*(flow.before if first else ()), *(flow.after if last < len(blocks) else ())]
+    absent = [
+        *(flow.before_blocks if first else ()),
+        *(flow.after_blocks if last < len(blocks) else ()),
+    ]
     for name in absent:
         shape = flow.shapes.get(name, ())
         end = End(

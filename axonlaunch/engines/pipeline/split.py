@@ -22,7 +22,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.pipeline import placeholders
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.specs.spec import BlockFlow, ModelSpec
+from axonlaunch.models.specs.model_spec import BlockFlow, ModelSpec
 from axonlaunch.models.tensors.initialization import materialize
 
 
@@ -89,15 +89,17 @@ def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the modules that only the first, and only the last, stage keeps."""
     if spec.flow is not None:
         flow = spec.flow()
-        return flow.before, flow.after
+        return flow.before_blocks, flow.after_blocks
     return spec.ends or ((), ())
 
 
 def around_blocks(spec: ModelSpec, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules that a model or stage calls before its blocks, and after them."""
     children = dict(model.named_children())
-    before, after = ([children[n] for n in names if n in children] for names in ends_of(spec))
-    return before, after
+    before_blocks, after_blocks = (
+        [children[n] for n in names if n in children] for names in ends_of(spec)
+    )
+    return before_blocks, after_blocks
 
 
 def holds(ends: Sequence[str], parameter: str) -> bool:

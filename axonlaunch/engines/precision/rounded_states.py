@@ -88,7 +88,7 @@ def element_bits(full: Tensor, key: str, *, device: torch.device) -> Tensor:
     ]
     bits = torch.empty(sizes, dtype=torch.int32, device=device)
     for box, part in boxes:
-        box.of(bits).copy_(part)
+        box.view(bits).copy_(part)
     return bits
 
 

@@ -81,8 +81,8 @@ def apply_activation_checkpointing(
         mode: ``none``; ``full`` saves only each block's inputs; ``selective`` also saves attention,
             collectives and every second matrix product (torchtitan's per-op policy).
         num_experts: Largest number of experts among which a router chooses. Choices are saved, so
-            that recomputed blocks route tokens like the forward. 0 if there are no routers, or if
-            blocks are compiled, because torch can't compile this.
+            that recomputed blocks route tokens like the forward. 0 if there are no routers. torch
+            can't compile this.
     """
     if mode == "none":
         return

@@ -54,7 +54,7 @@ def division_problem(
     divide(rank_model, plan, _FirstRank(degree))
     actual, failure = _run(rank_model, length, repeats)
     if failure is not None:
-        return f"{failure} after it is divided among {degree} ranks, but not before"
+        return f"{failure} after it is sharded over {degree} ranks, but not before"
     modules = style_modules(model, plan)
     containers = [holder for holder, _ in holders(modules)]
     containers += [entry.module for entry in modules if entry.style == "experts"]
@@ -81,7 +81,7 @@ def division_problem(
             and _needs_summed_gradients(entry)
         ):
             return (
-                f"{entry.name} has parameters that the plan does not cut, but sees only part of "
+                f"{entry.name} has parameters that the plan does not shard, but sees only part of "
                 "the features; give it the style replicated_summed in strategy.tensor.plan"
             )
     return None
@@ -103,7 +103,7 @@ class _FirstRank(TensorAxis):
         group: Any = _AbsentGroup(range(degree), None)
         super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
 
-    def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _local_parameter(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         part = parameter.detach() if cut is None else self.part_of(parameter.detach(), cut)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 

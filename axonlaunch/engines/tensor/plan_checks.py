@@ -264,7 +264,7 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
             k for k, p in entry.module._parameters.items() if p is not None and k not in entry.cuts
         ]
         if uncut or not entry.cuts:
-            return f"{named}; the plan must cut all its parameters, but not {', '.join(uncut)}"
+            return f"{named}; the plan must shard all its parameters, but not {', '.join(uncut)}"
     if entry.cuts and entry.style not in ("experts", "local") and not entry.in_region:
         return (
             f"names {', '.join(entry.cuts)} of {entry.name}; give {entry.name} itself the style "
@@ -453,7 +453,7 @@ def _tied_differently(modules: list[Styled]) -> Iterator[str]:
             first_name, first_style = first.setdefault(parameter, (name, style))
             if first_style != style:
                 yield (
-                    f"{name} is {first_name}, and the plan divides them differently "
+                    f"{name} is {first_name}, and the plan shards them differently "
                     f"({style or 'replicated'} and {first_style or 'replicated'}); give both one "
                     "style"
                 )

@@ -119,7 +119,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 "ranks: start the script without it, or use ax.build_engine with ax.World.init()"
             )
             raise ConfigError([ConfigIssue("", message)])
-        composed = environment.of_node().applied_to(composed, accelerators=count)
+        composed = environment.for_node().applied_to(composed, accelerators=count)
         config = configuration.type_config(composed.tree, composed.problems)
         identity = LauncherProcess(environment.launcher).identity
         options = LaunchOptions(fork_server=server(), started=started, identity=identity)

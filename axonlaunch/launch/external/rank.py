@@ -25,7 +25,7 @@ from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import exit_status
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.joining import (
+from axonlaunch.launch.external.join_ranks import (
     frozen_by_rank_0,
     join_ranks,
     message_key,
@@ -221,7 +221,7 @@ def _rank_spec(config: RunConfig, environment: ClusterEnvironment, peers: Coordi
         local_world_size=config.launch.nproc,
         master_addr=environment.master_addr,
         port=environment.master_port,
-        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
+        credentials=peers.channel.credentials.with_sender(f"rank {environment.rank}"),
         listener=None,
         log=log_of(config, environment.rank),
         heartbeats=HeartbeatTable.of(config.launch.nproc),

@@ -300,8 +300,9 @@ class SlurmJob:
 
     @property
     def name(self) -> str:
-        """Name of the run folder."""
-        return self.folder.name
+        """Name of the run that commands accept: its folder below ``runs``, otherwise its path."""
+        folder, runs = self.folder.absolute(), Path("runs").absolute()
+        return str(folder.relative_to(runs) if folder.is_relative_to(runs) else folder)
 
     @property
     def scheduler(self) -> str:

@@ -69,12 +69,12 @@ def find_job(
     for on_ray in _jobs_on_ray(ray):
         if on_ray.name == run:
             return on_ray
-    where = "no run folder has a job of SLURM"
+    searched = "no run folder has a job of SLURM"
     if cluster is not None and on_kubernetes is not None:
-        where = f"neither a run folder nor the namespace {cluster.namespace} has a job"
+        searched = f"neither a run folder nor the namespace {cluster.namespace} has a job"
     if ray is not None:
-        where += f", nor the Ray cluster at {ray},"
-    message = f"{run}: {where} of this name; axonlaunch jobs lists them"
+        searched += f", nor the Ray cluster at {ray},"
+    message = f"{run}: {searched} of this name; axonlaunch jobs lists them"
     raise ConfigError([ConfigIssue("", message)])
 
 

@@ -139,7 +139,9 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                     )
         finally:
             console.stop()
-        again = resuming_command(config, options.command, name=options.resumed_name)
+        again = resuming_command(
+            config, options.command, composed=options.composed, name=options.resumed_name
+        )
         return finish_run(config, outcome, record, console, context=context, again=again)
 
 
@@ -208,7 +210,7 @@ def _rank_specs(
             local_world_size=processes,
             master_addr=rendezvous.address,
             port=rendezvous.port,
-            credentials=rendezvous.credentials.of(f"rank {rank}"),
+            credentials=rendezvous.credentials.with_sender(f"rank {rank}"),
             listener=rendezvous.listener if rank == 0 else None,
             log=log_of(config, rank),
             heartbeats=heartbeats,

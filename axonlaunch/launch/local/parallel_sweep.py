@@ -1,7 +1,8 @@
 """Trains several runs of a sweep at once, each by a command of its own on a share of this node.
 
-Each command starts, watches and ends its ranks as that of a single run does. Ctrl-C reaches only
-this process, which passes it on; if this process is killed, the kernel asks the commands to stop.
+Each command starts, watches and ends its ranks, or submits and follows its job, as that of a
+single run does. Ctrl-C reaches only this process, which passes it on; if this process is killed,
+the kernel asks the commands to stop.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from axonlaunch.launch.local.node_shares import (
 )
 from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.launch.output.sweep import name_of_sweep
+from axonlaunch.launch.run_dir import with_run_dir
 from axonlaunch.launch.runs import INTERRUPTED, Run, RunResult, stream_of
 from axonlaunch.system.processes.parent_death import end_with_parent
 from axonlaunch.system.text.terminal import console_on
@@ -49,21 +51,22 @@ def share_node(
 ) -> tuple[list[Run], list[NodeShare]]:
     """Divide this node among runs; set the number of ranks of runs that use all of their devices.
 
+    Commands that only submit and follow a job share the whole node.
+
     Args:
         runs: Runs from ``load_runs``.
         at_once: Largest number of runs that train at once.
         server: Starts the fork server, which counts accelerators.
 
     Raises:
-        ConfigError: The node has too few devices or cores, or the runs are not launched here.
+        ConfigError: The node has too few devices or cores.
     """
     at_once = min(at_once, len(runs))
+    cores = sorted(os.sched_getaffinity(0))
     if not all(run.is_on_this_node for run in runs):
-        message = "--parallel: divides the devices of one node; use launch.name=local, or leave it"
-        raise ConfigError([configuration.ConfigIssue("", f"{message} out")])
+        return list(runs), [NodeShare(devices=None, cores=tuple(cores))] * at_once
     configs = [run.config for run in runs]
     accelerators = count_accelerators(server)
-    cores = sorted(os.sched_getaffinity(0))
     problems = [
         *share_problems(configs, at_once=at_once, accelerators=accelerators, cores=len(cores))
     ]
@@ -128,11 +131,19 @@ def launch_at_once(
                 results.append((command.number, command.result()))
     ordered = [result for _, result in sorted(results, key=lambda pair: pair[0])]
     if is_stopping:
-        name = name_of_sweep([run.config for run in runs])
-        again = resuming_command(runs[0].config, request.words(), name=name)
-        console_on(stream).print(Text(f"to resume  {again}"), soft_wrap=True)
+        console_on(stream).print(Text(_remaining(runs, waiting, request)), soft_wrap=True)
         ordered.append(RunResult(INTERRUPTED, None))
     return ordered
+
+
+def _remaining(runs: Sequence[Run], waiting: Sequence[tuple[int, Run]], request: Request) -> str:
+    """Return a line that says how an interrupted sweep goes on."""
+    if not runs[0].is_on_this_node:
+        left = f"{len(waiting)} of {len(runs)} runs were not submitted"
+        return f"{left}; axonlaunch jobs lists the others"
+    name = name_of_sweep([run.config for run in runs])
+    again = resuming_command(runs[0].config, request.words(), composed=runs[0].composed, name=name)
+    return f"to resume  {again}"
 
 
 @contextmanager
@@ -230,7 +241,7 @@ class _Command:
             summary = {}
         if "run_dir" not in summary:  # the command refused the run, or ended before it began
             how = "interrupted" if status == INTERRUPTED else "failed"
-            summary = {"status": how, "run_dir": self.run.config.run_dir}
+            summary = {"status": how, "run_dir": with_run_dir(self.run.config).run_dir}
         return RunResult(status if status >= 0 else 1, summary)
 
 

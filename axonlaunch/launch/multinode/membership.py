@@ -98,7 +98,7 @@ class NodeMembership:
         self._hosts = is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
-            warning = token.missing_token(config.launch, address=self._where)
+            warning = token.missing_token(config.launch, address=self._address)
             if self._hosts:
                 console.line(warning)
         self._key = derive_key(secret or b"")
@@ -116,13 +116,13 @@ class NodeMembership:
         return "node" if rank == "auto" else f"node {rank}"
 
     @property
-    def _where(self) -> str:
+    def _address(self) -> str:
         return f"{self._given.launch.master_addr}:{meeting_port(self._given)}"
 
     def _connect(self) -> None:
         """Listen as node 0, or connect to the node 0 that listens now."""
         if not self._hosts:
-            self._console.line(f"{self._name}: joining {self._where}")
+            self._console.line(f"{self._name}: joining {self._address}")
         # Node 0 listens as long as this store object exists.
         self._held = self._open(listens=self._hosts)
         self._credentials = self._name_run(self._key)
@@ -217,7 +217,7 @@ class NodeMembership:
                 ended = error.status if isinstance(error, RunEndedError) else ""
                 if self._waits_for_next_run(ended):
                     continue
-                self.status, said = run_end.exit_status_and_line(ended, where=self._where)
+                self.status, said = run_end.exit_status_and_line(ended, address=self._address)
                 self._console.log(said)
                 return None
 
@@ -257,10 +257,10 @@ class NodeMembership:
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
-        own = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
+        channel = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
         try:
             met, nonces = handshake(
-                own,
+                channel,
                 member=now.member,
                 members=now.members,
                 unit="node",
@@ -277,7 +277,7 @@ class NodeMembership:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
         self._peers = peers = Coordinator(
-            own,
+            channel,
             nonces=nonces,
             member=now.member,
             members=now.members,

@@ -116,7 +116,7 @@ class ElasticRendezvous:
         name_methods_by_frame()
         # torch numbers nodes in the order of their addresses, so this name determines the order.
         name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
-        credentials = credentials.of(name)
+        credentials = credentials.with_sender(name)
         self._handler = DynamicRendezvousHandler.from_backend(
             run_id="run",
             store=AuthenticatedStore(store, credentials),

@@ -22,18 +22,18 @@ def status_of(outcome: Outcome) -> str:
     return "done" if outcome.crash is None else "failed"
 
 
-def exit_status_and_line(status: str, *, where: str) -> tuple[int, str]:
+def exit_status_and_line(status: str, *, address: str) -> tuple[int, str]:
     """Return the exit status of a node that takes no part, and the line that it prints.
 
     Args:
         status: End of the run according to node 0; empty if node 0 is gone.
-        where: Address and port at which the nodes meet.
+        address: Address and port at which the nodes meet.
     """
     if status == "done":
-        return 0, f"the run at {where} is done: no step is left for this node"
+        return 0, f"the run at {address} is done: no step is left for this node"
     if status:
-        return 1, f"the run at {where} has ended ({status}); start all nodes again to resume it"
-    return TRANSIENT, f"node 0 at {where} is gone; start all nodes again to resume the run"
+        return 1, f"the run at {address} has ended ({status}); start all nodes again to resume it"
+    return TRANSIENT, f"node 0 at {address} is gone; start all nodes again to resume the run"
 
 
 def finished_without_node_0(config: RunConfig) -> str | None:

@@ -45,7 +45,7 @@ def read_token(launch: LaunchConfig) -> bytes | None:
     raise ConfigError([ConfigIssue("launch.token_file", message, launch.token_file)])
 
 
-def of_this_user() -> bytes | None:
+def user_token() -> bytes | None:
     """Return a token shared by all processes of this user on this node; create it if necessary.
 
     Returns:

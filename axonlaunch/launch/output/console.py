@@ -191,7 +191,7 @@ class RunConsole:
                 parts.append(f"expert load {event.expert_load:.2f}")
             if event.skipped:
                 parts.append(f"updates skipped: {event.skipped} (loss scale {event.loss_scale:g})")
-            self.log("  ".join([*parts, *_of_gpu(event)]))
+            self.log("  ".join([*parts, *_gpu_readings(event)]))
         self._straggler(event.slowest)
 
     def _straggler(self, slowest: Straggler | None) -> None:
@@ -227,7 +227,7 @@ class RunConsole:
         self.line(f"step {event.step}  {loss}{''.join(metrics)}{versus}")
 
 
-def _of_gpu(event: StepLogged) -> list[str]:
+def _gpu_readings(event: StepLogged) -> list[str]:
     """Return the GPU readings of a log line. A progress bar has no room for them."""
     if event.active_bytes is None:
         return []
@@ -255,8 +255,8 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    if place := failure_place(vars(first), coords):
-        body.append(f"\n{place}", style="dim")
+    if location := failure_place(vars(first), coords):
+        body.append(f"\n{location}", style="dim")
     if first.traceback:
         body.append("\n\n" + _shown_frames(first.traceback.rstrip()), style="default")
     for text in fold_ranks(crash.followers, first=first.reason):

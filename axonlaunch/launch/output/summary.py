@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.loading.resume_source import resume_of
-from axonlaunch.config import RunConfig
+from axonlaunch.config import Composed, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.values.url import is_url
 from axonlaunch.events import (
@@ -212,7 +212,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
             page = forked_call.call(context, target, config, task="uploading the weights")
     except Exception as error:  # the run is done, and its report must not be lost
         console.stop()
-        again = f"axonlaunch checkpoint export {shortened(config.run_dir)} --push {repo}"
+        again = run_dir.pushing_command(config)
         print(f"error: {error}; the weights are saved, and {again} uploads them", file=sys.stderr)
         return None
     console.stop()
@@ -356,12 +356,15 @@ def _rows_of_goodput(goodput: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("goodput", text)]
 
 
-def resuming_command(config: RunConfig, words: Sequence[str], *, name: str | None) -> str | None:
+def resuming_command(
+    config: RunConfig, words: Sequence[str], *, composed: Composed | None, name: str | None
+) -> str | None:
     """Return the command that resumes a run, ready to paste into a shell; None if it is unknown.
 
     Args:
         config: Configuration of the run.
         words: Words of the command that launched the run; empty for a script.
+        composed: Composed files and overrides of that command; None for a script.
         name: Name that the command needs; None for the run's name, empty for no name.
     """
     if not words:
@@ -370,7 +373,10 @@ def resuming_command(config: RunConfig, words: Sequence[str], *, name: str | Non
     settings = [f"name={name}"] if name else []
     if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
         settings.append("checkpoint.resume=auto")
-    replaced = {setting.partition("=")[0] for setting in settings} | {"checkpoint.overwrite"}
+    saving = {} if composed is None else composed.tree.get("checkpoint", {})
+    if saving.get("overwrite"):
+        settings.append("checkpoint.overwrite=false")
+    replaced = {setting.partition("=")[0] for setting in settings}
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
     return shlex.join([*kept, *settings])
 

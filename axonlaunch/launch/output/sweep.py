@@ -117,10 +117,10 @@ def _best_run(
     by_metric = [(_metrics(summary).get(metric), summary) for summary in summaries]
     by_losses = [[(summary.get(key), summary) for summary in summaries] for key in _LOSSES]
     for number, pairs in enumerate([by_metric, *by_losses]):
-        known = [(value, summary) for value, summary in pairs if value is not None]
-        if known:
+        scored = [(value, summary) for value, summary in pairs if value is not None]
+        if scored:
             choose = max if is_highest and not number else min
-            return choose(known, key=lambda pair: pair[0])[1]
+            return choose(scored, key=lambda pair: pair[0])[1]
     return None
 
 

@@ -95,4 +95,4 @@ def fill_magnitudes(state: Mapping[str, Tensor], *, transposed: Container[str]) 
         local = local_part(magnitude)
         for box in local_boxes(magnitude):
             [(start, length)] = box.region
-            box.of(local).copy_(squares[start : start + length].sqrt())
+            box.view(local).copy_(squares[start : start + length].sqrt())

@@ -31,7 +31,7 @@ from axonlaunch.models.adapters.expert_lora import (
 )
 from axonlaunch.models.adapters.lora_matrix import LoraMatrix
 from axonlaunch.models.adapters.quantized_base import base_problems
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer, Uniform
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
@@ -78,7 +78,7 @@ class LoraLayer(nn.Module):
         x: Tensor,
         read: Callable[[], tuple[Tensor, Tensor | None]],
         *,
-        own: tuple[int, int] | None = None,
+        output_range: tuple[int, int] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Apply the adapter to the layer's output, or to this rank's part of it.
@@ -87,18 +87,23 @@ class LoraLayer(nn.Module):
             output: Output of the layer without the adapter, [..., out].
             x: Input of the layer, [..., in].
             read: Returns the weight [out, in], and the bias if ``output`` includes one.
-            own: First output and number of outputs in ``output``; None means all outputs of B.
+            output_range: First output and number of outputs in ``output``; None means all outputs
+                of B.
             total: Sums over the ranks that hold other inputs; None if this rank holds all inputs.
         """
         dropped = F.dropout(x, self.lora_dropout) if self.lora_dropout and self.training else x
         added: Tensor = self.lora_B(self.lora_A(dropped)) * self.lora_scale
-        added = added if own is None else added.narrow(-1, *own)
+        added = added if output_range is None else added.narrow(-1, *output_range)
         if self.lora_magnitude_vector is None:
             return output + added
         weight, bias = read()
-        up = self.lora_B.weight if own is None else self.lora_B.weight.narrow(0, *own)
+        up = (
+            self.lora_B.weight
+            if output_range is None
+            else self.lora_B.weight.narrow(0, *output_range)
+        )
         norms = adapted_norms(weight, self.lora_A.weight, up, scale=self.lora_scale, total=total)
-        factor: Tensor = self.lora_magnitude_vector(norms, own)
+        factor: Tensor = self.lora_magnitude_vector(norms, output_range)
         if dropped is not x:  # as in PEFT, the magnitude scales only inputs that are not dropped
             base = F.linear(dropped, weight.to(dropped.dtype))
             return (output + (factor - 1) * base + factor * added).to(output.dtype)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from axonlaunch.config import ConfigIssue
 from axonlaunch.config.axes import LAYER_AXES
 from axonlaunch.models.modules.convert_module import convert_module
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import (
     BLOCK,
     BLOCK_FORMATS,

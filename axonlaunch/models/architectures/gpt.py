@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.models.modules.attention import Attention, Packing
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec, takes_positions
+from axonlaunch.models.specs.model_spec import ModelSpec, takes_positions
 from axonlaunch.models.tensors.initialization import transformer_initializers
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config.options.model import MLPConfig
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.initialization import Initializer, Uniform
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from axonlaunch.config.options.model import ViTConfig
 from axonlaunch.models.architectures.gpt import BLOCKS_PLAN, GPTBlock
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.initialization import transformer_initializers
 
 

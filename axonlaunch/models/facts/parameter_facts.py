@@ -14,10 +14,11 @@ from torch import nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import state_bytes
-from axonlaunch.config.precision import master_format
+from axonlaunch.config.precision import PRECISIONS, master_format
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
+from axonlaunch.models.tensors.packed_blocks import logical_numel
 
 _FP32 = 4
 """Bytes of an element of an adapter, or of other parameters that are trained together with it."""
@@ -32,11 +33,14 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    modules = [model.get_submodule(name) for name in spec.experts(model)]
+    experts = {id(parameter) for each in modules for parameter in each._parameters.values()}
     return {
         name: ParameterFacts(
             name=name,
             shape=tuple(parameter.shape),
-            is_hidden_matrix=parameter.ndim == 2
+            # Experts have a matrix, or a vector, for each of them.
+            is_hidden_matrix=parameter.ndim == (3 if id(parameter) in experts else 2)
             and name.startswith(blocks)
             and id(parameter) not in tables,
         )
@@ -61,6 +65,8 @@ class TrainingShares:
         experts: Bytes of parameters of experts that can be divided among ranks.
         active_experts: Fraction of a layer's experts that one token uses.
         quantized: Bytes of quantized parameters, which are never cast as a whole.
+        dequantized: Bytes to read the largest quantized parameter: its values in the compute type,
+            and copies of its codes and scales.
     """
 
     gradients: float = 1.0
@@ -70,6 +76,7 @@ class TrainingShares:
     experts: float = 0.0
     active_experts: float = 1.0
     quantized: float = 0.0
+    dequantized: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -91,7 +98,10 @@ class _SharesKey:
     def _fingerprint(self) -> str:
         config = self.config
         train = config.train
-        settings = (train.param_dtype, train.grad_dtype, train.freeze, train.unfreeze)
+        settings = (
+            *(train.param_dtype, train.grad_dtype, train.freeze, train.unfreeze),
+            train.precision,
+        )
         return repr((config.model, config.adapter, config.optimizer, config.seed, settings))
 
     def __eq__(self, other: object) -> bool:
@@ -117,6 +127,8 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         p.numel() for n in spec.experts(model) for p in model.get_submodule(n).parameters()
     )
     small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
+    quantized = [p for p in model.parameters() if not p.is_floating_point()]
+    compute = PRECISIONS[config.train.precision].compute.nbytes
     return (
         gradients / total_bytes,
         states / total_bytes,
@@ -124,7 +136,8 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         looked_up / total_bytes,
         element * experts / total_bytes,
         active_experts(model),
-        sum(p.nbytes for p in model.parameters() if not p.is_floating_point()) / total_bytes,
+        sum(p.nbytes for p in quantized) / total_bytes,
+        max((p.nbytes + compute * logical_numel(p) for p in quantized), default=0) / total_bytes,
     )
 
 

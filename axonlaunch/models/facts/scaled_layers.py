@@ -23,7 +23,7 @@ from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.models.adapters.expert_lora import packed_experts
 from axonlaunch.models.adapters.lora import LoraLayer, linear_layer_sizes, linear_layers
 from axonlaunch.models.facts.flops import count_experts
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel, logical_shape
 
 _LEAST_OUTPUTS = 16

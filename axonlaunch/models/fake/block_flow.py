@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.specs.model_spec import BlockFlow, Dim, ModelOutputs
 from axonlaunch.models.specs.router_loss import RouterLoss
-from axonlaunch.models.specs.spec import BlockFlow, Dim, ModelOutputs
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
@@ -47,10 +47,10 @@ def block_flow(model: nn.Module, *, layers: str) -> BlockFlow:
         runs = [_Run(copy.deepcopy(model), layers=layers, sample=sample) for sample in _SAMPLES]
         runs[0].full()
         runs[1].preamble()
-        before, after = runs[0].ends()
-        shapes = {name: _shape(name, [run.shapes for run in runs]) for name in before}
-        written = frozenset(runs[0].written & {*before})
-        return BlockFlow(before, after, shapes, written, tuple(runs[0].returns))
+        before_blocks, after_blocks = runs[0].ends()
+        shapes = {name: _shape(name, [run.shapes for run in runs]) for name in before_blocks}
+        written = frozenset(runs[0].written & {*before_blocks})
+        return BlockFlow(before_blocks, after_blocks, shapes, written, tuple(runs[0].returns))
     except _ImpassableError as reason:
         return BlockFlow(problem=str(reason))
     except Exception as error:  # a user's model may need values, or fail in any way

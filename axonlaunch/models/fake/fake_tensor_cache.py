@@ -42,6 +42,7 @@ _DECIDED_OTHERWISE = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 )
+_DEVICE = torch.ops.prim.device.default
 _META = torch.device("meta")
 _VALUES = frozenset(
     {
@@ -79,6 +80,7 @@ def fake_tensor_mode() -> FakeTensorMode:
     """
     fake_kernels.install_fake_kernels()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # its keys cost more than most results
     mode.__torch_dispatch__ = MethodType(_Memory(), mode)  # type: ignore[method-assign]
     return mode
 
@@ -93,6 +95,8 @@ class _Memory:
         self, mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Return an operation's result from the cache, or let the mode compute it."""
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # more than half of all operations
+            return args[0].fake_device
         keywords = kwargs or {}
         if func in _WITHOUT_TENSORS:
             return func(*args, **keywords)

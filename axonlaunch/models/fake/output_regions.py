@@ -69,7 +69,7 @@ def join_outputs(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
 def region(
     full: Sequence[int],
     part: Sequence[int],
-    place: MicroBatchPlace,
+    micro_batch: MicroBatchPlace,
     *,
     pieces: int = 1,
     of_samples: bool = False,
@@ -83,7 +83,7 @@ def region(
     Args:
         full: Shape of the full output for all samples.
         part: Shape on the rank.
-        place: Micro-batch and its layout.
+        micro_batch: Micro-batch and its layout.
         pieces: Number of tensors that are packed in the last dimension, each of them split.
         of_samples: Whether to return None if the first dimension is not that of samples. This is
             for gradients of a table of positions, which all samples share.
@@ -91,20 +91,20 @@ def region(
     Returns:
         Index tensors, one for each dimension; None if the region is unknown.
     """
-    layout = place.layout
+    layout = micro_batch.layout
     if len(full) != len(part) or len(part) < 2:
         return None
     dims = [torch.arange(size) for size in full]
     positions = 1
     if (full[0], part[0]) == (_samples(layout), layout.micro_batch_size):
-        dims[0] = torch.arange(place.first_row, place.first_row + part[0])
+        dims[0] = torch.arange(micro_batch.first_row, micro_batch.first_row + part[0])
     elif of_samples:
         return None
     elif len(part) == 2:
         positions = 0  # a table of positions, shared by all samples
     elif (full[0], part[0]) != (1, 1):
         return None  # tokens are distributed among experts
-    coordinates = layout.coordinates(place.rank)
+    coordinates = layout.coordinates(micro_batch.rank)
     if layout.context > 1 and len(dims[positions]) % (2 * layout.context) == 0:
         chunks = dims[positions].chunk(2 * layout.context)
         if len(dims[positions]) != part[positions]:

@@ -17,8 +17,8 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
+from axonlaunch.models.specs.model_spec import ModelOutputs
 from axonlaunch.models.specs.router_loss import current_router_loss
-from axonlaunch.models.specs.spec import ModelOutputs
 from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}

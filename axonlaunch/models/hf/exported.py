@@ -85,10 +85,10 @@ def set_special_tokens(content: dict[str, Any], folder: Path, ids: Mapping[str, 
     generation = json.loads(file.read_text())
     for name, token in ids.items():
         key = f"{name}_token_id"
-        before = generation.get(key)
+        previous = generation.get(key)
         content[key] = generation[key] = token
-        if name == "eos" and before not in (None, token, [token]):
-            others = before if isinstance(before, list) else [before]
+        if name == "eos" and previous not in (None, token, [token]):
+            others = previous if isinstance(previous, list) else [previous]
             generation[key] = [token, *(other for other in others if other != token)]
     file.write_text(json.dumps(generation, indent=2) + "\n")
 

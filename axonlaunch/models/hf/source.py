@@ -86,6 +86,16 @@ class HuggingFaceSource(ModelSource):
             return {}
         return {"model.config": {**self.model.config, key: size}}
 
+    def has_grown_vocabulary(self) -> bool:
+        """Return whether ``model.config`` sets a larger vocabulary than ``config.json`` has."""
+        from axonlaunch.models.hf.architecture import architecture
+
+        config, key = {**self.model.config}, "vocab_size"
+        size = config.pop(key, None)
+        if size is None or self.model.init != "pretrained":
+            return False
+        return bool(size > getattr(architecture(replace(self.model, config=config)), key, size))
+
     def vocabulary_parameters(self) -> list[str]:
         """Return the names of the parameters of the embedding and the head."""
         from axonlaunch.models.hf.analysis.structure import structure

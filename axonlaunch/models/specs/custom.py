@@ -14,7 +14,7 @@ from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.options.model import CustomConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 
 def build_custom_model(config: CustomConfig) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX, ModelOutputs
 
 MOST_LIKELY = 20
 """Number of classes that ``entropy_weights`` takes into account."""

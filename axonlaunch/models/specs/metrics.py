@@ -23,7 +23,7 @@ from axonlaunch.config.options.training_hooks import (
     metric_name,
 )
 from axonlaunch.config.registry import keywords_of
-from axonlaunch.models.specs.spec import IGNORE_INDEX
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from axonlaunch.config.options.model import MODELS
-from axonlaunch.models.specs.spec import Inputs, ModelSpec, TensorPlan
+from axonlaunch.models.specs.model_spec import Inputs, ModelSpec, TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

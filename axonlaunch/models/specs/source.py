@@ -36,13 +36,13 @@ class ModelDivision:
     Attributes:
         stages: Pipeline stages; each needs a block.
         tensor: Ranks that share each layer of the small model.
-        before: Ranks that share each layer of the original model.
+        original_tensor: Ranks that share each layer of the original model.
         block: Values of a row of a weight that no rank divides; 1 unless weights are quantized.
     """
 
     stages: int = 1
     tensor: int = 1
-    before: int = 1
+    original_tensor: int = 1
     block: int = 1
 
 
@@ -164,6 +164,14 @@ class ModelSource:
         """
         del size
         return {}
+
+    def has_grown_vocabulary(self) -> bool:
+        """Return whether the vocabulary is larger than that of the pretrained weights.
+
+        Raises:
+            ConfigError: The model can't be built.
+        """
+        return False
 
     def vocabulary_parameters(self) -> list[str]:
         """Return the names of parameters that ``with_vocabulary`` grows, tied ones once.

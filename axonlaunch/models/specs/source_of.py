@@ -11,8 +11,8 @@ from typing import Any
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.hf.source import HuggingFaceSource
+from axonlaunch.models.specs.model_spec import model_of
 from axonlaunch.models.specs.source import ModelSource
-from axonlaunch.models.specs.spec import model_of
 
 
 def source_of(config: Any) -> ModelSource:

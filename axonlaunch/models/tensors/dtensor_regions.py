@@ -38,7 +38,7 @@ class Box:
     region: tuple[Interval, ...]
     offsets: tuple[int, ...]
 
-    def of(self, local: Tensor) -> Tensor:
+    def view(self, local: Tensor) -> Tensor:
         """Return a view of the box in the local tensor."""
         for dim, (start, (_, length)) in enumerate(zip(self.offsets, self.region, strict=True)):
             if (start, length) != (0, local.shape[dim]):
@@ -129,7 +129,7 @@ def squares_along(
         read: Returns the matrix that a part of the tensor stores.
     """
     local = local_part(tensor)
-    parts = [(box, read(box.of(local))) for box in local_boxes(tensor)]
+    parts = [(box, read(box.view(local))) for box in local_boxes(tensor)]
     dtype = torch.promote_types(parts[0][1].dtype, torch.float32)
     columns = parts[0][1].shape[1] // max(1, parts[0][0].region[1][1])
     unit = 1 if dim else columns
@@ -160,7 +160,10 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
         return [((...,), full_tensor(tensor.detach()).clone())]
     local = local_part(tensor.detach())
     return [
-        (tuple(slice(start, start + length) for start, length in box.region), box.of(local).clone())
+        (
+            tuple(slice(start, start + length) for start, length in box.region),
+            box.view(local).clone(),
+        )
         for box in boxes
         if local.numel()
     ]
@@ -186,7 +189,7 @@ def _sum_of_boxes(tensor: DTensor) -> Tensor:
     local = tensor.to_local().detach()
     total = local.new_zeros(tensor.shape)
     for box in local_boxes(tensor):
-        Box(box.region, tuple(start for start, _ in box.region)).of(total).copy_(box.of(local))
+        Box(box.region, tuple(start for start, _ in box.region)).view(total).copy_(box.view(local))
     for cut in _cuts(tensor):
         group = ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis))
         total = sum_over(total, group)
@@ -230,8 +233,8 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     local = local_tensor(tensor).shape
     if tuple(sum(length for _, length in interval) for interval in intervals) != tuple(local):
         raise NotImplementedError(
-            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
-            "unusual way; use degrees that divide its sizes"
+            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is sharded in "
+            "an unusual way; use degrees that divide its sizes"
         )
     return intervals
 

@@ -155,7 +155,7 @@ def fill(
         local.copy_(stored.quantize(local_part(values)))
         return
     for box in local_boxes(parameter):
-        part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
+        part = box.view(local).view(1) if local.ndim == 0 else box.view(local)
         # For a device, draw in host memory that it reads directly, then copy once.
         drawn = staging.like(part) if part.is_cuda else part
         _fill(drawn, box.region or ((0, 1),), initializer, full=parameter, key=(seed, name))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm.mesh import local_part
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 

@@ -35,7 +35,8 @@ from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.operations import Product
-from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
+from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, step_work
+from axonlaunch.planning.tracing.extrapolation.reduced_config import reduced_config
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
@@ -334,6 +335,11 @@ def peak_bytes(
         shares=shares,
         expert_share=expert_share,
     )
+    # Backward reads the weights of layers with a common input together: a gate and its product.
+    read_at_once = (1 if layout.tensor == 1 else 2) / layout.tensor
+    dequantized = read_at_once * shares.dequantized * _total_bytes(work)
+    moments["last block"]["temporary"] += dequantized
+    moments["first block"]["temporary"] += dequantized
     transient = {
         "loss": layer_activations + end_activations,
         "last block": layer_activations + recomputed,
@@ -351,12 +357,17 @@ def peak_bytes(
     )
 
 
+def _total_bytes(work: StepWork) -> float:
+    """Return the bytes of the model's parameters."""
+    layers = work.num_repeated * work.first.step_layer.parameter_bytes
+    of_leading = work.leading.count * work.leading.step.parameter_bytes
+    return layers + of_leading + work.first.step_ends.parameter_bytes
+
+
 def _expert_parameters(work: StepWork, shares: TrainingShares) -> float:
     """Return the share of experts in the parameters of a repeated layer."""
     layers = work.num_repeated * work.first.step_layer.parameter_bytes
-    of_leading = work.leading.count * work.leading.step.parameter_bytes
-    total = layers + of_leading + work.first.step_ends.parameter_bytes
-    return min(1.0, shares.experts * total / layers) if layers else 0.0
+    return min(1.0, shares.experts * _total_bytes(work) / layers) if layers else 0.0
 
 
 def _expert_load(assumed: float, layout: Layout, shares: TrainingShares) -> float:

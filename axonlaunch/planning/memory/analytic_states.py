@@ -205,8 +205,13 @@ def _sharded_moments(
         "last block": gathered_ends + working_layers,
         "first block": max(working_layers, end_bytes),
     }
+    first_reduced = _fraction(sum(ends), total)
     if layout.pipeline > 1:
-        gathered = dict.fromkeys(gathered, all_gathered * unit_ratio)
+        # A round reduces gradients after its last backward. Until then, all of them are unsharded.
+        unreduced = all_gathered * unit_ratio
+        reduced = all_gathered * compute_ratio + layer
+        gathered = {"loss": unreduced, "last block": unreduced, "first block": reduced}
+        accumulated, first_reduced = (1.0 if layout.rounds > 1 else 0.0), 0.0
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         gathered |= {
             "loss": all_gathered * compute_ratio,
@@ -214,7 +219,7 @@ def _sharded_moments(
         }
     gradients = {
         "loss": accumulated,
-        "last block": max(accumulated, _fraction(sum(ends), total)),
+        "last block": max(accumulated, first_reduced),
         "first block": 1.0,
         "update": 1.0,
     }

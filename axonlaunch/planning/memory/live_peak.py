@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.engine_categories import categorize_engine, host_categories
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth

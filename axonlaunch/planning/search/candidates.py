@@ -21,11 +21,11 @@ from axonlaunch.config.consistency.layout import Layout, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
-from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import (
@@ -110,7 +110,11 @@ def candidates(
     if not spec.undivided_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
-    experts = [1] if config.train.compile else expert_degrees(spec, model) or [1]
+    experts = expert_degrees(spec, model) or [1]
+    if config.train.compile:
+        if spec.most_experts(model):
+            recomputation = ["none"]
+        experts = [1]
     for degrees in _degrees(config, sizes, usual=usual, devices=devices, fixed=fixed):
         tensor, pipeline = degrees["tp"], degrees["pp"]
         ranks = devices // math.prod(degrees.values())

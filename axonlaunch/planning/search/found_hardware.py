@@ -47,7 +47,7 @@ def with_found_hardware(
         ConfigError: No option describes the devices.
     """
     devices = device_names(context, config)
-    option = hardware_option(devices, config, config_dirs, asked=f"hardware={AUTO}")
+    option = hardware_option(devices, config, config_dirs, setting=f"hardware={AUTO}")
     found = f"{len(devices)} x {devices[0]}" if devices else processor_name()
     print(f"hardware={option}: found {found}", file=sys.stderr)
     others = [word for word in overrides if word.lstrip("+") != f"hardware={AUTO}"]
@@ -68,7 +68,7 @@ def hardware_option(
     config: RunConfig,
     config_dirs: Sequence[Path],
     *,
-    asked: str = "strategy=auto",
+    setting: str = "strategy=auto",
 ) -> str:
     """Return the option of the group ``hardware`` that describes the nodes of a run.
 
@@ -76,7 +76,7 @@ def hardware_option(
         devices: Names of the devices of this node; empty on a CPU.
         config: Configuration of the run.
         config_dirs: Folders with the user's YAML files.
-        asked: Setting that needs the figures, for messages.
+        setting: Setting that needs the figures, for messages.
 
     Raises:
         ConfigError: No option describes them.
@@ -94,6 +94,6 @@ def hardware_option(
             if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
                 return name
         reason = f"{devices[0]} is not in the catalog"
-    known = one_of([name for name in options if name != AUTO])
-    message = f"{asked} needs figures of the devices, and {reason}; use {known}"
+    usable = one_of([name for name in options if name != AUTO])
+    message = f"{setting} needs figures of the devices, and {reason}; use {usable}"
     raise ConfigError([ConfigIssue("hardware", message)])

@@ -43,7 +43,7 @@ def none_divides(
     """
     key, batch = "train.global_batch_size", config.train.global_batch_size
     message = (
-        f"no layout of {_devices_text(devices)} divides the model and a batch of {batch} samples"
+        f"no layout of {_devices_text(devices)} splits the model and a batch of {batch} samples"
     )
     if not fixed:
         return ConfigIssue(key, f"{message}; use a multiple of {devices}", batch)

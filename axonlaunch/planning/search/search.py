@@ -47,7 +47,7 @@ from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 from axonlaunch.planning.throughput.step_time import StepTime
-from axonlaunch.planning.throughput.step_work import step_work
+from axonlaunch.planning.throughput.step_work import step_works
 from axonlaunch.planning.throughput.throughput import Throughput, speed_of
 from axonlaunch.system.processes import forked_map
 
@@ -434,10 +434,12 @@ def _fastest(
     Raises:
         ConfigError: No layout can be traced; this is the error of the first layout.
     """
-    runs = [partial(_time_layout, choice.candidate.config, hardware) for choice in first]
-    results = forked_map.map_forked(
-        runs, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
-    )
+    configs = [choice.candidate.config for choice in first]
+    works = step_works(configs, world_size=num_ranks(configs[0]))
+    results = [
+        work if isinstance(work, ConfigError) else speed_of(config, hardware, work)
+        for config, work in zip(configs, works, strict=True)
+    ]
     fastest = [
         (choice, result)
         for choice, result in zip(first, results, strict=True)
@@ -447,14 +449,6 @@ def _fastest(
         assert isinstance(results[0], ConfigError)
         raise results[0]
     return sorted(fastest, key=lambda pair: pair[1].step_s)
-
-
-def _time_layout(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
-    """Return the speed of a layout, or the error if it cannot be traced."""
-    try:
-        return speed_of(config, hardware, step_work(config, world_size=num_ranks(config)))
-    except ConfigError as error:
-        return error
 
 
 def _estimate_first(
@@ -473,28 +467,43 @@ def _estimate_first(
         wanted: Number of fitting layouts to find.
     """
     plans: dict[_Preselected, Planned] = {}
-    for choice, speed in first[:TRIED]:
-        candidate = choice.candidate
-        result = estimate(candidate.config, ends=True)
-        plans[choice] = Planned(
-            overrides=_overrides(config, candidate, ranks),
-            layout=_describe(candidate),
-            mesh=candidate.layout.axes,
-            peak_bytes=result.peak_bytes,
-            host_bytes=result.host_bytes,
-            process_bytes=result.process_bytes,
-            verdict=_verdict(result, config),
-            tokens_per_s_per_device=speed.tokens_per_s_per_device,
-            step_s=speed.step_s,
-            mfu=speed.mfu,
-            breakdown=speed.breakdown,
-            host_memory=host_memory(candidate.config, result),
-            saved_bytes=checkpoint_bytes(candidate.config),
-            numerics=[*candidate.numerics],
+    remaining = first[:TRIED]
+    while remaining and (missing := wanted - sum(planned.fits for planned in plans.values())):
+        tried, remaining = remaining[:missing], remaining[missing:]
+        estimates = forked_map.map_forked(
+            [partial(estimate, choice.candidate.config, ends=True) for choice, _ in tried],
+            task="estimating the memory of a layout",
+            memory=fake_tensor_cache.recipes,
         )
-        if sum(planned.fits for planned in plans.values()) == wanted:
-            break
+        for (choice, speed), result in zip(tried, estimates, strict=True):
+            plans[choice] = _plan_of(choice.candidate, speed, result, config=config, ranks=ranks)
     return plans
+
+
+def _plan_of(
+    candidate: Candidate,
+    speed: Throughput,
+    result: Estimate,
+    *,
+    config: RunConfig,
+    ranks: tuple[int, int],
+) -> Planned:
+    return Planned(
+        overrides=_overrides(config, candidate, ranks),
+        layout=_describe(candidate),
+        mesh=candidate.layout.axes,
+        peak_bytes=result.peak_bytes,
+        host_bytes=result.host_bytes,
+        process_bytes=result.process_bytes,
+        verdict=_verdict(result, config),
+        tokens_per_s_per_device=speed.tokens_per_s_per_device,
+        step_s=speed.step_s,
+        mfu=speed.mfu,
+        breakdown=speed.breakdown,
+        host_memory=host_memory(candidate.config, result),
+        saved_bytes=checkpoint_bytes(candidate.config),
+        numerics=[*candidate.numerics],
+    )
 
 
 def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:

@@ -14,18 +14,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor, group_by_name
 from axonlaunch.models.torch_internals import in_backward
+from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 Phase = Literal["forward", "recomputation", "backward", "update"]
 ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _PRODUCTS = {
     _aten.mm: 0,
     _aten.bmm: 0,
@@ -214,7 +216,7 @@ def add(first: Work, second: Work, *, factor: float = 1.0) -> Work:
     return {key: amount for key, amount in total.items() if amount != Amount()}
 
 
-class OperationTrace(TorchDispatchMode):
+class OperationTrace(UncompiledDispatchMode):
     """Counts operations while it is entered. Other dispatch modes may be active as well.
 
     Attributes:
@@ -248,6 +250,8 @@ class OperationTrace(TorchDispatchMode):
         self._count(HostWait(self._phase), Amount(1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all operations
+            return args[0].fake_device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # the tensors they contain are dispatched again
         out = func(*args, **(kwargs or {}))

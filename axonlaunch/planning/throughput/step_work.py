@@ -17,23 +17,24 @@ micro-batches need 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
-from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
+from axonlaunch.planning.tracing.extrapolation.reduced_config import reduced_config
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.processes import forked_map
@@ -177,130 +178,189 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     Raises:
         ConfigError: The run cannot be traced.
     """
-    layout = Layout.of(config, world_size=world_size)
-    sizes = source_of(config).scaled_sizes() if layout.pipeline > 1 else repeated_sizes(config)
-    depth, period, leading = sizes.num_blocks, sizes.period, sizes.leading
-    if not depth and layout.pipeline > 1:
-        message = (
-            f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
-        )
-        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
-    counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
-    depths = (period, 2 * period) if depth else (0,)
-    stages = min(2, layout.stages_per_rank)
-    ranks = (0, 1) if layout.pipeline > 1 else (0,)
-    configs = {
-        (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
-        for d in depths
-        for m in counts
-    }
-    # One process per rank or per depth, because later traces in a process reuse its caches.
-    batches = [list(configs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
-    jobs = [(rank, keys, leading) for rank in ranks for keys in batches]
-    if leading:
-        jobs.append((ranks[0], [(depths[0], m) for m in counts], 0))
-    functions: list[Any] = [
-        partial(_trace, [configs[key] for key in keys], stage=rank, left_out=left_out)
-        for rank, keys, left_out in jobs
-    ]
-    if layout.pipeline > 1:
-        functions.append(lambda: ReducedRun.of(config).counts)  # as configured or as balanced
-    results = forked_map.map_forked(
-        functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
-    )
-    layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
-    traced = {
-        (rank, *key, left_out): trace
-        for (rank, keys, left_out), traces in zip(jobs, results, strict=False)
-        for key, trace in zip(keys, traces, strict=True)
-    }
-    first, last = (
-        _fit(
-            {(d, m): traced[rank, d, m, leading].share for d in depths for m in counts},
-            stages=stages,
-        )
-        for rank in (ranks[0], ranks[-1])
-    )
-    smallest = traced[ranks[0], depths[0], counts[0], 0]
-    leading_layers = LeadingLayers()
-    if leading:
-        mean = {
-            m: Share({})
-            .plus(traced[ranks[0], depths[0], m, 0].share, times=1 / leading)
-            .plus(traced[ranks[0], depths[0], m, leading].share, times=-1 / leading)
-            for m in counts
-        }
-        leading_layers = LeadingLayers(leading, *_separate_micro_batches(mean))
-
-    def at_full_depth(counted: Callable[[_TracedStep], int]) -> int:
-        if not depth:
-            return counted(smallest)
-        shallow, deeper = (counted(traced[ranks[0], d, counts[0], leading]) for d in depths)
-        missing = depth - leading - period * stages * len(ranks)
-        per_period = (deeper - shallow) // (stages * len(ranks))
-        return counted(smallest) + per_period * missing // period
-
-    return StepWork(
-        first,
-        last,
-        layers,
-        at_full_depth(lambda trace: trace.parameters),
-        smallest.sample_length,
-        sizes.hidden_size,
-        at_full_depth(lambda trace: trace.flops_per_token),
-        leading_layers,
-    )
+    [work] = step_works([config], world_size=world_size)
+    if isinstance(work, ConfigError):
+        raise work
+    return work
 
 
-def reduced_config(
-    config: RunConfig, *, world_size: int, layers: int, micro_batches: int
-) -> RunConfig:
-    """Return a run with fewer layers, fewer micro-batches and a shorter pipeline.
-
-    All other axes are unchanged, and the world size is adapted.
+def step_works(configs: Sequence[RunConfig], *, world_size: int) -> list[StepWork | ConfigError]:
+    """Count the operations of the steps of several runs, and trace runs with equal steps once.
 
     Args:
-        config: Configuration of the full run.
-        world_size: Number of ranks of the full run.
-        layers: Number of repeated layers of each stage; 0 keeps all layers. The first stage has the
-            leading layers too.
-        micro_batches: Number of micro-batches of a rank's step.
+        configs: Checked configurations with the same number of ranks.
+        world_size: Number of ranks.
+
+    Returns:
+        The work of each run, or the error if it cannot be traced.
     """
-    layout = Layout.of(config, world_size=world_size)
-    settings: dict[str, Any] = {
-        "train.micro_batch_size": layout.micro_batch_size,
-        "train.global_batch_size": layout.micro_batch_size * micro_batches * layout.data_ranks,
-        "train.compile": False,
-        "train.optimizer_in_backward": False,  # the same work in another order
-    }
-    stages, leading = 1, source_of(config).scaled_sizes().leading if layers else 0
-    if layout.pipeline > 1:
-        per_rank = min(2, layout.stages_per_rank)
-        stages = 2 * per_rank
-        settings |= {
-            "strategy.pipeline.degree": 2,
-            "strategy.pipeline.schedule": _short_schedule(
-                layout.schedule, stages_per_rank=per_rank
-            ),
-            "strategy.pipeline.stages_per_rank": per_rank,
-            "strategy.pipeline.split": [leading + layers, *[layers] * (stages - 1)],
-            "strategy.pipeline.microbatches": "auto",
-        }
-        world_size = 2 * world_size // layout.pipeline
-    if layers:
-        settings |= source_of(config).with_blocks(leading + layers * stages)
-    return with_values(config, {**settings, **settings_for_ranks(world_size)})
-
-
-def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
-    """Return a schedule for two ranks that does the same work, possibly in another order."""
-    if stages_per_rank == 1 and not SCHEDULES[schedule].separate_weight_grad:
-        return "gpipe"
-    return (
-        "interleaved_zero_bubble"
-        if SCHEDULES[schedule].separate_weight_grad
-        else "interleaved_1f1b"
+    plans = [_or_error(partial(_TracePlan.of, config, world_size)) for config in configs]
+    functions: list[Any] = []
+    indices: list[list[int]] = []
+    for plan in plans:
+        needed = [] if isinstance(plan, ConfigError) else plan.functions()
+        functions += [function for function in needed if function not in functions]
+        indices.append([functions.index(function) for function in needed])
+    results = forked_map.map_forked(
+        [partial(_or_error, function) for function in functions],
+        task="tracing a step to predict its time",
+        memory=fake_tensor_cache.recipes,
     )
+    works: list[StepWork | ConfigError] = []
+    for plan, numbers in zip(plans, indices, strict=True):
+        traces = [plan] if isinstance(plan, ConfigError) else [results[n] for n in numbers]
+        errors = [trace for trace in traces if isinstance(trace, ConfigError)]
+        works.append(errors[0] if errors else plan.work(traces))
+    return works
+
+
+def _or_error(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except ConfigError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class _Traces:
+    """The traces of one rank, in one process, because later traces reuse its caches.
+
+    Attributes:
+        runs: For each depth, runs with increasing numbers of micro-batches, and the number of
+            layers that are left out of their model, from its first one.
+        stage: 0 for a rank of the first stage; 1 for a rank of the second half of the world.
+    """
+
+    runs: list[tuple[list[RunConfig], int]]
+    stage: int
+
+    def __call__(self) -> list[list[_TracedStep]]:
+        return _trace(self.runs, stage=self.stage)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The number of layers of each stage of a pipeline, as configured or as balanced."""
+
+    config: RunConfig
+
+    def __call__(self) -> list[int]:
+        return ReducedRun.of(self.config).counts
+
+
+@dataclass(frozen=True)
+class _TracePlan:
+    """The traces that determine the work of a run.
+
+    Attributes:
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        layout: Parallel layout of the run.
+        sizes: Sizes of the model.
+    """
+
+    config: RunConfig
+    world_size: int
+    layout: Layout
+    sizes: ScaledSizes
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int) -> Self:
+        """Choose the traces of a run.
+
+        Raises:
+            ConfigError: A pipeline's model cannot be built with fewer layers.
+        """
+        layout = Layout.of(config, world_size=world_size)
+        in_pipeline = layout.pipeline > 1
+        sizes = source_of(config).scaled_sizes() if in_pipeline else repeated_sizes(config)
+        if not sizes.num_blocks and in_pipeline:
+            message = (
+                f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; "
+                "use 1"
+            )
+            raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
+        return cls(config, world_size, layout, sizes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches."""
+        return (2, 3) if self.layout.pipeline > 1 else (1, 2)[: min(2, self.layout.micro_batches)]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of repeated layers of each stage; 0 for the whole model."""
+        period = self.sizes.period
+        return (period, 2 * period) if self.sizes.num_blocks else (0,)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (0, 1) if self.layout.pipeline > 1 else (0,)
+
+    @property
+    def jobs(self) -> list[tuple[int, int]]:
+        """The number of repeated layers of each stage, and that of layers left out before them."""
+        leading = self.sizes.leading
+        jobs = [(depth, leading) for depth in self.depths]
+        return [*jobs, (self.depths[0], 0)] if leading else jobs
+
+    def functions(self) -> list[Any]:
+        """Return the functions to call, each in its own process. Equal ones return the same."""
+        reduce = partial(reduced_config, self.config, world_size=self.world_size)
+        runs = [
+            ([reduce(layers=depth, micro_batches=count) for count in self.counts], left_out)
+            for depth, left_out in self.jobs
+        ]
+        traces: list[Any] = [_Traces(runs, rank) for rank in self.ranks]
+        return [*traces, _Counts(self.config)] if self.layout.pipeline > 1 else traces
+
+    def work(self, results: Sequence[Any]) -> StepWork:
+        """Return the work of the run, given the results of ``functions``."""
+        sizes, counts, depths, ranks = self.sizes, self.counts, self.depths, self.ranks
+        depth, period, leading = sizes.num_blocks, sizes.period, sizes.leading
+        stages = min(2, self.layout.stages_per_rank)
+        traced = {
+            (rank, d, m, left_out): trace
+            for rank, traces_by_job in zip(ranks, results, strict=False)
+            for (d, left_out), traces in zip(self.jobs, traces_by_job, strict=True)
+            for m, trace in zip(counts, traces, strict=True)
+        }
+        first, last = (
+            _fit(
+                {(d, m): traced[rank, d, m, leading].share for d in depths for m in counts},
+                stages=stages,
+            )
+            for rank in (ranks[0], ranks[-1])
+        )
+        smallest = traced[ranks[0], depths[0], counts[0], 0]
+        leading_layers = LeadingLayers()
+        if leading:
+            mean = {
+                m: Share({})
+                .plus(traced[ranks[0], depths[0], m, 0].share, times=1 / leading)
+                .plus(traced[ranks[0], depths[0], m, leading].share, times=-1 / leading)
+                for m in counts
+            }
+            leading_layers = LeadingLayers(leading, *_separate_micro_batches(mean))
+
+        def at_full_depth(counted: Callable[[_TracedStep], int]) -> int:
+            if not depth:
+                return counted(smallest)
+            shallow, deeper = (counted(traced[ranks[0], d, counts[0], leading]) for d in depths)
+            missing = depth - leading - period * stages * len(ranks)
+            per_period = (deeper - shallow) // (stages * len(ranks))
+            return counted(smallest) + per_period * missing // period
+
+        return StepWork(
+            first,
+            last,
+            tuple(results[-1]) if self.layout.pipeline > 1 else (depth,),
+            at_full_depth(lambda trace: trace.parameters),
+            smallest.sample_length,
+            sizes.hidden_size,
+            at_full_depth(lambda trace: trace.flops_per_token),
+            leading_layers,
+        )
 
 
 def _fit(shares: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
@@ -344,48 +404,77 @@ def _separate_micro_batches(shares: dict[int, Share]) -> tuple[Share, Share]:
     return shares[fewer].plus(per_micro_batch, times=-fewer), per_micro_batch
 
 
-def _trace(configs: list[RunConfig], *, stage: int, left_out: int = 0) -> list[_TracedStep]:
+def _trace(runs: list[tuple[list[RunConfig], int]], *, stage: int) -> list[list[_TracedStep]]:
     """Trace one step of several runs on one rank. Call this in a process forked for it.
 
-    Args:
-        configs: Configurations of the runs.
-        stage: 0 for a rank of the first stage; 1 for a rank of the second half of the world.
-        left_out: Number of layers that are left out of the model, from its first one.
+    The arguments are the fields of ``_Traces``.
     """
     _fuse_rms_norm()
-    ranks = num_ranks(configs[0])
+    [config, *_], _ = runs[0]
+    ranks = num_ranks(config)
     world = fake_world.join_fake_world(
         rank=stage * ranks // 2,
         world_size=ranks,
-        expert_load=configs[0].estimate.imbalance,
+        expert_load=config.estimate.imbalance,
     )
-    with refusing_untraceable(configs[0]):
-        return [_trace_one(config, world, left_out) for config in configs]
+    with refusing_untraceable(config):
+        return [_trace_depth(configs, world, left_out) for configs, left_out in runs]
 
 
-def _trace_one(config: RunConfig, world: World, left_out: int) -> _TracedStep:
-    # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
-    reduced = ReducedRun.of(with_values(config, {"train.compile": False})).without_first(left_out)
-    dry = FakeRank(reduced, world)
-    trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
-    batch = dry.batch()
-    with dry.storing():
-        dry.settle()
-        with trace, fake_world.watch_host_waits(trace.count_host_wait):
-            dry.engine.backward(batch)
+def _trace_depth(configs: list[RunConfig], world: World, left_out: int) -> list[_TracedStep]:
+    """Trace one step of each run, with one engine for all of them if their steps allow it.
+
+    A pipeline has a schedule for its micro-batches. With ZeRO-1, the second step of an engine
+    copies small parameters, and later ones do not.
+    """
+    layouts = [Layout.of(config, world_size=world.world_size) for config in configs]
+    if layouts[0].pipeline > 1 or layouts[0].facts.divides_update:
+        return [_Steps.of(config, world, left_out).trace() for config in configs]
+    steps = _Steps.of(configs[-1], world, left_out)
+    return [steps.trace(layout.micro_batches) for layout in layouts]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """An engine with optimizer states, whose steps are traced.
+
+    Attributes:
+        reduced: Run of the engine.
+        rank: Rank of the engine.
+    """
+
+    reduced: ReducedRun
+    rank: FakeRank
+
+    @classmethod
+    def of(cls, config: RunConfig, world: World, left_out: int) -> Self:
+        """Build the engine of a run without the first ``left_out`` layers."""
+        # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
+        config = with_values(config, {"train.compile": False})
+        reduced = ReducedRun.of(config).without_first(left_out)
+        rank = FakeRank(reduced, world)
+        with rank.storing():
+            rank.settle()
+        return cls(reduced, rank)
+
+    def trace(self, micro_batches: int | None = None) -> _TracedStep:
+        """Trace a step with a number of micro-batches; None for all of the run."""
+        reduced, engine = self.reduced, self.rank.engine
+        trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
+        batch = self.rank.batch(micro_batches)
+        with self.rank.storing(), trace, fake_world.watch_host_waits(trace.count_host_wait):
+            engine.backward(batch)
             with trace.updating(), fake_world.assume_true():
-                dry.engine.update()
-    parameters = dict(dry.engine.named_parameters()).values()
-    sizes = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
-    sample = reduced.sample
-    length = sample.shape[0] if sample.ndim == 1 else 1
-    engine = dry.engine
-    share = Share(
-        trace.work,
-        gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
-        parameter_bytes=sum(size for size, _ in sizes),
-    )
-    return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
+                engine.update()
+        parameters = dict(engine.named_parameters()).values()
+        sizes = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
+        length = reduced.sample.shape[0] if reduced.sample.ndim == 1 else 1
+        share = Share(
+            trace.work,
+            gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
+            parameter_bytes=sum(size for size, _ in sizes),
+        )
+        return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
 
 
 def _fuse_rms_norm() -> None:

@@ -18,14 +18,14 @@ from axonlaunch.comm import World
 from axonlaunch.config import with_values
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.data.datasets.samples import Samples, default_collate
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.pipeline.split import Part, block_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.planning.tracing import fake_world, stage_boundaries
-from axonlaunch.planning.tracing.devices import cuda_attention, cuda_norm
+from axonlaunch.planning.tracing.devices import cuda_attention, cuda_dropout, cuda_norm
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -60,6 +60,7 @@ class FakeRank:
         for_gpu = cuda_attention.runs_on_gpu(reduced.config)
         if for_gpu:
             cuda_attention.repeat_heads_as_on_cuda()
+            cuda_dropout.drop_as_on_cuda()
             if trace is not None:
                 cuda_norm.norm_as_on_cuda()
         source = Source(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import data_parallel_facts
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.engine import Engine
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {

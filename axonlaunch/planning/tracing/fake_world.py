@@ -88,10 +88,10 @@ def pretend_backend(backend: Backend) -> None:
     """Report ``backend`` for groups of the fake world, because messages depend on the backend."""
     real_of_torch = Backend.of_torch
 
-    def of_torch_or_fake(name: str) -> Backend:
+    def torch_or_fake_backend(name: str) -> Backend:
         return backend if name == "fake" else real_of_torch(name)
 
-    Backend.of_torch = of_torch_or_fake  # type: ignore[method-assign]
+    Backend.of_torch = torch_or_fake_backend  # type: ignore[method-assign]
 
 
 _DEFINED = torch.library.Library("aten", "IMPL")

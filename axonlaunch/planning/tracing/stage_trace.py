@@ -20,11 +20,11 @@ from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention, gloo_buffers

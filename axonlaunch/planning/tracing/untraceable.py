@@ -58,7 +58,7 @@ def _failure_issue(config: RunConfig, error: BaseException, line: str | None) ->
     location = "" if (module := _module(error)) is None else f" in {module}"
     reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if line is None:
-        message = f"divided by this plan, the model fails{location} with {reason}"
+        message = f"sharded by this plan, the model fails{location} with {reason}"
         return ConfigIssue("strategy.tensor.plan", message)
     samples = Layout.of(config, world_size=num_ranks(config)).micro_batch_size
     message = f"a micro-batch of {samples} fails{location} with {reason} ({line})"

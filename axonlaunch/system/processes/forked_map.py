@@ -22,6 +22,9 @@ from axonlaunch.system.processes.forked_process import ProcessDiedError
 
 Result = TypeVar("Result")
 
+_sharing_cores = 1
+"""Number of copies, this one included, that share the cores of this process."""
+
 
 def map_forked(
     functions: Sequence[Callable[[], Result]],
@@ -37,7 +40,7 @@ def map_forked(
         functions: Functions to call. Their results must be picklable; the functions need not be.
         task: Task of each process, such as "tracing a step"; used in the message if one dies.
         at_once: Maximum number of concurrent processes; None allows one for each core of this
-            process.
+            process. The copies share its cores for functions that they call likewise.
         memory: Dictionary in this process. Entries that a copy adds are added to it, and copies
             that begin later see them. Entries must be picklable.
         until: Deadline in ``time.monotonic()``; None waits without limit.
@@ -51,7 +54,8 @@ def map_forked(
         ProcessDiedError: A process ended without a result.
     """
     shared: dict[Any, Any] = {} if memory is None else memory
-    limit = at_once or len(os.sched_getaffinity(0))
+    limit = at_once or share_of_cores()
+    sharing = _sharing_cores * min(limit, len(functions))
     running: dict[int, tuple[int, int]] = {}
     results: dict[int, Result] = {}
     waiting = list(enumerate(functions))
@@ -59,7 +63,7 @@ def map_forked(
         while waiting or running:
             while waiting and len(running) < limit:
                 index, function = waiting.pop(0)
-                running[index] = _fork(function, shared)
+                running[index] = _fork(function, shared, sharing)
             left = None if until is None else max(0.0, until - time.monotonic())
             ready = wait([pipe for _, pipe in running.values()], timeout=left)
             if not ready:
@@ -75,7 +79,12 @@ def map_forked(
     return [results[index] for index in range(len(functions))]
 
 
-def _fork(function: Callable[[], Any], memory: dict[Any, Any]) -> tuple[int, int]:
+def share_of_cores() -> int:
+    """Return the number of cores of this process, divided by the copies that share them."""
+    return max(1, len(os.sched_getaffinity(0)) // _sharing_cores)
+
+
+def _fork(function: Callable[[], Any], memory: dict[Any, Any], sharing: int) -> tuple[int, int]:
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,6 +96,8 @@ def _fork(function: Callable[[], Any], memory: dict[Any, Any]) -> tuple[int, int
         os.close(writer)
         return process, reader
     try:
+        global _sharing_cores
+        _sharing_cores = sharing
         os.close(reader)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(_outcome(function, memory))

@@ -15,7 +15,7 @@ from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.comm.checks.json_exchange import all_gather_json
 from axonlaunch.comm.mesh import local_part
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 
 LEAST_LOSS_SCALE = 1e-4
 """Smallest fp16 loss scale; equal to fairseq's ``min_loss_scale``. Each overflow halves the scale.

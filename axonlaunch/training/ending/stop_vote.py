@@ -38,14 +38,14 @@ class StopVote:
         work = None
         if self._world.world_size > 1:
             work = dist.all_reduce(votes, async_op=True)
-        self._answers.append(_on_host(votes, work) if self._lag else _of_work(votes, work))
+        self._answers.append(_on_host(votes, work) if self._lag else _answer_of(votes, work))
 
     def anyone(self) -> bool:
         """Return whether any rank voted to stop, the same on every rank; call once after a step."""
         return len(self._answers) > self._lag and self._answers.popleft()()
 
 
-def _of_work(votes: Tensor, work: dist.Work | None) -> _Answer:
+def _answer_of(votes: Tensor, work: dist.Work | None) -> _Answer:
     def answer() -> bool:
         if work is not None:
             work.wait()

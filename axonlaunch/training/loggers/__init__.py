@@ -33,9 +33,9 @@ from axonlaunch.system.storage.run_files import EVENTS, METRICS
 from axonlaunch.system.text.units import Counted, named_by_unit
 from axonlaunch.training.loggers import trainjob
 from axonlaunch.training.loggers.background import BackgroundLogger
-from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
 from axonlaunch.training.loggers.jsonl import JSONLLogger
+from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 __all__ = ["Logger", "RunInfo", "RunLoggers"]
 

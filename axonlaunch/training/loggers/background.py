@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config.problems.errors import failure_text
-from axonlaunch.training.loggers.base import Number, RunInfo
+from axonlaunch.training.loggers.logger import Number, RunInfo
 
 MAX_FAILURES = 3
 """Failed calls in a row after which a logger is switched off."""

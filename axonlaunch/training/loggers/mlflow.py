@@ -15,8 +15,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from axonlaunch.config.options.loggers import MLflowConfig
-from axonlaunch.config.values.plain import flatten
-from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+from axonlaunch.config.values.plain_values import flatten
+from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 _LONGEST, _MOST = 6000, 100
 """MLflow's limits: characters of a parameter's value, and parameters in a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from axonlaunch.config.options.loggers import TensorBoardConfig
-from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 
 class TensorBoardLogger(Logger):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _CERTIFICATE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"

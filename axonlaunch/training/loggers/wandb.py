@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import wandb
 
 from axonlaunch.config.options.loggers import WandbConfig
-from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 
 class WandbLogger(Logger):

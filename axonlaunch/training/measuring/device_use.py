@@ -16,7 +16,7 @@ import torch
 from axonlaunch.config.composition.compose import packaged_configs
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.config.values.plain import read_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 
 _NVML: dict[str, tuple[Callable[..., float], float]] = {
     "power_w": (lambda device: torch.cuda.power_draw(device), 1e-3),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.system.node import host, limits
 
 

@@ -19,7 +19,7 @@ from axonlaunch.diagnostics.module_trace.files import (
     TracedTensor,
     write_step,
 )
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.fake.output_shapes import output_shapes
 from axonlaunch.training.module_trace.full_tensors import WholeTensors

@@ -162,10 +162,10 @@ class ModelTrace:
                 factor = 1 / loss_scale if kind.endswith("gradient") else 1.0
                 size = sizes[name] if kind in ("parameter", "gradient") else None
                 tensors.append(total.to_traced(key, factor=factor, size=size))
-        known = self._hooks.dtypes & FORMAT_OF_DTYPE.keys()
+        format_dtypes = self._hooks.dtypes & FORMAT_OF_DTYPE.keys()
         trace = StepTrace(
             step=self._number,
-            arithmetic=lowest_format(FORMAT_OF_DTYPE[dtype] for dtype in known).name,
+            arithmetic=lowest_format(FORMAT_OF_DTYPE[dtype] for dtype in format_dtypes).name,
             layout="a loop of its own",
             tensors=tensors,
         )

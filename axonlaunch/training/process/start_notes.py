@@ -48,10 +48,15 @@ def settings_notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "it, so it may be slower than fp32"
         )
     products = precision_of(config).products
-    if products is not None and world.is_main:  # only its notes are shown
-        model = on_meta(config, seed=config.seed)
-        if left_out := note_on_experts(config, spec_for(config), model):
+    if world.is_main and (products is not None or config.train.compile):  # only its notes are shown
+        spec, model = spec_for(config), on_meta(config, seed=config.seed)
+        if products is not None and (left_out := note_on_experts(config, spec, model)):
             notes.append(left_out)
+        if config.train.compile and spec.most_experts(model):
+            notes.append(
+                "train.compile=true: compiled blocks don't count the tokens of experts, so there "
+                "is no expert_load, and no note on routers that collapse"
+            )
     if isinstance(products, Float8Format) and world.device.type == "cpu":
         notes.append(
             f"train.matmul_dtype={products.name}: the CPU multiplies numbers in 8 bits as numbers "

@@ -148,7 +148,7 @@ def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer
     tokenizer = dataset_text or load_kept(folder) or _tokenizer_of_model(saved)
     length = dataset_text.length if dataset_text else saved.sequence_length
     if tokenizer is None or length is None:
-        length = _length(saved.data, where=f"{folder}: the run")
+        length = _length(saved.data, origin=f"{folder}: the run")
     import torch
 
     from axonlaunch.checkpoint.exchange.base_weights import base_tensors
@@ -200,7 +200,7 @@ def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
         described, data = weights.describe_folder(folder)
         has_tokenizer = tokenizer is not None
         length = (
-            data.sequence_length if has_tokenizer else _length(data, where=f"{folder}: its model")
+            data.sequence_length if has_tokenizer else _length(data, origin=f"{folder}: its model")
         )
     model = build_model(described).eval()
     if length is None:
@@ -212,7 +212,7 @@ def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
     return model, length, tokenizer or ByteTokenizer()
 
 
-def _length(data: Any, *, where: str) -> int:
+def _length(data: Any, *, origin: str) -> int:
     """Return the sequence length of text data.
 
     Raises:
@@ -224,7 +224,7 @@ def _length(data: Any, *, where: str) -> int:
     tokens = f" with {vocabulary} tokens" if vocabulary else ""
     texts = [name for name, facts in DATASETS.known_facts().items() if facts.is_text]
     message = (
-        f"{where} was trained on data={data.name}{tokens}; only models trained on text can be "
+        f"{origin} was trained on data={data.name}{tokens}; only models trained on text can be "
         f"sampled: data={one_of(texts)}"
     )
     raise ConfigError([ConfigIssue("", message)])

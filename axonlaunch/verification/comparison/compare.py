@@ -105,10 +105,10 @@ def verify_on_rank(
     threads = config.launch.threads
     torch.set_num_threads(host.threads(ranks=ranks) if threads == "auto" else threads)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    place = local_place(rank, ranks)
-    os.environ.update(place.variables())  # models may read them, as in training
+    environment = local_place(rank, ranks)
+    os.environ.update(environment.variables())  # models may read them, as in training
     with World.join(
-        place,
+        environment,
         backend=config.launch.backend,
         device=config.launch.device,
         timeout_s=config.launch.timeout_s,

@@ -17,7 +17,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.datasets.dataset import AnyBatch
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.output_regions import MicroBatchPlace, region
 from axonlaunch.models.specs.custom_loss import build_custom_loss

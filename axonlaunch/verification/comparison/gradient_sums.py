@@ -22,7 +22,7 @@ from axonlaunch.config.axes import INNER
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch
-from axonlaunch.engines.base import Engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.verification.references.differences import Difference
 

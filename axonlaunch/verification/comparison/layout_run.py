@@ -26,8 +26,8 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import quantizes_states
 from axonlaunch.data.datasets.dataset import Batch, sample_inputs
 from axonlaunch.data.datasets.loader import Loader, full_loader, rank_loader
-from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.training.bare_fit import bare_fit
@@ -115,11 +115,11 @@ def compare(
         # The loss that balances experts depends on other samples, but gradients are summed alike.
         config = with_values(config, source_of(config).without_router_loss())
     if hides_rounded_sums(config):
-        differences += _of_sums(config, world)
+        differences += _differences_of_sums(config, world)
     return RankReport(differences, draws)
 
 
-def _of_sums(config: RunConfig, world: World) -> list[Difference]:
+def _differences_of_sums(config: RunConfig, world: World) -> list[Difference]:
     """Return the differences of sums of gradients, of an engine that is only built for them."""
     engine, loader = prepared_engine(config, world)
     return [*sum_differences(engine, loader.batch(0), config, rank=world.rank)]

@@ -92,7 +92,9 @@ def decide_verdict(
         max_norm_difference=_size(largest["norm"]),
         max_parameter_difference=_size(largest["parameter"]),
         max_differences={kind: d.relative for kind, d in largest.items() if d is not None},
-        tolerances={kind: tolerances.of(d) for kind, d in largest.items() if d is not None},
+        tolerances={
+            kind: tolerances.for_difference(d) for kind, d in largest.items() if d is not None
+        },
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,

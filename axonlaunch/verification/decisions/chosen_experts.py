@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.models.modules.topk_choices import TopkChoices, is_choice
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.torch_internals import in_backward
 
 Place = Callable[[Tensor, torch.Size, int], Tensor | None]
@@ -61,25 +61,25 @@ class ChosenExperts(TopkChoices):
         self.others: list[OtherExperts] = []
         self._choices: dict[str, list[Tensor]] = {}
         self._expected: Mapping[str, Tensor] = {}
-        self._place: Place = _following_rows
+        self._select_part: Place = _following_rows
         self._block: str | None = None
-        self._tokens, self._made = torch.Size(), 0
+        self._tokens, self._num_choices = torch.Size(), 0
         for root in modules:
             for name, block in spec.blocks(root).items():
                 block.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 block.register_forward_hook(self._leaving, always_call=True)
 
-    def begin(self, expected: Mapping[str, Tensor], place: Place | None = None) -> None:
+    def begin(self, expected: Mapping[str, Tensor], select_part: Place | None = None) -> None:
         """Start a step.
 
         Args:
             expected: Choices that replace those of the step, from ``choices``.
-            place: Returns the part of a full choice [B, T, ...] for the n-th call of a block with
-                a part of a given shape; None if unknown. By default, calls follow each other in the
-                rows.
+            select_part: Returns the part of a full choice [B, T, ...] for the n-th call of a block
+                with a part of a given shape; None if unknown. By default, calls follow each other
+                in the rows.
         """
         self.others, self._choices, self._expected = [], {}, expected
-        self._place = place or _following_rows
+        self._select_part = select_part or _following_rows
 
     def choices(self) -> dict[str, Tensor]:
         """Return the recorded choices of experts by ``<block>.<number of the choice in a call>``.
@@ -90,33 +90,35 @@ class ChosenExperts(TopkChoices):
 
     def choose(self, scores: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """See ``TopkChoices.choose``."""
-        own = make()
+        experts = make()
         if self._block is None:
-            return own
-        key = f"{self._block}.{self._made}"
-        self._made += 1
+            return experts
+        key = f"{self._block}.{self._num_choices}"
+        self._num_choices += 1
         tokens = self._tokens.numel()
-        if own.shape[:2] == self._tokens:
-            part = own
-        elif own.shape[:1] == (tokens,):
-            part = own.view(*self._tokens, *own.shape[1:])
+        if experts.shape[:2] == self._tokens:
+            part = experts
+        elif experts.shape[:1] == (tokens,):
+            part = experts.view(*self._tokens, *experts.shape[1:])
         else:
-            return own
+            return experts
         calls = self._choices.setdefault(key, [])
         full = self._expected.get(key)
-        expected = None if full is None else self._place(full, part.shape, len(calls))
+        expected = None if full is None else self._select_part(full, part.shape, len(calls))
         if expected is not None:
-            expected = expected.to(own.device).reshape(own.shape)
-            self._compare(self._block, scores.detach(), own, expected)
-            own = expected
+            expected = expected.to(experts.device).reshape(experts.shape)
+            self._compare(self._block, scores.detach(), experts, expected)
+            experts = expected
         calls.append(part.cpu())
-        return own
+        return experts
 
-    def _compare(self, block: str, scores: Tensor, own: Tensor, expected: Tensor) -> None:
-        differs = (own.sort(-1).values != expected.sort(-1).values).any(-1)
+    def _compare(self, block: str, scores: Tensor, experts: Tensor, expected: Tensor) -> None:
+        differs = (experts.sort(-1).values != expected.sort(-1).values).any(-1)
         if not differs.any():
             return
-        values, others = (scores.gather(-1, chosen).sort(-1).values for chosen in (own, expected))
+        values, others = (
+            scores.gather(-1, chosen).sort(-1).values for chosen in (experts, expected)
+        )
         size = scores.nan_to_num(posinf=0.0, neginf=0.0).abs().amax(-1).clamp(min=1e-30)
         gaps = ((values - others).abs().amax(-1) / size)[differs]
         gap = float(gaps.nan_to_num(nan=math.inf).max())
@@ -133,7 +135,7 @@ class ChosenExperts(TopkChoices):
             )
             first = next(hidden, None)
             if first is not None:
-                self._block, self._made, self._tokens = name, 0, first.shape[:2]
+                self._block, self._num_choices, self._tokens = name, 0, first.shape[:2]
 
         return enter
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import AXES, DP_REPLICATE, DP_SHARD
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 _MIN_ELEMENTS = 16
 """Least number of dropped and of kept elements; smaller masks can be equal by chance."""

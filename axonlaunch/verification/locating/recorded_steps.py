@@ -129,11 +129,11 @@ class RecordedSteps:
                 yield self._output_gradient(number, name)
                 for parameter in [p for p in remaining if p.rpartition(".")[0] == name]:
                     del remaining[parameter]
-                    yield self._of_parameter(number, "gradient", parameter)
+                    yield self._parameter_quantity(number, "gradient", parameter)
             for parameter in remaining:
-                yield self._of_parameter(number, "gradient", parameter)
+                yield self._parameter_quantity(number, "gradient", parameter)
             for parameter in plain.parameters:
-                yield self._of_parameter(number, "parameter", parameter, previous[parameter])
+                yield self._parameter_quantity(number, "parameter", parameter, previous[parameter])
             previous = {name: boxes[0][1] for name, boxes in plain.parameters.items()}
 
     def readers(self, step: int, module: str) -> list[str]:
@@ -193,10 +193,10 @@ class RecordedSteps:
         """Return whether tensors have a sample dimension, unlike a table of positions."""
         if not pairs or plain is None:
             return False
-        place = MicroBatchPlace(self.layout, pairs[0].rank, 0)
-        return region(plain.shape, pairs[0].actual.shape, place, of_samples=True) is not None
+        micro_batch = MicroBatchPlace(self.layout, pairs[0].rank, 0)
+        return region(plain.shape, pairs[0].actual.shape, micro_batch, of_samples=True) is not None
 
-    def _of_parameter(
+    def _parameter_quantity(
         self, number: int, kind: QuantityKind, name: str, previous: Tensor | None = None
     ) -> Quantity:
         def boxes_of(step: _Step) -> dict[str, list[tuple[Index, Tensor]]]:

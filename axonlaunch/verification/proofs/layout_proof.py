@@ -166,7 +166,7 @@ def _with_small_model(config: RunConfig, layout: Layout, degrees: dict[str, int]
     division = ModelDivision(
         stages=degrees["pp"] * layout.stages_per_rank,
         tensor=degrees["tp"],
-        before=layout.tensor,
+        original_tensor=layout.tensor,
         block=BLOCK if is_quantized else 1,
     )
     small = source_of(config).reduce(division)

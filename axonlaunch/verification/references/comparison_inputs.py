@@ -54,20 +54,20 @@ def make_uneven(
     """
     places = range(shard * len(batch), (shard + 1) * len(batch))
     if not isinstance(batch, Batch):
-        return batch.counting((place + step * 3) % 11 < _COUNTED_OF_11 for place in places)
+        return batch.counting((sample + step * 3) % 11 < _COUNTED_OF_11 for sample in places)
     targets = batch.targets.clone()
-    for row, place in enumerate(() if targets.is_floating_point() else places):
+    for row, sample in enumerate(() if targets.is_floating_point() else places):
         if targets.ndim > 1:
             length = targets.shape[1]
-            targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
-        elif place % 4 == 3 and custom_loss is None:
+            targets[row, : (sample * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
+        elif sample % 4 == 3 and custom_loss is None:
             targets[row] = IGNORE_INDEX
     if batch.positions is None or batch.positions.shape[1] < 2:
         return replace(batch, targets=targets)
     # Rows with equal documents would not show that positions of another row are used.
     positions = batch.positions.clone()
-    for row, place in zip(positions, places, strict=True):
-        start = 1 + (place * 5 + step * 3) % (len(row) - 1)
+    for row, sample in zip(positions, places, strict=True):
+        start = 1 + (sample * 5 + step * 3) % (len(row) - 1)
         rest = row[start:]
         length = int((torch.cat((rest[1:], rest.new_zeros(1))) == 0).long().argmax()) + 1
         rest[:length] -= rest[0].clone()
@@ -114,7 +114,7 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
         local = local_part(parameter)
         for box in local_boxes(parameter):
             region = tuple(slice(start, start + length) for start, length in box.region)
-            box.of(local).add_(noise[region].to(local))
+            box.view(local).add_(noise[region].to(local))
 
 
 @torch.no_grad()
@@ -137,8 +137,8 @@ def overflow(updated: Tensor) -> None:
     gradient: Any = updated.grad
     local = local_part(gradient)
     for box in local_boxes(gradient):
-        if not any(start for start, _ in box.region) and box.of(local).numel():
-            box.of(local)[(0,) * local.ndim] = math.inf
+        if not any(start for start, _ in box.region) and box.view(local).numel():
+            box.view(local)[(0,) * local.ndim] = math.inf
 
 
 class Dropout:

@@ -204,7 +204,7 @@ def _pairs(actual: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         part = expected
         for dim, (start, length) in enumerate(box.region):
             part = part.narrow(dim, start, length)
-        yield box.of(local), part
+        yield box.view(local), part
 
 
 def as_number(tensor: Tensor | None) -> float | None:

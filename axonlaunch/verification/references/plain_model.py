@@ -18,7 +18,7 @@ from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.specs.custom_loss import CustomLoss
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_internals import BatchNorm
 
@@ -315,8 +315,8 @@ def plain_quantized(values: Tensor, base: str) -> tuple[Tensor, Tensor]:
     else:
         blocks = values.unflatten(-1, (-1, _BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True) / _LARGEST_INT8
-        whole = torch.where(scales > 0, blocks / scales, 0).round()
-        codes, kept = whole.to(torch.int8), (whole * scales).flatten(-2)
+        rounded = torch.where(scales > 0, blocks / scales, 0).round()
+        codes, kept = rounded.to(torch.int8), (rounded * scales).flatten(-2)
     size = values.shape[-1] // _BLOCK
     parts = (codes, scales.contiguous().view(torch.int32))
     stored = [part.view(torch.uint8).reshape(*values.shape[:-1], size, -1) for part in parts]
@@ -328,7 +328,12 @@ class PlainBalance:
 
     Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
     algorithm 1.
+
+    Attributes:
+        present: Whether each token of the next forward is not padding; None if none is.
     """
+
+    present: Tensor | None = None
 
     def __init__(self, model: nn.Module, experts: Sequence[str], *, rate: float) -> None:
         """Observe the experts.
@@ -365,6 +370,8 @@ class PlainBalance:
     def _record(self, name: str) -> Any:
         def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
             chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            self._chosen[name].append(chosen.detach().flatten())
+            chosen = chosen.detach().flatten(0, -2)
+            kept = chosen if self.present is None else chosen[self.present.flatten()]
+            self._chosen[name].append(kept.flatten())
 
         return record

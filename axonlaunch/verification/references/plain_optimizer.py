@@ -23,7 +23,7 @@ from axonlaunch.config.consistency.optional_keys import (
 )
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
 from axonlaunch.config.optimization.schedules import SCHEDULERS
-from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.model_spec import ModelSpec
 
 PEAK = "initial_lr"
 _NOT_OPTIONS = {"name", "groups", "master_weights", "state_dtype", "target", "arguments"}
@@ -33,8 +33,42 @@ _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "nadam": torch.optim.NAdam,
     "adafactor": torch.optim.Adafactor,
-    "muon": torch.optim.Muon,
 }
+
+
+class PlainMuon(torch.optim.Muon):
+    """torch's Muon; for a parameter [experts, m, n], of the matrix of each expert."""
+
+    def __init__(self, params: Sequence[dict[str, Any]]) -> None:
+        super().__init__([{**g, "params": [p for p in g["params"] if p.ndim == 2]} for g in params])
+        for group, given in zip(self.param_groups, params, strict=True):
+            group["params"] = given["params"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every matrix that has a gradient."""
+        assert closure is None
+        groups = self.param_groups
+        self.param_groups = [
+            {**group, "params": [matrix for p in group["params"] for matrix in self._matrices(p)]}
+            for group in groups
+        ]
+        super().step()  # type: ignore[no-untyped-call]
+        self.param_groups = groups
+        parameters = {p for group in groups for p in group["params"]}
+        for matrix in [p for p in self.state if p not in parameters]:
+            del self.state[matrix]
+
+    def _matrices(self, p: Tensor) -> list[Tensor]:
+        """Return a matrix, or the matrices of a stack with their gradients and momentum."""
+        if p.ndim == 2 or p.grad is None:
+            return [p]
+        momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        matrices: list[Tensor] = [nn.Parameter(matrix) for matrix in p.detach()]
+        for matrix, gradient, buffer in zip(matrices, p.grad, momentum, strict=True):
+            matrix.grad = gradient
+            self.state[matrix]["momentum_buffer"] = buffer
+        return matrices
 
 
 class PlainLion(Optimizer):
@@ -108,11 +142,13 @@ def plain_optimizers(
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    experts = set(spec.experts(model))
     by_class: dict[Any, list[dict[str, Any]]] = {}
     for name, parameter in model.named_parameters():
         if name not in parameters:
             continue
-        is_hidden = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
+        is_matrix = parameter.ndim == (3 if name.rpartition(".")[0] in experts else 2)
+        is_hidden = is_matrix and name.startswith(blocks) and id(parameter) not in tables
         make, options = _class_and_options(config, name, parameter.ndim, is_hidden=is_hidden)
         group = {"params": [parameters[name]], **options, PEAK: options["lr"]}
         by_class.setdefault(make, []).append(group)
@@ -164,8 +200,8 @@ def _class_and_options(
 
 def class_of(config: Any) -> Any:
     """Return the optimizer class or factory, which is called with groups of parameters."""
-    if config.name == "lion":
-        return PlainLion
+    if config.name in ("lion", "muon"):
+        return PlainLion if config.name == "lion" else PlainMuon
     if config.name in OWN_OPTIMIZERS:
         return _CLASSES[config.name]
     if (target := custom_target(config)) is not None:

@@ -37,8 +37,8 @@ from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.model_spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
 from axonlaunch.verification.decisions.random_draws import MaskRecorder
@@ -441,6 +441,8 @@ class PlainRun:
 
         batch = plain_model.map_batch(batch, self._to_device)
         arguments, keywords = plain_model.forward_arguments(self.model, batch)
+        if self._balance is not None:
+            self._balance.present = batch.present if isinstance(batch, Batch) else None
         if dtype is torch.float64:
             arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
         if dtype in (torch.float32, torch.float64):

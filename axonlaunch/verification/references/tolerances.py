@@ -183,7 +183,7 @@ class Tolerances:
                 key: median_noise for key in self._median_noise if key[1] == kind
             }
 
-    def of(self, difference: Difference) -> float:
+    def for_difference(self, difference: Difference) -> float:
         """Return the tolerance of a difference's quantity."""
         kind, name = difference.kind, difference.name
         if kind in _EXACT:
@@ -213,7 +213,7 @@ class Tolerances:
 
     def allows(self, difference: Difference) -> bool:
         """Return whether rounding explains a difference."""
-        if not difference.relative <= self.of(difference):
+        if not difference.relative <= self.for_difference(difference):
             return False
         if not self._is_low or difference.kind != "gradient" or difference.ratio is None:
             return True

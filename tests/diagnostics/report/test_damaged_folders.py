@@ -215,7 +215,7 @@ def test_an_unreadable_run_is_a_row_that_says_so_and_hides_no_other(
         run_folder(tmp_path / "runs" / name, steps=2)
         damage(tmp_path / "runs" / name / "config.yaml")
     (tmp_path / "runs/bad/metrics.jsonl").unlink()
-    runs.command(Path("runs"), where=None, as_json=True)
+    runs.command(Path("runs"), filters=None, as_json=True)
     rows = {Path(row["run"]).name: row for row in json.loads(capsys.readouterr().out)["runs"]}
     assert {name: row["status"] for name, row in rows.items()} == {
         "good": "done",
@@ -224,7 +224,7 @@ def test_an_unreadable_run_is_a_row_that_says_so_and_hides_no_other(
     }
     for name in ("bad", "config_alone"):
         assert rows[name]["notes"][0].startswith("config.yaml can't be read: ")
-    runs.command(Path("runs"), where=None)
+    runs.command(Path("runs"), filters=None)
     shown = capsys.readouterr().out
     assert "unreadable" in shown
     assert "bad: config.yaml can't be read: " in shown

@@ -1,4 +1,4 @@
-"""The wall time of a run is divided into steps that count, saves, lost steps and restarts."""
+"""The wall time of a run is divided into productive steps, saves, lost steps and restarts."""
 
 from __future__ import annotations
 

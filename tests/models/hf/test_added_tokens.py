@@ -84,6 +84,15 @@ def test_a_vocabulary_with_room_for_new_tokens_is_not_grown(base: Path) -> None:
     assert (chosen.model.config, chosen.train.unfreeze) == ({}, [])
 
 
+def test_an_adapter_trains_the_rows_of_a_vocabulary_that_the_configuration_grows(
+    base: Path,
+) -> None:
+    hf_families.save("llama", base, vocab_size=500)
+    overrides = overrides_of(base, "strategy=single", "tokenizer.add_tokens=[]", "adapter=lora")
+    chosen = run_config([*overrides, "model.config={vocab_size: 512}"])
+    assert chosen.train.unfreeze == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
 @pytest.mark.slow
 def test_a_larger_tokenizer_of_the_user_names_the_setting_that_grows_the_model(base: Path) -> None:
     hf_families.save("llama", base, vocab_size=500)

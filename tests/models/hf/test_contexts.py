@@ -108,7 +108,7 @@ def test_unsupported_context_parallel_model_is_refused_before_start(kind: str) -
         run_config(without_folder(kind, *CONTEXT))
     (issue,) = raised.value.problems
     assert issue.key == "strategy.context.degree"
-    assert "its sequences can't be divided" in issue.message
+    assert "its sequences can't be split" in issue.message
     assert re.search(REFUSED[kind], issue.message)
 
 
@@ -120,7 +120,7 @@ def test_one_unsupported_block_refuses_context_parallelism() -> None:
 
 def test_rotary_angles_that_follow_the_longest_position_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ConfigError, match="its sequences can't be divided"):
+    with pytest.raises(ConfigError, match="its sequences can't be split"):
         run_config(without_folder("llama", *CONTEXT, rope_parameters=rope))
 
 

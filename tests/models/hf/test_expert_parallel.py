@@ -159,9 +159,13 @@ def test_router_with_invalid_route_is_named(
     assert World.mock(2).run(run) == [message, message]
 
 
-def test_sample_with_an_invalid_route_is_named() -> None:
-    one_by_one = ["train.global_batch_size=8", "train.micro_batch_size=1"]
-    chosen = run_config([*SETTINGS, family("qwen3_moe"), *LAYOUTS["fsdp"], *one_by_one])
+ONE_BY_ONE = ["train.global_batch_size=8", "train.micro_batch_size=1"]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.01])  # with a loss, choices are counted first
+def test_sample_with_an_invalid_route_is_named(weight: float) -> None:
+    model = family("qwen3_moe", router_aux_loss_coef=weight)
+    chosen = run_config([*SETTINGS, model, *LAYOUTS["fsdp"], *ONE_BY_ONE])
 
     def run(world: World) -> tuple[str, str]:
         engine, loader = rank_engine(chosen, world)
@@ -193,6 +197,33 @@ def test_sample_with_an_invalid_route_is_named() -> None:
         assert actual == expected
 
 
+def test_sample_with_an_invalid_route_in_a_pipeline_is_named() -> None:
+    chosen = run_config([*SETTINGS, family("qwen3_moe"), *LAYOUTS["pipeline"], *ONE_BY_ONE])
+    expected: list[int] = []
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        parts = {name: part for module in engine.modules for name, part in module.named_modules()}
+        if world.rank == 3:  # the last stage's rank with the second half of the samples
+            calls: list[Tensor] = []
+
+            def spoil(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+                if torch.is_grad_enabled():  # other forwards find out shapes
+                    calls.append(output)
+                second = torch.zeros_like(output[..., :1], dtype=torch.bool)
+                second[0, 9] = len(calls) == 2
+                return output.masked_fill(second, float("nan"))
+
+            parts["model.layers.1.post_attention_layernorm"].register_forward_hook(spoil)
+            expected.append(loader.indices(0)[1])
+        with naming_sample(loader, step=0):
+            engine.backward(loader.batch(0))
+
+    with pytest.raises(RuntimeError, match="gives an invalid route to token 9") as failure:
+        World.mock(4).run(run)
+    assert str(failure.value).endswith(f"(step 1, sample {expected[0]} of the data set)")
+
+
 @pytest.mark.slow
 def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
     model = plain({**ROUTED["deepseek_v3"], "n_routed_experts": 6})
@@ -208,11 +239,11 @@ def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
     [
         (
             [family("qwen3_moe"), "strategy=fsdp", "launch.nproc=8", "strategy.expert.degree=8"],
-            "strategy.expert.degree=8: the experts of a layer can't be divided evenly; use 1, 2 or",
+            "strategy.expert.degree=8: the experts of a layer can't be split evenly; use 1, 2 or",
         ),
         (
             [family("llama"), *LAYOUTS["fsdp"]],
-            "strategy.expert.degree=2: LlamaForCausalLM has no experts that can be divided; use 1",
+            "strategy.expert.degree=2: LlamaForCausalLM has no experts that can be split; use 1",
         ),
     ],
 )

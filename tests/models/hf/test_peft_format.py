@@ -303,7 +303,7 @@ def test_adapter_without_peft_format_is_refused_but_can_be_merged(tmp_path: Path
         "train.unfreeze=['*q_proj.bias']",
     ]
     chosen, expected = trained([*LORA, *overrides], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"q_proj\.bias was trained in addition .* use --merge"):
+    with pytest.raises(ConfigError, match=r"q_proj\.bias is trained in addition .* use --merge"):
         export(chosen, tmp_path / "run", tmp_path / "peft", merge=False)
     export(chosen, tmp_path / "run", tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)

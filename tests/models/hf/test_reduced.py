@@ -14,7 +14,7 @@ from axonlaunch.models.hf.analysis.reduced import reduce_model, refuse_unlike, v
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.specs.source import ModelDivision, NotReducibleError
 
-HYBRID = ModelDivision(stages=2, tensor=2, before=2)
+HYBRID = ModelDivision(stages=2, tensor=2, original_tensor=2)
 
 
 def described(kind: str, **changes: Any) -> HuggingFaceConfig:
@@ -47,10 +47,11 @@ def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "keys", "division", "few"),
     [
-        (64, 8, ModelDivision(tensor=8, before=8), (64, 8)),
-        (64, 8, ModelDivision(tensor=2, before=8), (16, 2)),
-        (64, 8, ModelDivision(tensor=2, before=16), (8, 1)),  # two ranks hold a head, as before
-        (32, 32, ModelDivision(tensor=2, before=2), (2, 2)),
+        (64, 8, ModelDivision(tensor=8, original_tensor=8), (64, 8)),
+        (64, 8, ModelDivision(tensor=2, original_tensor=8), (16, 2)),
+        # Two ranks hold a head, as in the original model.
+        (64, 8, ModelDivision(tensor=2, original_tensor=16), (8, 1)),
+        (32, 32, ModelDivision(tensor=2, original_tensor=2), (2, 2)),
         (24, 1, ModelDivision(), (24, 1)),
     ],
 )
@@ -75,7 +76,7 @@ def test_reduced_model_keeps_head_ratio_and_division(
 def test_rows_of_reduced_model_are_whole_blocks_on_each_rank(
     kind: str, sizes: dict[str, int]
 ) -> None:
-    division = ModelDivision(tensor=2, before=2, block=64)
+    division = ModelDivision(tensor=2, original_tensor=2, block=64)
     model = structure(reduce_model(described(kind, **sizes), division)).model
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

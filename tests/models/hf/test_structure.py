@@ -44,8 +44,9 @@ def test_blocks_ends_and_ties_are_found(kind: str) -> None:
     layers, before, after = ENDS.get(kind, ("model.layers", ["model.embed_tokens"], ["model.norm"]))
     assert model.layers == layers
     assert model.flow.problem == ""
-    assert list(model.flow.before) == before
-    assert list(model.flow.after) in ([*after, "lm_head"], [*after, "embed_out"])  # GPT-NeoX's once
+    assert list(model.flow.before_blocks) == before
+    heads = ([*after, "lm_head"], [*after, "embed_out"])  # the second for GPT-NeoX
+    assert list(model.flow.after_blocks) in heads
     assert len(model.kinds) == 2
     assert dict(model.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
 

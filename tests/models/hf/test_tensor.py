@@ -122,13 +122,13 @@ def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "degree", "expected"),
     [
-        ("gpt2", {}, 3, "num_heads=4 cannot be divided among 3 ranks; use 1, 2 or 4"),
-        ("llama", {}, 8, "heads of q_proj=4 cannot be divided among 8 ranks; use 1, 2 or 4"),
+        ("gpt2", {}, 3, "num_heads=4 cannot be sharded over 3 ranks; use 1, 2 or 4"),
+        ("llama", {}, 8, "heads of q_proj=4 cannot be sharded over 8 ranks; use 1, 2 or 4"),
         (
             "qwen2",
             {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
             2,
-            "heads of q_proj=12 cannot be divided among 2 ranks; use 1, 3, 6 or 12",
+            "heads of q_proj=12 cannot be sharded over 2 ranks; use 1, 3, 6 or 12",
         ),
         (
             "qwen3_moe",

@@ -96,8 +96,8 @@ def _read(path: Path) -> dict[str, Any]:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise _refuse(path, f"is not YAML{where}; write a YAML file") from None
+        line_suffix = f" in line {mark.line + 1}" if mark is not None else ""
+        raise _refuse(path, f"is not YAML{line_suffix}; write a YAML file") from None
     if not isinstance(document, dict):
         found = "is empty" if document is None else f"contains a {type(document).__name__}"
         raise _refuse(path, f"{found}, not keys with values; write the file of a training run")
@@ -138,8 +138,8 @@ def _format(path: Path, document: Mapping[str, Any], tool: str | None) -> Format
     if tool is not None and tool not in TOOLS:
         message = unknown("tool", tool, TOOLS)
         raise ConfigError([ConfigIssue("--from", message)])
-    known = TOOLS.values() if tool is None else _versions(tool)
-    for each in known:
+    tools = TOOLS.values() if tool is None else _versions(tool)
+    for each in tools:
         if any(marks <= document.keys() for marks in each.marks):
             return each
     if tool is not None:

@@ -182,8 +182,8 @@ class Translation:
 
     def report_unknown(self, key: str) -> None:
         """Report a key that the table does not have."""
-        known = [name for name in self.tool.keys if not name.endswith("*")]
-        close = nearest(key, known, cutoff=0.75)
+        tool_keys = [name for name in self.tool.keys if not name.endswith("*")]
+        close = nearest(key, tool_keys, cutoff=0.75)
         text = f"is no known key of {self.tool.name}"
         text += f"; did you mean {close}?" if close else "; remove it, or set what it means"
         self._remark("unknown", key, text)

@@ -197,10 +197,10 @@ def _read_list(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) ->
 def _read_pair(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) -> Chat:
     """Return a prompt and its completion, each text or messages; only the completion counts."""
     prompt, completion = columns
-    asked, _ = _side(row, prompt, "user", fields)
+    questions, _ = _side(row, prompt, "user", fields)
     answered, uncounted = _side(row, completion, "assistant", fields)
-    flagged = frozenset(len(asked) + number for number in uncounted)
-    return Chat([*asked, *answered], uncounted=flagged, num_prompt_messages=len(asked))
+    flagged = frozenset(len(questions) + number for number in uncounted)
+    return Chat([*questions, *answered], uncounted=flagged, num_prompt_messages=len(questions))
 
 
 def _side(
@@ -219,8 +219,8 @@ def _read_alpaca(row: Row, columns: tuple[str, ...], fields: Mapping[str, str]) 
     if "input" in fields and context not in row:
         raise ValueError(f"has no field {context}; it has {fields_of(row)}")
     more = "\n\n" + text_of(row, context) if row.get(context) not in (None, "") else ""
-    asked = {"role": "user", "content": text_of(row, instruction) + more}
-    return Chat([asked, {"role": "assistant", "content": text_of(row, output)}])
+    question = {"role": "user", "content": text_of(row, instruction) + more}
+    return Chat([question, {"role": "assistant", "content": text_of(row, output)}])
 
 
 def _with_system(chat: Chat, system: str) -> Chat:
@@ -256,10 +256,10 @@ def _parse_list(
     return messages, frozenset(uncounted)
 
 
-def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Message, bool]:
+def _message(message: Any, position: str, fields: Mapping[str, str]) -> tuple[Message, bool]:
     """Return a message with OpenAI's keys, and whether its flag lets it count."""
     if not isinstance(message, dict):
-        raise ValueError(f"{where} is {_kind(message)}, not a message with role and content")
+        raise ValueError(f"{position} is {_kind(message)}, not a message with role and content")
     keys = {key: value for key, value in message.items() if value is not None}
     named = {name: fields.get(name, name) for name in ("role", "content")}
     if named["role"] == "role" not in keys and "from" in keys:
@@ -268,36 +268,36 @@ def _message(message: Any, where: str, fields: Mapping[str, str]) -> tuple[Messa
     role = keys.pop(named["role"], None)
     if not isinstance(role, str):
         raise ValueError(
-            f"{where} has no {fields.get('role', 'role')}; it has {fields_of(message)}"
+            f"{position} has no {fields.get('role', 'role')}; it has {fields_of(message)}"
         )
     text = keys.pop(named["content"], None)
     if "content" in fields and text is None and named["content"] not in message:
-        raise ValueError(f"{where} has no {named['content']}; it has {fields_of(message)}")
+        raise ValueError(f"{position} has no {named['content']}; it has {fields_of(message)}")
     roles = {fields[name]: name for name in _NAMED_ROLES if name in fields}
     keys = {
         "role": roles.get(role, _ROLES.get(role, role)),
         **({} if text is None else {"content": text}),
         **keys,
     }
-    counts = take_flag(keys, where)
+    counts = take_flag(keys, position)
     content = keys.get("content")
     if isinstance(content, list):
-        keys["content"] = "".join(_part(part, where) for part in content)
+        keys["content"] = "".join(_part(part, position) for part in content)
     elif content is None and len(keys) == 1:
-        raise ValueError(f"{where} has no content; it has {fields_of(message)}")
+        raise ValueError(f"{position} has no content; it has {fields_of(message)}")
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"{where} has content that is {_kind(content)}, not text")
+        raise ValueError(f"{position} has content that is {_kind(content)}, not text")
     return keys, counts
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, position: str) -> str:
     """Return the text of one part of OpenAI's content, or of LLaMA-Factory's (``value``)."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = None
     if isinstance(part, dict):  # Parquet has null for what a part lacks
         text = part.get("value") if part.get("text") is None else part["text"]
     if kind != "text" or not isinstance(text, str):
-        raise ValueError(f"{where} has a part of type {kind}; text models accept only text")
+        raise ValueError(f"{position} has a part of type {kind}; text models accept only text")
     return text
 
 

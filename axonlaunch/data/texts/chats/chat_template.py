@@ -27,7 +27,7 @@ from axonlaunch.data.texts.chats.chat_rows import Chat, Message
 from axonlaunch.data.texts.chats.named_templates import TEMPLATES
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
-_SPOKEN = ("reasoning_content", "tool_calls", "function_call")
+_SPOKEN = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
 """Keys of a message, other than its content, with text that the assistant writes."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BLAMED = "the chat template, or the tokenizer,"

@@ -12,12 +12,12 @@ _COUNTS = ("training", "train", "loss", "weight", "loss_weight")
 _LEAVES_OUT = ("mask", "masked")
 
 
-def take_flag(message: dict[str, Any], where: str) -> bool:
+def take_flag(message: dict[str, Any], position: str) -> bool:
     """Remove a message's flags, and return whether the message counts in the loss.
 
     Args:
         message: Message, which is changed in place: templates do not read flags.
-        where: Position of the message, for errors.
+        position: Position of the message, for errors.
 
     Raises:
         ValueError: A flag is neither true or 1 nor false or 0.
@@ -30,7 +30,7 @@ def take_flag(message: dict[str, Any], where: str) -> bool:
             flag = message.pop(name)
             if not isinstance(flag, bool | int | float) or flag not in (0, 1):
                 raise ValueError(
-                    f"{where} has {name}={flag}; a message counts or does not, so write 0 or 1"
+                    f"{position} has {name}={flag}; a message counts or does not, so write 0 or 1"
                 )
             counts = counts and bool(flag) == positive
     return counts

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, one_of
@@ -36,16 +37,16 @@ def _turns(
     shown = "message['role']"
     if names is not None:
         shown = f"{names!r}[message['role']]"
-    before, _, behind = start.partition("ROLE")
+    prefix, _, behind = start.partition("ROLE")
     content = f"message['content']{' | trim' if trims else ''}"
-    opened = f"{{{{ {before!r} + {shown} + {behind!r} }}}}"
+    opened = f"{{{{ {prefix!r} + {shown} + {behind!r} }}}}"
     assistant = (names or {}).get("assistant", "assistant")
     return (
         f"{{% for message in messages %}}{opened}"
         "{% if message['role'] == 'assistant' %}"
         f"{{% generation %}}{{{{ {content} + {end} }}}}{{% endgeneration %}}"
         f"{{% else %}}{{{{ {content} + {end} }}}}{{% endif %}}{{{{ {after!r} }}}}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{{{{ {before + assistant + behind!r} }}}}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {prefix + assistant + behind!r} }}}}{{% endif %}}"
     )
 
 
@@ -56,13 +57,13 @@ def _instructions(question: str, answer: str) -> str:
         question: Text of a question; {content} stands for the message.
         answer: Text before an answer.
     """
-    before, after = question.split("{content}")
+    prefix, after = question.split("{content}")
     return (
         "{% for message in messages %}"
         "{% if message['role'] == 'system' and loop.first %}"
         "{{ message['content'] + '\n\n' }}"
         "{% elif message['role'] == 'user' %}"
-        f"{{{{ {before!r} + message['content'] + {after!r} }}}}"
+        f"{{{{ {prefix!r} + message['content'] + {after!r} }}}}"
         "{% elif message['role'] == 'assistant' %}"
         f"{{{{ {answer!r} }}}}{{% generation %}}"
         "{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
@@ -137,6 +138,13 @@ def prompt_format(value: str) -> str:
     if "{" in value:
         return value
     return _read(value, "data.prompt_format", [*PROMPT_FORMATS])
+
+
+def ignored_columns(value: str, fields: Mapping[str, str]) -> frozenset[str]:
+    """Return the columns that an included format would prefer to ``data.fields={prompt: NAME}``."""
+    if value not in PROMPT_FORMATS or "prompt" not in fields:
+        return frozenset()
+    return frozenset({"instruction", "question"} - fields.keys())
 
 
 def is_jinja(text: str) -> bool:

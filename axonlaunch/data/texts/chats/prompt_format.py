@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from string import Formatter
 from typing import Any
 
@@ -27,13 +28,17 @@ from axonlaunch.data.texts.chats.chat_rows import (
 )
 from axonlaunch.data.texts.chats.chat_template import Written
 from axonlaunch.data.texts.chats.computed_fields import compile_fields, jinja, with_computed
-from axonlaunch.data.texts.chats.named_templates import is_jinja, prompt_format
+from axonlaunch.data.texts.chats.named_templates import (
+    ignored_columns,
+    is_jinja,
+    prompt_format,
+)
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
-_FORMAT = "prompts 1"
+_FORMAT = "prompts 2"
 """Changed whenever prompts are encoded or refused differently; cached tokens are then invalid."""
 _COMPLETIONS = ("completion", "output", "response", "answer")
-"""Columns with the completion, the first that a row has."""
+"""Columns with the completion: the first that ``fields`` names, or that a row has."""
 _PROMPT, _BLAMED = "the prompt format", "the prompt format, or the tokenizer,"
 
 
@@ -56,14 +61,15 @@ class PromptFormat:
         """
         self.text = prompt_format(chosen)
         self._fields = dict(fields)
+        self._ignored = ignored_columns(chosen, fields)
         try:
             self._pieces = None if is_jinja(self.text) else _plain_pieces(self.text)
             if self._pieces is None:
                 jinja(self.text)
         except Exception as error:  # parsing text of a stranger may raise any error
             line = getattr(error, "lineno", None)
-            where = "" if line is None else f"line {line}: "
-            message = f"does not compile: {where}{error}"
+            line_prefix = "" if line is None else f"line {line}: "
+            message = f"does not compile: {line_prefix}{error}"
             raise ConfigError([ConfigIssue("data.prompt_format", message, chosen)]) from None
         compile_fields(fields)
 
@@ -93,7 +99,8 @@ class PromptFormat:
         return prompt, completion
 
     def _prompt(self, row: Row) -> str:
-        values = {**row, **{name: row[column] for name, column in self._fields.items()}}
+        values = {name: value for name, value in row.items() if name not in self._ignored}
+        values |= {name: row[column] for name, column in self._fields.items()}
         values = {str(name): value for name, value in values.items() if value is not None}
         try:
             if self._pieces is None:
@@ -109,8 +116,8 @@ class PromptFormat:
             raise ValueError(f"{_PROMPT} rejects it: {reason}; it has {fields_of(row)}") from None
 
     def _completion(self, row: Row) -> str:
-        named = self._fields.get("completion") or self._fields.get("output")
-        column = named or next((name for name in _COMPLETIONS if name in row), None)
+        named = (self._fields[name] for name in _COMPLETIONS if name in self._fields)
+        column = next(chain(named, (name for name in _COMPLETIONS if name in row)), None)
         if column is None:
             raise ValueError(
                 f"has no {', '.join(_COMPLETIONS[:-1])} or {_COMPLETIONS[-1]}; it has "
@@ -214,14 +221,14 @@ def _encode(
         prompt, completion = chosen.write(row)
     except ValueError as error:
         return BadRow(str(error))
-    before, tokens = (
+    earlier_tokens, tokens = (
         tokenizer.transformers(text)["input_ids"] for text in (prompt, prompt + completion)
     )
     if tokenizer.end is not None and tokens[-1:] != [tokenizer.end]:
         tokens = [*tokens, tokenizer.end]
     # A token that holds the end of the prompt and the begin of the completion is of the completion.
-    pairs = enumerate(zip(before, tokens, strict=False))
-    start = next((number for number, (one, other) in pairs if one != other), len(before))
+    pairs = enumerate(zip(earlier_tokens, tokens, strict=False))
+    start = next((number for number, (one, other) in pairs if one != other), len(earlier_tokens))
     counted = np.arange(len(tokens)) >= start
     if not counted[1:].any():
         return BadRow("no token counts: its completion is empty")

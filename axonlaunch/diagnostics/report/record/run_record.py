@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.values.plain import flatten, read_yaml
+from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
 from axonlaunch.system.storage.files import is_locked, open_regular
 from axonlaunch.system.storage.run_files import (
@@ -79,14 +79,14 @@ class RunRecord:
     events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def events_of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind: started, saved, evaluated, failed, ended, ..."""
         return [event for event in self.events if event.get("event") == kind]
 
     @property
     def started(self) -> dict[str, Any]:
         """Event of the latest attempt whose ranks became ready; {} if no attempt did."""
-        return next(iter(reversed(self.of_kind(_STARTED))), {})
+        return next(iter(reversed(self.events_of_kind(_STARTED))), {})
 
     @property
     def metrics(self) -> list[str]:
@@ -208,7 +208,7 @@ def find_launched(folder: Path, *, by: str) -> Path | None:
     runs = {path.parent: path.stat().st_mtime for path in folder.glob(f"*/{EVENTS}")}
     for path in sorted(runs, key=lambda run: runs[run], reverse=True):
         with suppress(NotARunError):
-            launches = read_run(path).of_kind("launched")
+            launches = read_run(path).events_of_kind("launched")
             if launches and launches[-1].get("by") == by:
                 return path
     return None

@@ -36,15 +36,15 @@ class Span:
 def spans(run: RunRecord) -> list[Span]:
     """Return the timeline of a run, in order of start."""
     timeline = list(_attempts(run))
-    for event in run.of_kind("saved"):
+    for event in run.events_of_kind("saved"):
         seconds, stalled = number_of(event, "seconds"), number_of(event, "stalled_s")
         text = f"saved step {event.get('step')} in {seconds:.1f} s; training waited {stalled:.1f} s"
         timeline.append(Span("save", event["time"] - seconds, event["time"], text))
-    for event in run.of_kind("evaluated"):
+    for event in run.events_of_kind("evaluated"):
         text = f"evaluated after step {event.get('step')}: loss {event.get('eval_loss')}"
         timeline.append(Span("evaluation", event["time"], event["time"], text))
     last = None
-    for event in run.of_kind("failed"):
+    for event in run.events_of_kind("failed"):
         text = f"rank {event.get('rank')}: {failure_reason(event)}"
         if text != last:  # every node reports the failure
             timeline.append(Span("failure", event["time"], event["time"], text))
@@ -84,7 +84,7 @@ def nodes_of_run(run: RunRecord) -> list[str]:
 def _changes_of_nodes(run: RunRecord) -> Iterator[Span]:
     """Yield the nodes that joined and left between attempts."""
     previous: Counter[str] | None = None
-    for event in run.of_kind("nodes"):
+    for event in run.events_of_kind("nodes"):
         names = event.get("hosts")
         now = Counter(map(str, names)) if isinstance(names, list) else Counter()
         joined, left = now - (previous or now), (previous or now) - now

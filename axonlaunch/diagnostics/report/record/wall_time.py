@@ -1,4 +1,4 @@
-"""Divides the wall time of a run into training that counts, saves, lost steps and restarts.
+"""Divides the wall time of a run into productive steps, saves, lost steps and restarts.
 
 The parts are those that ``planning.throughput.goodput`` predicts. They follow from the events of
 all attempts at the run.
@@ -28,7 +28,7 @@ class WallTime:
     """Parts of a run's wall time in seconds, without pauses after it was stopped on request.
 
     Attributes:
-        productive_s: Steps that count; a repeated step counts once.
+        productive_s: Training steps whose results were kept; a repeated step counts once.
         saving_s: Waiting for saves.
         lost_s: Steps of an attempt after the checkpoint from which the next attempt resumed.
         restarting_s: Time from a failure, which is noticed later, until the ranks of the next
@@ -58,7 +58,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the wall time in steps that count."""
+        """Fraction of the wall time in productive steps."""
         return self.productive_s / self.total_s
 
 
@@ -69,17 +69,17 @@ def wall_time(run: RunRecord) -> WallTime | None:
     for index in range(len(attempts)):
         sums.update(_spent(run, attempts, index))
     productive = min(step_seconds(run), max(0.0, sums["kept"] - sums["saving"]))
-    known = productive + sums["saving"] + sums["lost"] + sums["restarting"]
+    explained = productive + sums["saving"] + sums["lost"] + sums["restarting"]
     total = sums["starting"] + sums["kept"] + sums["lost"] + sums["restarting"]
     if total <= 0 or not run.steps:
         return None
-    written = [number_of(save, "seconds") for save in run.of_kind("saved")]
+    written = [number_of(save, "seconds") for save in run.events_of_kind("saved")]
     return WallTime(
         productive_s=productive,
         saving_s=sums["saving"],
         lost_s=sums["lost"],
         restarting_s=sums["restarting"],
-        other_s=max(0.0, total - known),
+        other_s=max(0.0, total - explained),
         failures=int(sums["failures"]),
         restarts=int(sums["restarts"]),
         written_s=sum(written) / len(written) if written else 0.0,
@@ -94,17 +94,19 @@ def _spent(run: RunRecord, attempts: _Attempts, index: int) -> dict[str, float]:
     the checkpoint from which the next attempt continued, and ``saving`` a part of ``kept``.
     """
     began, end = attempts[index]
-    before = attempts[index - 1][1] if index else None
+    previous_end = attempts[index - 1][1] if index else None
     start = float(began["time"])
     ready = float(began.get("ready", start))
     is_ready = began["event"] != "launched"
     if not is_ready:  # it ended before its ranks were ready
         ready = end
-    stops = {event["time"] for event in run.of_kind("ended") if event.get("status") != "failed"}
-    follows_failure = before is not None and before not in stops
-    since_failure = ready - before if before is not None and follows_failure else 0.0
+    stops = {
+        event["time"] for event in run.events_of_kind("ended") if event.get("status") != "failed"
+    }
+    follows_failure = previous_end is not None and previous_end not in stops
+    since_failure = ready - previous_end if previous_end is not None and follows_failure else 0.0
     resumed = _first_step(attempts[index + 1 :])
-    saves = [save for save in run.of_kind("saved") if ready <= save["time"] <= end]
+    saves = [save for save in run.events_of_kind("saved") if ready <= save["time"] <= end]
     kept_until = end
     if resumed is not None:
         kept_until = _kept_until(run, began, (ready, end), saves=saves, resumed=resumed)
@@ -112,7 +114,9 @@ def _spent(run: RunRecord, attempts: _Attempts, index: int) -> dict[str, float]:
     lost = min(end - kept_until, _repeated_s(run, end, resumed))
     has_failed = end not in stops
     if index == len(attempts) - 1:
-        has_failed = run.status == "killed" or end in {e["time"] for e in run.of_kind("failed")}
+        has_failed = run.status == "killed" or end in {
+            e["time"] for e in run.events_of_kind("failed")
+        }
     return {
         "starting": 0.0 if follows_failure else ready - start,
         "restarting": since_failure + end - kept_until - lost,
@@ -139,7 +143,9 @@ def _repeated_s(run: RunRecord, end: float, resumed: int | None) -> float:
         end: Time at which the failure of the attempt was recorded.
         resumed: Step from which the next attempt continued.
     """
-    steps = [failure.get("step") for failure in run.of_kind("failed") if failure["time"] == end]
+    steps = [
+        failure.get("step") for failure in run.events_of_kind("failed") if failure["time"] == end
+    ]
     if resumed is None or not steps or not isinstance(steps[0], int):
         return math.inf
     mean_s = step_seconds(run) / max(1, int(run.steps[-1]["step"]))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor
 
-from axonlaunch.engines.optimizer.algorithms.owned_matrices import divisions, of_plain_tensors
+from axonlaunch.engines.optimizer.algorithms.owned_matrices import divisions, only_plain_tensors
 
 
 class ShardedAdafactor(Adafactor):
@@ -32,7 +32,7 @@ class ShardedAdafactor(Adafactor):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every tensor that has a gradient. All ranks that share a tensor must call it."""
         groups = self.param_groups
-        with of_plain_tensors(self):
+        with only_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
         self._update(
             [

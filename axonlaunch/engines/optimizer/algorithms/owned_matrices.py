@@ -5,9 +5,10 @@ Every rank then works on its share of the matrices, and no rank holds all of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -35,7 +36,7 @@ class Division:
     def lengths(self, mesh: DeviceMesh) -> list[int]:
         """Return the length of each rank's part; may be shorter or 0 on the last ranks."""
         step = -(-self.length // mesh.size(self.axis))
-        ends = [min(step * place, self.length) for place in range(mesh.size(self.axis) + 1)]
+        ends = [min(step * boundary, self.length) for boundary in range(mesh.size(self.axis) + 1)]
         return [stop - start for start, stop in pairwise(ends)]
 
 
@@ -62,14 +63,25 @@ def divisions(tensor: DTensor) -> list[Division]:
     return from_first
 
 
+def divisions_of_matrix(tensor: Tensor) -> list[Division]:
+    """Return the divisions of a matrix, or of each matrix of a stack [n, rows, columns].
+
+    Ranks that share a stack by its first dim hold different matrices, each of them complete.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    first = tensor.ndim - 2
+    return [replace(each, dim=each.dim - first) for each in divisions(tensor) if each.dim >= first]
+
+
 def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are sharded over the same axes of the same mesh."""
+    """Yield the indices of tensors whose matrices are sharded over the same axes of a mesh."""
     by_division: dict[object, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         key: object = None
-        if isinstance(tensor, DTensor):
-            key = (tensor.device_mesh, tuple(division.axis for division in divisions(tensor)))
-        by_division.setdefault(key, []).append(place)
+        if isinstance(tensor, DTensor) and (cuts := divisions_of_matrix(tensor)):
+            key = (tensor.device_mesh, tuple(division.axis for division in cuts))
+        by_division.setdefault(key, []).append(index)
     yield from by_division.values()
 
 
@@ -81,16 +93,23 @@ class OwnedMatrices:
     among them, then the ranks of the data axis distribute each of those shares.
     """
 
-    def __init__(self, matrices: Sequence[DTensor], *, costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        divided: Sequence[Sequence[Division]],
+        *,
+        costs: Sequence[float],
+    ) -> None:
         """Prepare the exchange.
 
         Args:
-            matrices: Matrices on the same mesh, sharded over the same axes.
+            mesh: Mesh of the matrices.
+            divided: Divisions of each matrix, over the same axes.
             costs: Cost of processing each full matrix, used to balance the ranks.
         """
-        self._mesh = matrices[0].device_mesh
+        self._mesh = mesh
         self._costs = costs
-        self._divisions = [divisions(matrix)[::-1] for matrix in matrices]
+        self._divisions = [each[::-1] for each in divided]
         self._shapes: list[dict[int, torch.Size]] = []
         self._empty = torch.empty(0)
 
@@ -100,19 +119,19 @@ class OwnedMatrices:
         self._empty = parts[0].new_empty(0)
         self._shapes.clear()
         for turn, axis in enumerate(self._axes()):
-            self._shapes.append({place: part.shape for place, part in tensors.items()})
+            self._shapes.append({index: part.shape for index, part in tensors.items()})
             owned, mine = self._assign_owners(tensors, axis), self._mesh.get_local_rank(axis)
             received = self._exchange(
                 axis,
-                [[tensors[place] for place in places] for places in owned],
+                [[tensors[index] for index in indices] for indices in owned],
                 [
-                    [self._shape_on(rank, place, turn) for place in owned[mine]]
+                    [self._shape_on(rank, index, turn) for index in owned[mine]]
                     for rank in range(len(owned))
                 ],
             )
             tensors = {
-                place: torch.cat([of_rank[n] for of_rank in received], self._dim(place, turn))
-                for n, place in enumerate(owned[mine])
+                index: torch.cat([of_rank[n] for of_rank in received], self._dim(index, turn))
+                for n, index in enumerate(owned[mine])
             }
         return tensors
 
@@ -123,44 +142,44 @@ class OwnedMatrices:
             shapes = self._shapes[turn]
             owned, mine = self._assign_owners(shapes, axis), self._mesh.get_local_rank(axis)
             parts = {
-                place: tensors[place].split(self._lengths(place, turn), self._dim(place, turn))
-                for place in owned[mine]
+                index: tensors[index].split(self._lengths(index, turn), self._dim(index, turn))
+                for index in owned[mine]
             }
             received = self._exchange(
                 axis,
-                [[parts[place][rank] for place in owned[mine]] for rank in range(len(owned))],
-                [[shapes[place] for place in places] for places in owned],
+                [[parts[index][rank] for index in owned[mine]] for rank in range(len(owned))],
+                [[shapes[index] for index in indices] for indices in owned],
             )
             tensors = {
-                place: part
-                for places, of_rank in zip(owned, received, strict=True)
-                for place, part in zip(places, of_rank, strict=True)
+                index: part
+                for indices, of_rank in zip(owned, received, strict=True)
+                for index, part in zip(indices, of_rank, strict=True)
             }
-        return [tensors[place] for place in range(len(self._divisions))]
+        return [tensors[index] for index in range(len(self._divisions))]
 
     def _axes(self) -> list[int]:
         return [division.axis for division in self._divisions[0]]
 
-    def _dim(self, place: int, turn: int) -> int:
-        return self._divisions[place][turn].dim
+    def _dim(self, index: int, turn: int) -> int:
+        return self._divisions[index][turn].dim
 
-    def _lengths(self, place: int, turn: int) -> list[int]:
-        return self._divisions[place][turn].lengths(self._mesh)
+    def _lengths(self, index: int, turn: int) -> list[int]:
+        return self._divisions[index][turn].lengths(self._mesh)
 
-    def _shape_on(self, rank: int, place: int, turn: int) -> torch.Size:
+    def _shape_on(self, rank: int, index: int, turn: int) -> torch.Size:
         """Return the shape of another rank's part; it differs from this rank's in one dim."""
-        shape = list(self._shapes[turn][place])
-        shape[self._dim(place, turn)] = self._lengths(place, turn)[rank]
+        shape = list(self._shapes[turn][index])
+        shape[self._dim(index, turn)] = self._lengths(index, turn)[rank]
         return torch.Size(shape)
 
-    def _assign_owners(self, places: Iterable[int], axis: int) -> list[list[int]]:
+    def _assign_owners(self, indices: Iterable[int], axis: int) -> list[list[int]]:
         """Assign matrices to ranks of an axis: the costliest first, to the least loaded rank."""
         owned: list[list[int]] = [[] for _ in range(self._mesh.size(axis))]
         work = [0.0] * len(owned)
-        for place in sorted(places, key=lambda place: (-self._costs[place], place)):
+        for index in sorted(indices, key=lambda index: (-self._costs[index], index)):
             rank = work.index(min(work))
-            owned[rank].append(place)
-            work[rank] += self._costs[place]
+            owned[rank].append(index)
+            work[rank] += self._costs[index]
         return owned
 
     def _exchange(
@@ -183,12 +202,22 @@ class OwnedMatrices:
 
 
 @contextmanager
-def of_plain_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Return a context that hides DTensor parameters, so torch's step updates only the others."""
+def only_plain_tensors(optimizer: Optimizer, *, most_dims: float = math.inf) -> Iterator[None]:
+    """Return a context in which torch's step updates only plain tensors.
+
+    Args:
+        optimizer: Optimizer with groups of plain tensors and DTensors.
+        most_dims: Number of dims above which tensors are left out, too.
+    """
     groups = optimizer.param_groups
     try:
         optimizer.param_groups = [
-            {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+            {
+                **group,
+                "params": [
+                    p for p in group["params"] if p.ndim <= most_dims and not isinstance(p, DTensor)
+                ],
+            }
             for group in groups
         ]
         yield

@@ -50,7 +50,7 @@ def with_adapter(
     if not isinstance(layer, LoraLayer):
         return output
     total = None if group is None else partial(sum_over, group=group)
-    return layer.adapt(output, x, read, own=output_range, total=total)
+    return layer.adapt(output, x, read, output_range=output_range, total=total)
 
 
 def divide_adapter(

@@ -51,7 +51,7 @@ def key_value_heads(holder: nn.Module | None, layer: nn.Module) -> int | None:
 def indivisible_heads(
     holder: nn.Module, columns: Mapping[str, nn.Module], degree: int, *, shared: int | None
 ) -> Iterator[str]:
-    """Yield an error message if a module's heads cannot be divided among ``degree`` ranks.
+    """Yield an error message if a module's heads cannot be sharded over ``degree`` ranks.
 
     Args:
         holder: The module that holds column-parallel layers.
@@ -71,7 +71,7 @@ def indivisible_heads(
     for name, heads in counts.items():
         valid = [n for n in divisors(heads) if shared is None or _fits(shared, n)]
         if degree not in valid:
-            yield f"{name}={heads} cannot be divided among {degree} ranks; use {one_of(valid)}"
+            yield f"{name}={heads} cannot be sharded over {degree} ranks; use {one_of(valid)}"
             return
 
 

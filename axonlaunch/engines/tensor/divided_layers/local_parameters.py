@@ -88,15 +88,15 @@ class TensorAxis:
                 dim_or_cut = cuts.get(key)
                 cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
                 if parameter not in placed_by_parameter:
-                    placed_by_parameter[parameter] = cut, self._place(parameter, cut)
+                    placed_by_parameter[parameter] = cut, self._local_parameter(parameter, cut)
                 first_cut, placed = placed_by_parameter[parameter]
                 if first_cut != cut:
                     raise ValueError(
-                        f"{submodule} shares its {key} with a module that cuts it differently"
+                        f"{submodule} shares its {key} with a module that shards it differently"
                     )
                 setattr(submodule, key, placed)
 
-    def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _local_parameter(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         full_tensor = parameter.detach()
         local_shard: Tensor = full_tensor
         placement: Placement = Replicate()

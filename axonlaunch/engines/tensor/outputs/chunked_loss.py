@@ -27,7 +27,7 @@ from axonlaunch.engines.tensor.divided_layers.fused_region import enter_region
 from axonlaunch.engines.tensor.divided_layers.layers import ColumnParallelLinear
 from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsRecorder
 from axonlaunch.models.specs.loss import with_auxiliary_loss
-from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.specs.model_spec import ModelOutputs
 
 _Sum = Callable[[Tensor, Tensor], Tensor]
 

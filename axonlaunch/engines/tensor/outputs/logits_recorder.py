@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.specs.model_spec import ModelOutputs
 
 _ELEMENTWISE = {
     *("div", "true_divide", "truediv", "mul", "multiply", "rmul", "tanh"),

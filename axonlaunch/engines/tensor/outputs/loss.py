@@ -18,7 +18,7 @@ from axonlaunch.comm.autograd import collect_from, max_over, sum_over
 from axonlaunch.engines.tensor.divided_layers.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
 from axonlaunch.models.specs.loss import MOST_LIKELY, check_terms, entropy_weights
-from axonlaunch.models.specs.spec import IGNORE_INDEX
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 
 def vocab_parallel_cross_entropy_sum(

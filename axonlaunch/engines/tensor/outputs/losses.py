@@ -24,7 +24,7 @@ from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.loss import gather_logits, vocab_parallel_cross_entropy_sum
 from axonlaunch.models.specs.custom_loss import CustomLoss, build_custom_loss
 from axonlaunch.models.specs.loss import cross_entropy_sum, with_auxiliary_loss
-from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_tensor
 
 
 @dataclass(frozen=True)

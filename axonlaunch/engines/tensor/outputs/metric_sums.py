@@ -11,7 +11,7 @@ from torch import Tensor
 from axonlaunch.data.datasets.dataset import Batch, MicroBatch
 from axonlaunch.data.datasets.samples import map_tensors
 from axonlaunch.models.specs.metrics import Metric
-from axonlaunch.models.specs.spec import IGNORE_INDEX
+from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 
 def metric_sums(

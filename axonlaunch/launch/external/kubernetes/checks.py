@@ -8,7 +8,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch.external.kubernetes.manifests import CONTAINER, run_name
 from axonlaunch.launch.external.kubernetes.names import (

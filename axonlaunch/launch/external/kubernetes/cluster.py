@@ -90,19 +90,19 @@ class Cluster:
         settings = client.Configuration()
         # The package reads the variable only once, when it is imported.
         files = os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
-        self.context, own = "", "default"
+        self.context, default_namespace = "", "default"
         try:
             contexts, current = config.list_kube_config_contexts(files)
             chosen = current if context is None else _find_context(contexts, context)
             self.context = chosen["name"]
-            own = chosen["context"].get("namespace") or "default"
+            default_namespace = chosen["context"].get("namespace") or "default"
             config.load_kube_config(files, context=self.context, client_configuration=settings)
         except config.ConfigException as error:
-            own = _in_pod(settings, error, context)
+            default_namespace = _in_pod(settings, error, context)
         except (OSError, KeyError, TypeError, ValueError) as error:
             message = f"the kubeconfig can't be read ({error}); kubectl config view shows it"
             raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
-        self.namespace = namespace or own
+        self.namespace = namespace or default_namespace
         self.server = str(settings.host).rstrip("/")
         self._settings = settings
         # Its connections have the certificates and the proxy of the kubeconfig.
@@ -276,8 +276,8 @@ class Cluster:
         return [ConfigIssue("", f"{self.server} refuses to {refused.action}: {message}")]
 
     def _missing_kind(self, kind: str) -> ConfigIssue:
-        known = self.known_kinds()
-        use = f"use {' or '.join(known)}, or install it" if known else "install it"
+        kinds = self.known_kinds()
+        use = f"use {' or '.join(kinds)}, or install it" if kinds else "install it"
         message = f"{self.server} has no {kind}s; {use}"
         return ConfigIssue("launch.kubernetes.kind", message, KEYS[kind])
 
@@ -287,11 +287,11 @@ def _field(cause: dict[str, Any]) -> str:
 
 
 def _find_context(contexts: Iterable[dict[str, Any]], name: str) -> dict[str, Any]:
-    known = {context["name"]: context for context in contexts}
-    if name not in known:
-        message = f"the kubeconfig has no such context; it has {', '.join(sorted(known))}"
+    by_name = {context["name"]: context for context in contexts}
+    if name not in by_name:
+        message = f"the kubeconfig has no such context; it has {', '.join(sorted(by_name))}"
         raise ConfigError([ConfigIssue("launch.kubernetes.context", message, name)])
-    return known[name]
+    return by_name[name]
 
 
 def _in_pod(settings: Any, error: Exception, context: str | None) -> str:

@@ -19,7 +19,7 @@ from axonlaunch.launch.external.kubernetes.cluster import (
     UnreachableError,
 )
 from axonlaunch.launch.external.kubernetes.manifests import (
-    CHECKPOINTS,
+    CHECKPOINT_DIR,
     CONTAINER,
     MANAGED_BY,
     NPROC,
@@ -68,7 +68,7 @@ class ClusterJob:
             metadata["name"],
             about.get(RUN_DIR, ""),
             int(about.get(NPROC, 1)),
-            about.get(CHECKPOINTS, ""),
+            about.get(CHECKPOINT_DIR, ""),
         )
 
     @property

@@ -159,13 +159,13 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         for each in [*others, job]:
             created.append(each)  # the server may have made it even if no answer arrives
             try:
-                made = retry(partial(cluster.create, each), cluster, name)
+                reply = retry(partial(cluster.create, each), cluster, name)
             except ConfigError as error:
                 if exit_status(error.problems) != TRANSIENT:
                     created.pop()  # refused: an object of this name is another's
                 raise
-        about = {key: made[key] for key in ("apiVersion", "kind")}
-        owner = {**about, "name": objects.name, "uid": made["metadata"]["uid"]}
+        about = {key: reply[key] for key in ("apiVersion", "kind")}
+        owner = {**about, "name": objects.name, "uid": reply["metadata"]["uid"]}
         for each in others:
             change = {"metadata": {"ownerReferences": [owner]}}
             request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)

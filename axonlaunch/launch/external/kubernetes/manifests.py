@@ -25,7 +25,7 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": "axonlaunch"}
 """Label of all objects that axonlaunch makes."""
 RUN_DIR = "axonlaunch/run-dir"
 """Annotation with the run folder, as the pods see it."""
-CHECKPOINTS = "axonlaunch/checkpoints"
+CHECKPOINT_DIR = "axonlaunch/checkpoints"
 """Annotation with the folder or URL of the checkpoints, if it is not the run folder."""
 NPROC = "axonlaunch/nproc"
 """Annotation with the number of ranks of a pod."""
@@ -101,15 +101,15 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
         labels["kueue.x-k8s.io/queue-name"] = options.queue
     about = {RUN_DIR: config.run_dir, NPROC: str(config.launch.nproc)}
     if config.checkpoint.path is not None:
-        about[CHECKPOINTS] = config.checkpoint.path
+        about[CHECKPOINT_DIR] = config.checkpoint.path
     metadata = {"name": name, "labels": labels, "annotations": about}
     version, kind = _API[options.kind]
     job = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": job}
     if patch is not None:
         job = merge_patch(job, patch)
-    for made in [job, *others]:
+    for manifest in [job, *others]:
         if options.namespace:
-            made["metadata"]["namespace"] = options.namespace
+            manifest["metadata"]["namespace"] = options.namespace
     return RunObjects(name, nnodes, job, others, secret)
 
 

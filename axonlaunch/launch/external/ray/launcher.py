@@ -10,7 +10,7 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import RayConfig
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch.external.followed_job import follow_job
 from axonlaunch.launch.external.ray.cluster import check_size, connect_to_cluster

@@ -160,18 +160,18 @@ class RayJob:
             max_concurrency=CALLS,
             runtime_env=self.spec.runtime_env,
         )
-        made = actor.remote(self.spec)
+        run_actor = actor.remote(self.spec)
         try:
-            _answer(made.state.remote())
+            _answer(run_actor.state.remote())
         except GetTimeoutError:
             return  # its environment is being set up, or no node is free yet
         except RuntimeEnvSetupError as error:
-            ray.kill(made)
+            ray.kill(run_actor)
             reason = " ".join(str(error).split())[-200:]
             key = "launch.ray.runtime_env"
             raise ConfigError([ConfigIssue(key, f"can't be set up ({reason})")]) from None
         except RayActorError as error:
-            ray.kill(made)
+            ray.kill(run_actor)
             reason = " ".join(str(error).split())[-200:]
             message = f"the nodes of the cluster can't run axonlaunch ({reason}); install it there"
             raise ConfigError([ConfigIssue("launch.ray.address", message, self.address)]) from None

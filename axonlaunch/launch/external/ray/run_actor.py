@@ -1,7 +1,8 @@
 """The actor of a run: places its nodes, replaces lost ones, and keeps its state and output.
 
-It belongs to no command, and Ray restarts it if its node is lost. After the run it hands its state
-and output over to an actor that only answers, so that a lost node does not start the run again.
+It belongs to no command, and Ray restarts it if its node is lost; then all nodes start again. After
+the run it hands its state and output over to an actor that only answers, so that a lost node does
+not start the run again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT
 from axonlaunch.launch.external.followed_job import JobState
+from axonlaunch.launch.external.ray.kept_state import KeptState, delete_state
 from axonlaunch.launch.external.ray.node import Node
 from axonlaunch.launch.external.ray.output import NodeOutput
 from axonlaunch.launch.external.ray.run_spec import RunSpec
@@ -50,13 +52,15 @@ class RayRun:
             outputs: NodeOutput of its nodes.
         """
         self._spec = spec
-        self._state = ended or JobState("PENDING", f"{spec.name} is pending")
         # Behind all positions of an earlier output, which was lost with its actor.
         start = time.time_ns()
         self._outputs = defaultdict(lambda: NodeOutput(start=start), outputs or {})
         self._lock = threading.Lock()
-        self._is_stopping = False
-        self._lost = self._lost_before = 0
+        kept = KeptState() if ended else KeptState.load()
+        self._is_stopping = kept.is_stopping
+        self._lost = self._lost_before = kept.lost
+        note = ": starts again, because a node was lost" if kept.lost else " is pending"
+        self._state = ended or JobState("PENDING", f"{spec.name}{note}")
         threading.Thread(target=self._expire if ended else self._supervise, daemon=True).start()
 
     def spec(self) -> RunSpec:
@@ -73,6 +77,10 @@ class RayRun:
     def stop(self) -> None:
         """Let the nodes save a checkpoint and end."""
         self._is_stopping = True
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        KeptState(self._lost, self._is_stopping).save()
 
     def append(self, node: int, text: bytes) -> None:
         """Add to the output of a node."""
@@ -95,7 +103,7 @@ class RayRun:
             self._state = self._run()
         except Exception as error:  # of Ray
             reason = " ".join(str(error).split())
-            self._state = JobState("FAILED", f"{self._spec.name}: failed ({reason})", 1)
+            self._state = self._failure(reason)
         record = ray.remote(RayRun).options(
             name=self._spec.name,
             namespace=ENDED,
@@ -103,8 +111,9 @@ class RayRun:
             num_cpus=0,
             max_concurrency=CALLS,
         )
-        made = record.remote(self._spec, self._state, dict(self._outputs))
-        ray.get(made.state.remote())
+        record_actor = record.remote(self._spec, self._state, dict(self._outputs))
+        ray.get(record_actor.state.remote())
+        delete_state()
         _leave()
 
     def _run(self) -> JobState:
@@ -114,16 +123,18 @@ class RayRun:
 
         name = self._spec.name
         _remove_group(name)  # of this actor on a node that was lost
+        if not self._goes_on:
+            return self._interruption() if self._is_stopping else self._failure("a node was lost")
         bundles = [self._spec.bundle] * self._spec.nnodes
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=f"axonlaunch {name}")
         nodes: dict[int, Any] = {}
         try:
             while True:
                 if not self._is_placed(group):
-                    return JobState("STOPPED", f"{name} was stopped before it began", _INTERRUPTED)
+                    return self._interruption()
                 for number in range(self._spec.nnodes):
                     if number not in nodes:
-                        nodes[number] = self._place(number, group)
+                        nodes[number] = self._place_node(number, group)
                 self._lost_before = self._lost
                 statuses = self._attempt(nodes)
                 if (state := self._judge(statuses)) is not None:
@@ -150,20 +161,20 @@ class RayRun:
             self._state = JobState("PENDING", note)
         return False
 
-    def _place(self, number: int, group: Any) -> Any:
+    def _place_node(self, number: int, group: Any) -> Any:
         """Create the actor of a node, which Ray restarts if it is lost."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = {**self._spec.bundle}
-        place = PlacementGroupSchedulingStrategy(
+        strategy = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         )
         actor = ray.remote(Node).options(
             num_cpus=bundle.pop("CPU"),
             num_gpus=bundle.pop("GPU", 0),
             resources=bundle,
-            scheduling_strategy=place,
+            scheduling_strategy=strategy,
             max_restarts=-1,
             max_concurrency=CALLS,
         )
@@ -251,6 +262,7 @@ class RayRun:
 
     def _note_loss(self, number: int) -> None:
         self._lost += 1
+        self._keep_state()
         restarts = f"{self._lost} of launch.max_restarts={self._spec.max_restarts}"
         note = f"{self._spec.name}: node {number} was lost ({restarts})"
         self._state = JobState("RUNNING", note)
@@ -262,10 +274,9 @@ class RayRun:
             return JobState("COMPLETED", f"{name}: completed", _DONE)
         was_lost = self._lost > self._lost_before
         if first == INVALID:
-            return JobState("FAILED", f"{name}: failed (configuration error)", INVALID)
+            return self._failure("configuration error", INVALID)
         if self._is_stopping or first == _INTERRUPTED:
-            note = f"{name} is stopped; resume it with axonlaunch resume {name}"
-            return JobState("STOPPED", note, _INTERRUPTED)
+            return self._interruption()
         could_not_start = first == TRANSIENT and not was_lost
         self._lost += could_not_start  # it counts as a restart too
         if (was_lost or could_not_start) and self._goes_on:
@@ -273,8 +284,15 @@ class RayRun:
             note = f"{name}: starts again, because {reason}"
             self._state = JobState("PENDING", note)
             return None
-        reason = "a node was lost" if was_lost else f"exit status {first} of node 0"
-        return JobState("FAILED", f"{name}: failed ({reason})", 1)
+        return self._failure("a node was lost" if was_lost else f"exit status {first} of node 0")
+
+    def _failure(self, reason: str, status: int = 1) -> JobState:
+        return JobState("FAILED", f"{self._spec.name}: failed ({reason})", status)
+
+    def _interruption(self) -> JobState:
+        name = self._spec.name
+        note = f"{name} is stopped; resume it with axonlaunch resume {name}"
+        return JobState("STOPPED", note, _INTERRUPTED)
 
 
 def _leave() -> None:

@@ -96,7 +96,7 @@ def mask(
         ValueError: Samples are padded.
     """
     if attention_mask is not None and not library.hides_nothing(attention_mask):
-        raise ValueError("a padded sequence can't be divided over ranks")
+        raise ValueError("a padded sequence can't be split over ranks")
     division: _Division = getattr(config, NAME)
     full_length = q_length * division.parts.ranks
     positions = library.document_positions()

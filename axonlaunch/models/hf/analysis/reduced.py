@@ -215,7 +215,7 @@ def _hidden(typed: Any, division: ModelDivision) -> tuple[int, int]:
 
 def _token_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
     vocabulary = _number(typed, "vocab_size") or 1
-    tokens = _TOKENS * division.tensor + (1 if vocabulary % division.before else 0)
+    tokens = _TOKENS * division.tensor + (1 if vocabulary % division.original_tensor else 0)
     for name in _VOCABULARIES:
         if _number(typed, name) is not None:
             yield name, tokens
@@ -280,8 +280,8 @@ def _heads(typed: Any, queries: str, division: ModelDivision) -> tuple[int, int]
     count = _number(typed, queries) or 1
     keys = next(filter(None, (_number(typed, name) for name in _HEADS[queries])), count)
     group = max(1, count // keys)
-    if keys < division.before:  # several ranks share each head
-        small_keys = max(1, division.tensor * keys // division.before)
+    if keys < division.original_tensor:  # several ranks share each head
+        small_keys = max(1, division.tensor * keys // division.original_tensor)
     else:
         small_keys = min(keys, max(2, division.tensor))
     return small_keys * group, small_keys

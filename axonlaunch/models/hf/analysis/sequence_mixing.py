@@ -23,7 +23,7 @@ from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_f
 from axonlaunch.models.hf.analysis.divided_attention import divide_attention
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
-from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.specs.model_spec import ModelOutputs
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
@@ -63,9 +63,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     """
     kernel = library.attention_kernel(getattr(model, "config", None))
     if kernel not in ("sdpa", "eager"):
-        return (
-            f"its attention is {kernel}, which can't be divided; use model.attention=sdpa or eager"
-        )
+        return f"its attention is {kernel}, which can't be split; use model.attention=sdpa or eager"
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
     if isinstance(outputs, ModelOutputs) and not getattr(model, "shares_router_loss", False):

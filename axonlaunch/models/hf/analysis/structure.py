@@ -21,7 +21,7 @@ from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided, why_unp
 from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.reading import files
 from axonlaunch.models.modules.repeated_blocks import representative
-from axonlaunch.models.specs.spec import BlockFlow
+from axonlaunch.models.specs.model_spec import BlockFlow
 from axonlaunch.models.tensors.initialization import Initializer
 
 

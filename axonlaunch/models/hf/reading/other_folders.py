@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import inside_folder, read_text
 
 ADAPTER_FILE = "adapter_config.json"
@@ -20,14 +20,14 @@ _LARGEST_JSON = 1 << 20
 def describe_other_folder(folder: Path) -> str:
     """Return what a folder without a model's ``config.json`` is; empty if it is unknown."""
     if (folder / ADAPTER_FILE).is_file():
-        return _of_adapter(_base_model(folder / ADAPTER_FILE), shlex.quote(str(folder)))
+        return _adapter_message(_base_model(folder / ADAPTER_FILE), shlex.quote(str(folder)))
     for run in (folder, folder.parent.parent):  # a run, or one of its checkpoints
         if (run / CONFIG).is_file():
             return _describe_run(run, folder)
     return ""
 
 
-def _of_adapter(base: str, path: str) -> str:
+def _adapter_message(base: str, path: str) -> str:
     return f"is an adapter, not a model; write model.path={base} adapter=lora adapter.path={path}"
 
 
@@ -49,7 +49,7 @@ def _describe_run(run: Path, folder: Path) -> str:
         adapter = None
     export = f"axonlaunch checkpoint export {shlex.quote(str(folder))} FOLDER"
     if adapter:
-        return f"{_of_adapter('BASE', 'FOLDER')}, after {export}"
+        return f"{_adapter_message('BASE', 'FOLDER')}, after {export}"
     path = shlex.quote(str(folder))
     return (
         f"is a run, not a model; write the model.path of the run and model.weights={path}, or "

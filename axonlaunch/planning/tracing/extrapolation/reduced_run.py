@@ -31,8 +31,8 @@ from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.modules.repeated_blocks import with_first_blocks, without_first_blocks
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.source_of import source_of
-from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.preflight.custom_data import first_batch
 
@@ -339,7 +339,7 @@ def _split(config: RunConfig, layout: Layout, model: nn.Module, sample: Tensor) 
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         message = (
-            f"where to cut {type(model).__name__} can't be determined without running it ({reason})"
-            "; write the blocks of each stage"
+            f"where to split {type(model).__name__} can't be determined without running it "
+            f"({reason}); write the blocks of each stage"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error

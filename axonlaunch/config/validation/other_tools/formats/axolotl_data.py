@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,7 +115,7 @@ _PROMPTS: dict[str, dict[str, Any]] = {
     "gpteacher": {"prompt_format": "alpaca", "fields": {"completion": "response"}},
 }
 _ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ()}
-"""Roles that may have one other name in the rows, and names of theirs that are recognized."""
+"""Roles that may have one other name in the rows, and their recognized names."""
 _FILE_KINDS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
 _KNOWN = {
     *("path", "type", "name", "split", "data_files", "ds_type", "shards", "train_on_split"),
@@ -128,6 +129,10 @@ _KNOWN = {
 _FLAGS = ("training", "train", "loss", "weight", "loss_weight")
 """Keys of messages that are read as flags by themselves."""
 _THINKING = "reasoning_content"
+_LONG_DOCUMENTS = (
+    "a document is cut off at sequence_len, which axolotl divides into rows; data.packing=concat "
+    "keeps the rest"
+)
 _CHANGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "drop_system_message": ((False,), "remove them from the rows"),
     "input_transform": ((), "is code; write the rows as they are read"),
@@ -154,11 +159,14 @@ def set_data(translation: Translation) -> bool:
     length = int(translation.number("sequence_len"))
     translation.set("data.sequence_length", length, "sequence_len")
     if translation.flag("sample_packing"):
-        translation.set("data.packing", "best_fit", "sample_packing")
+        packing = "best_fit" if has_chats else "concat"  # axolotl divides long documents
+        translation.set("data.packing", packing, "sample_packing")
     elif key == "pretraining_dataset":
         translation.set("data.packing", "concat", key)
     else:
         translation.set("data.packing", "none", "sample_packing")
+        if not has_chats:
+            translation.note(key, _LONG_DOCUMENTS)
     longer = translation.get("excess_length_strategy", "drop")
     if has_chats:
         chosen = {"drop": "drop", "truncate": "truncate"}.get(str(longer), "error")
@@ -211,23 +219,23 @@ def _sources(translation: Translation, key: str) -> list[dict[str, Any]]:
 
 
 def _source(
-    translation: Translation, place: str, key: str, entry: dict[str, Any]
+    translation: Translation, key_prefix: str, key: str, entry: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of ``data`` for one entry of ``datasets``."""
     entry = {name: value for name, value in entry.items() if value is not None}
     for name in entry:
         if name in _PREFERENCES:
-            translation.leave_out(f"{place}.{name}", reasons.NO_PREFERENCES)
+            translation.leave_out(f"{key_prefix}.{name}", reasons.NO_PREFERENCES)
         elif name not in _KNOWN:
-            translation.report_unknown(f"{place}.{name}")
+            translation.report_unknown(f"{key_prefix}.{name}")
     roles = entry.get("roles_to_train", ["assistant"])
     if roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         text = "answers of the assistant count, or with data.train_on=all every token"
-        translation.leave_out(f"{place}.roles_to_train", text)
+        translation.leave_out(f"{key_prefix}.roles_to_train", text)
     for name in entry.keys() & _CHANGES.keys():
         same, text = _CHANGES[name]
         if entry[name] not in same:
-            translation.leave_out(f"{place}.{name}", text)
+            translation.leave_out(f"{key_prefix}.{name}", text)
     path, files = str(entry.get("path")), entry.get("data_files")
     source: dict[str, Any] = {"data": "chat", "files": [path]}
     if files and path in _FILE_KINDS:
@@ -237,17 +245,23 @@ def _source(
         source["files"] = [f"hf://datasets/{path}/{file}" for file in named]
     if entry.get("revision") and not files:
         source["files"] = [f"{path}@{entry['revision']}"]
+    is_old_id = source["files"] == [path] and re.fullmatch(r"[\w-]+", path) is not None
+    if is_old_id and not (translation.folder / path).exists():
+        text = "names no account of the Hub; write ORG/NAME in data.files, and data.subset"
+        translation.leave_out(f"{key_prefix}.path", text)
+        source["files"] = []
+        entry = {name: value for name, value in entry.items() if name not in ("name", "split")}
     is_hub_id = source["files"] == [path] and path.count("/") == 1 and not path.startswith(".")
-    for theirs, ours in (("name", "subset"), ("split", "split")):
-        if theirs in entry and (is_hub_id or entry[theirs] != "train"):
-            source[ours] = str(entry[theirs])
-    _set_type(translation, place, key, entry, source)
+    for entry_key, ours in (("name", "subset"), ("split", "split")):
+        if entry_key in entry and (is_hub_id or entry[entry_key] != "train"):
+            source[ours] = str(entry[entry_key])
+    _set_type(translation, key_prefix, key, entry, source)
     return source
 
 
 def _set_type(
     translation: Translation,
-    place: str,
+    key_prefix: str,
     key: str,
     entry: dict[str, Any],
     source: dict[str, Any],
@@ -256,7 +270,7 @@ def _set_type(
     if isinstance(kind, Mapping):
         source.update(_custom_prompt(kind))
     elif kind in _CHATS:
-        if fields := _message_fields(translation, place, entry):
+        if fields := _message_fields(translation, key_prefix, entry):
             source["fields"] = fields
     elif kind in _DOCUMENTS:
         source["data"] = "documents"
@@ -265,11 +279,11 @@ def _set_type(
         source.update(_PROMPTS[kind])
     elif not translation.flag("rl"):  # which is reported
         text = "has no counterpart; write the prompt in data.prompt_format, or name data.fields"
-        translation.leave_out(f"{place}.type", text)
+        translation.leave_out(f"{key_prefix}.type", text)
 
 
 def _message_fields(
-    translation: Translation, place: str, entry: Mapping[str, Any]
+    translation: Translation, key_prefix: str, entry: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the names of columns, of keys of messages and of roles that differ from the usual."""
     mapping = entry.get("message_property_mappings", {})
@@ -284,12 +298,12 @@ def _message_fields(
     mapping[thinking] = entry.get("field_thinking", mapping.get(thinking, thinking))
     if other := [f"{key}: {name}" for key, name in mapping.items() if key != name]:
         text = f"name the key in the rows as the template does ({', '.join(other)})"
-        translation.leave_out(f"{place}.message_property_mappings", text)
-    roles = _roles(translation, place, entry)
+        translation.leave_out(f"{key_prefix}.message_property_mappings", text)
+    roles = _roles(translation, key_prefix, entry)
     return {name: str(column) for name, column in {**named, **roles}.items() if column}
 
 
-def _roles(translation: Translation, place: str, entry: Mapping[str, Any]) -> dict[str, str]:
+def _roles(translation: Translation, key_prefix: str, entry: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of roles in rows that differ from the usual ones; each role has one."""
     roles = entry.get("roles", {})
     other: dict[str, str] = {}
@@ -298,7 +312,7 @@ def _roles(translation: Translation, place: str, entry: Mapping[str, Any]) -> di
         unusual = [name for name in every if name not in (role, *_ROLES.get(role, ()))]
         if len(unusual) > 1 or (unusual and role not in _ROLES):
             text = f"rename them to {role} in the rows ({', '.join(unusual)})"
-            translation.leave_out(f"{place}.roles", text)
+            translation.leave_out(f"{key_prefix}.roles", text)
         elif unusual:
             other[role] = unusual[0]
     return other

@@ -341,7 +341,8 @@ def _set_data(translation: Translation) -> bool:
     length = int(translation.number("cutoff_len"))
     translation.set("data.sequence_length", length, "cutoff_len")
     if is_pretraining:
-        translation.set("data.packing", "concat", "stage")
+        packs = translation.flag("packing") or not translation.has("packing")
+        translation.set("data.packing", "concat" if packs else "none", "stage", "packing")
     else:
         packs = translation.flag("packing") or translation.flag("neat_packing")
         key = "neat_packing" if translation.has("neat_packing") else "packing"
@@ -428,14 +429,14 @@ def _source(
     }
     fields = {named[name]: column for name, column in columns.items() if name in named}
     fields |= {
-        ours: tags[theirs]
-        for theirs, ours in (("role_tag", "role"), ("content_tag", "content"))
-        if theirs in tags
+        ours: tags[tag]
+        for tag, ours in (("role_tag", "role"), ("content_tag", "content"))
+        if tag in tags
     }
     fields |= {
         role: tags[f"{role}_tag"]
-        for role, known in (("user", "human"), ("assistant", "gpt"))
-        if tags.get(f"{role}_tag", role) not in (role, known)
+        for role, sharegpt_role in (("user", "human"), ("assistant", "gpt"))
+        if tags.get(f"{role}_tag", role) not in (role, sharegpt_role)
     }
     if fields:
         source["fields"] = fields

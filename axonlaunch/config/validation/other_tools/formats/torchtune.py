@@ -342,9 +342,9 @@ def _set_data(translation: Translation) -> bool:
         source["files"] = translation.items("dataset.data_files")
     elif origin:
         source["files"] = [str(origin)]
-    for theirs, ours in (("split", "split"), ("subset", "subset"), ("name", "subset")):
-        if translation.has(f"dataset.{theirs}") and origin not in _FILE_KINDS:
-            source[ours] = str(translation.get(f"dataset.{theirs}"))
+    for torchtune_key, ours in (("split", "split"), ("subset", "subset"), ("name", "subset")):
+        if translation.has(f"dataset.{torchtune_key}") and origin not in _FILE_KINDS:
+            source[ours] = str(translation.get(f"dataset.{torchtune_key}"))
     if source["data"] == "documents" and translation.has("dataset.column"):
         source["text_field"] = translation.get("dataset.column")
     if translation.has("dataset.conversation_column"):

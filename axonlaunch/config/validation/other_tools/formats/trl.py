@@ -190,7 +190,7 @@ def _sources(
         size = "dataset_mixture.test_split_size"
         if translation.has(size):
             held_out["held_out"] = (translation.number(size), size)
-        return key, [_of_mixture(each) for each in mixture], held_out
+        return key, [_mixture_source(each) for each in mixture], held_out
     train, test = "dataset_train_split", "dataset_test_split"
     if translation.has("dataset_mixer"):
         mixer = translation.mapping("dataset_mixer")
@@ -215,7 +215,7 @@ def _sources(
     return "dataset_name", [source], held_out
 
 
-def _of_mixture(each: Mapping[str, Any]) -> dict[str, Any]:
+def _mixture_source(each: Mapping[str, Any]) -> dict[str, Any]:
     weight = each.get("weight")
     return _source(
         each.get("id"),

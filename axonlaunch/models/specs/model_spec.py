@@ -55,19 +55,19 @@ class BlockFlow:
     """Modules and tensors around a model's blocks, which a pipeline needs to cut the model.
 
     Attributes:
-        before: Full names of the modules with parameters that are used before the first block, in
-            order.
-        after: Full names of the modules with parameters that are used after the last block.
-        shapes: Output shape of each module in ``before``. A dimension is a number, or ``BATCH``,
-            ``LENGTH`` or ``TOKENS`` (batch size times length).
-        written: Modules in ``before`` with an output that the model changes in place.
+        before_blocks: Full names of the modules with parameters that are used before the first
+            block, in order.
+        after_blocks: Full names of the modules with parameters that are used after the last block.
+        shapes: Output shape of each module in ``before_blocks``. A dimension is a number, or
+            ``BATCH``, ``LENGTH`` or ``TOKENS`` (batch size times length).
+        written: Modules in ``before_blocks`` with an output that the model changes in place.
         returns: For each block, the number of elements of the tuple that it returns (hidden states
             first), or None if it returns only hidden states.
         problem: Why a pipeline can't cut between the blocks; empty if it can.
     """
 
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    before_blocks: tuple[str, ...] = ()
+    after_blocks: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
     returns: tuple[int | None, ...] = ()
@@ -188,7 +188,7 @@ class ModelSpec:
             return reason
         if self.divide is not None:
             reason = self.undivided()
-            return reason and f"its sequences can't be divided: {reason}"
+            return reason and f"its sequences can't be split: {reason}"
         if self.positions is None:
             return "the model can't compute on a part of a sequence; use 1"
         return ""

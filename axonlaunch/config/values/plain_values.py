@@ -96,9 +96,9 @@ def line_of(text: str, key: str) -> int:
     line = 1
     for part in key.split("."):
         name, _, index = part.rstrip("]").partition("[")
-        for known, value in node.value if isinstance(node, yaml.MappingNode) else []:
-            if known.value == name:
-                node, line = value, known.start_mark.line + 1
+        for key_node, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            if key_node.value == name:
+                node, line = value, key_node.start_mark.line + 1
                 break
         if index and isinstance(node, yaml.SequenceNode):
             node = node.value[int(index)]

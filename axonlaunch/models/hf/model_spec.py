@@ -17,7 +17,7 @@ from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.specs.loss import cross_entropy_sum
-from axonlaunch.models.specs.spec import MixedSamples, ModelSpec
+from axonlaunch.models.specs.model_spec import MixedSamples, ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer
 
 

@@ -56,7 +56,7 @@ def message_key(environment: ClusterEnvironment, launch: LaunchConfig) -> bytes:
         environment.local_world_size == environment.world_size
         or is_loopback(environment.master_addr)
     ):
-        secret = token.of_this_user()
+        secret = token.user_token()
     if secret is None:
         warning = token.missing_token(
             launch, address=f"{environment.master_addr}:{environment.master_port}"
@@ -110,7 +110,7 @@ def join_ranks(
         raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
-    credentials = named.of(member_name(environment.rank))
+    credentials = named.with_sender(member_name(environment.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {
@@ -169,7 +169,7 @@ def with_node_counts(
     )
 
 
-def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
+def devices_each(visible_devices: Sequence[Sequence[str]], nproc: int) -> int:
     """Return the number of ranks on each node that can have a separate device.
 
     A scheduler makes either all devices of the node visible to every rank, which then uses the one
@@ -177,13 +177,15 @@ def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
     ranks, they share it.
 
     Args:
-        seen: Devices visible to each rank, with the ranks of a node in a row.
+        visible_devices: Devices visible to each rank, with the ranks of a node in a row.
         nproc: Number of ranks on a node.
     """
-    fewest = min(map(len, seen))
+    fewest = min(map(len, visible_devices))
     if fewest != 1:
         return fewest
-    nodes = [seen[first : first + nproc] for first in range(0, len(seen), nproc)]
+    nodes = [
+        visible_devices[first : first + nproc] for first in range(0, len(visible_devices), nproc)
+    ]
     return min(len({devices[0] for devices in node}) for node in nodes)
 
 
