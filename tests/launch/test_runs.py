@@ -65,7 +65,7 @@ def test_runs_of_a_sweep_have_numbered_folders_where_the_launcher_keeps_them(
     words.append("launch.kubernetes.volumes=['runs:/runs']")
     request = Request(overrides=words, multirun=True)
     options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
-    environment = ClusterEnvironment.detect({}).of_node()
+    environment = ClusterEnvironment.detect({}).for_node()
     configs = [run.config for run in load_runs(request, environment, options)]
     if name == "kubernetes":
         configs = [with_folder_of_pods(config) for config in configs]
