@@ -93,6 +93,25 @@ def test_script_of_a_task_hands_configuration_and_token_to_the_node(
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "is_legal"),
+    [("llama-3.1", "llama-3-1", True), ("3rd", "3rd", False), ("a" * 42, "a" * 42, False)],
+)
+def test_name_is_made_legal_for_the_tool_or_refused(
+    name: str, task: str, is_legal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cloud_tasks, "check_anywhere", lambda config, options: config)
+    words = ["launch=dstack", "launch.nproc=8", "launch.dstack.gpu=H100", f"name={name}"]
+    config = configuration.load([*words, "checkpoint.path=s3://bucket/run"])
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    if is_legal:
+        config = cloud_tasks.check(config, options)
+        assert yaml.safe_load(cloud_tasks.render_task(config))["name"] == task
+        return
+    with pytest.raises(ConfigError, match=f"name={name}: would be the task {task}; tasks have 2 "):
+        cloud_tasks.check(config, options)
+
+
 def test_settings_that_a_task_needs_are_all_reported() -> None:
     words = ["checkpoint.path=/disk", "launch.nnodes=2:4", "launch.master_port=29500"]
     config = configuration.load(["launch=dstack", *words])

@@ -21,6 +21,7 @@ class Canned:
     Attributes:
         job: The object of the run; None if it has been deleted.
         pods: Pods of the run.
+        workloads: Workloads of Kueue.
         refusal: Raised by the next request; None if it succeeds.
     """
 
@@ -29,6 +30,7 @@ class Canned:
     def __init__(self, **spec: Any) -> None:
         self.job: dict[str, Any] | None = {"spec": spec, "metadata": {"name": "big"}}
         self.pods: list[dict[str, Any]] = []
+        self.workloads: list[dict[str, Any]] = []
         self.failures: list[dict[str, Any]] = []
         self.lines: list[str] = []
         self.refusal: Exception | None = None
@@ -41,7 +43,8 @@ class Canned:
         return self.job
 
     def find(self, kind: str, labels: str) -> list[dict[str, Any]]:
-        return self.pods
+        assert kind == "Pod" or labels == "kueue.x-k8s.io/job-uid=uid-of-big"
+        return self.pods if kind == "Pod" else self.workloads
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return self.failures
@@ -51,7 +54,9 @@ class Canned:
 
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
         assert self.job is not None
-        if self.knows_suspend:
+        if kind == "Workload":
+            self.workloads[0]["spec"] |= change["spec"]
+        elif self.knows_suspend:
             self.job["spec"] |= change["spec"]
         return self.job
 
@@ -135,8 +140,38 @@ def test_exceeded_quota_is_the_reason_of_missing_pods() -> None:
 def test_suspended_job_names_its_queue() -> None:
     cluster = Canned(suspend=True)
     assert cluster.job is not None
-    cluster.job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
+    queue(cluster)
     assert job_of(cluster).state().note == "Job big is suspended; waits for the queue gpus"
+
+
+def queue(cluster: Canned) -> None:
+    assert cluster.job is not None
+    cluster.job["metadata"] |= {
+        "labels": {"kueue.x-k8s.io/queue-name": "gpus"},
+        "uid": "uid-of-big",
+    }
+    cluster.workloads = [{"metadata": {"name": "job-big-1"}, "spec": {"active": True}}]
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_job_of_a_queue_is_stopped_and_resumed_by_its_workload(is_admitted: bool) -> None:
+    """Kueue undoes changes of ``spec.suspend``."""
+    cluster = Canned(suspend=not is_admitted)
+    cluster.pods = [pod(phase="Running")] if is_admitted else []
+    queue(cluster)
+    job = job_of(cluster)
+    if not is_admitted:
+        with pytest.raises(ConfigError, match="waits for the queue gpus"):
+            job.resume()
+    job.stop()
+    assert cluster.workloads[0]["spec"] == {"active": False}
+    assert cluster.job is not None
+    assert cluster.job["spec"] == {"suspend": not is_admitted}
+    cluster.job["spec"]["suspend"] = True  # by Kueue
+    with pytest.raises(ConfigError, match="is suspended; resume it with axonlaunch resume"):
+        job.stop()
+    job.resume()
+    assert cluster.workloads[0]["spec"] == {"active": True}
 
 
 def test_complete_job_succeeded() -> None:

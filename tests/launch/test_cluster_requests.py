@@ -30,6 +30,7 @@ class Requests(BaseHTTPRequestHandler):
         seen: Method, path, query and body of each request.
         objects: Objects by path.
         refused: Kinds that are refused with HTTP status 403.
+        lost: Methods and kinds that are executed without an answer.
         unlisted: Plural names of kinds whose lists are refused with HTTP status 403.
         status: Status of all answers if not 0.
     """
@@ -38,6 +39,7 @@ class Requests(BaseHTTPRequestHandler):
     objects: dict[str, Any]
     refused: set[str]
     unlisted: set[str]
+    lost: set[tuple[str, str]]
     status: int
 
     def reply(self, method: str) -> None:
@@ -56,6 +58,8 @@ class Requests(BaseHTTPRequestHandler):
             self.answer(404, "404 page not found")
         elif method == "POST":
             self.create(f"{parsed.path}/{body['metadata']['name']}", body, query)
+        elif method == "DELETE" and ("DELETE", parsed.path.split("/")[-2]) in self.lost:
+            return
         elif method == "DELETE":
             self.objects.pop(parsed.path, None)
             self.answer(200, {})
@@ -79,6 +83,8 @@ class Requests(BaseHTTPRequestHandler):
             body["metadata"]["uid"] = f"uid of {path}"
             if "dryRun" not in query:
                 self.objects[path] = body
+                if ("POST", body["kind"]) in self.lost:
+                    return
             self.answer(201, body)
 
     def answer(self, status: int, content: Any) -> None:
@@ -107,7 +113,14 @@ class Requests(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Requests]]:
     """Return a server that the kubeconfig of the environment names."""
-    state = {"seen": [], "objects": {}, "refused": set(), "unlisted": set(), "status": 0}
+    state = {
+        "seen": [],
+        "objects": {},
+        "refused": set(),
+        "unlisted": set(),
+        "lost": set(),
+        "status": 0,
+    }
     handler: type[Requests] = type("Handler", (Requests,), state)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
@@ -169,6 +182,16 @@ def test_nothing_is_left_after_a_refusal(server: type[Requests]) -> None:
     assert line.startswith("launch.kubernetes.namespace=research: http://127.0.0.1:")
     assert line.endswith("does not allow to create the Job big: User eve cannot create Job")
     assert server.objects == {}
+
+
+def test_job_whose_creation_got_no_answer_is_deleted(server: type[Requests]) -> None:
+    """Without its ConfigMap and Secret, its pods would wait for ever."""
+    server.lost.add(("POST", "Job"))
+    (line,) = refusals(server)
+    assert "does not answer" in line
+    assert server.objects == {}
+    server.lost.add(("DELETE", "jobs"))
+    assert refusals(server)[1] == ("these may be left: kubectl delete --namespace=research job/big")
 
 
 def test_second_job_in_a_run_folder_is_refused(server: type[Requests]) -> None:

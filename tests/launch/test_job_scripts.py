@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from axonlaunch import config as configuration
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.launch.external import slurm
 from axonlaunch.launch.launcher import LaunchOptions
 
@@ -55,3 +57,41 @@ def test_settings_that_slurm_resolves_are_refused_before_the_job_waits() -> None
         "launch.master_addr=10.0.0.1: SLURM sets it on each node; remove this setting",
         "launch.master_port=29500: SLURM sets it on each node; remove this setting",
     ]
+
+
+@pytest.mark.parametrize(
+    ("saved_gb", "written", "seconds"),
+    [(0.5, "auto", 120), (160, "auto", 12860), (160, "600", 600)],
+)
+def test_signal_before_the_time_limit_leaves_time_for_a_checkpoint(
+    saved_gb: float,
+    written: str,
+    seconds: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The 8 ranks of a node write at 100 MB/s together."""
+    rank = SimpleNamespace(saved_bytes=saved_gb * 1e9, host_bytes=0)
+    monkeypatch.setattr(slurm, "resolve_for_node", lambda context, config: config)
+    monkeypatch.setattr(slurm, "forecast", lambda *arguments: SimpleNamespace(estimate=rank))
+    words = ["launch=slurm", "launch.nproc=8", "name=big", f"launch.slurm.grace_s={written}"]
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    slurm.launch(configuration.load(words), options)
+    assert f"#SBATCH --signal=B:USR1@{seconds}\n" in capsys.readouterr().out
+
+
+def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise ConfigError([ConfigIssue("model", "can't be traced")])
+
+    monkeypatch.setattr(slurm, "resolve_for_node", refuse)
+    options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
+    slurm.launch(configuration.load(["launch=slurm", "launch.nproc=8", "name=big"]), options)
+    printed = capsys.readouterr()
+    assert "USR1@120" in printed.out
+    assert printed.err == (
+        "note: launch.slurm.grace_s=120, because the run can't be estimated: model: can't be "
+        "traced\n"
+    )

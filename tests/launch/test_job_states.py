@@ -70,6 +70,20 @@ def test_failed_job_has_the_exit_status_of_the_run(
     assert ended == (status, "FAILED", [f"job 7: {note}"])
 
 
+def test_two_commands_submit_no_two_jobs_of_a_run(programs: Path) -> None:
+    submitted(programs, scontrol=says("COMPLETED"))
+    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert job is not None
+    # The second command begins while the first waits for sbatch.
+    with slurm._only_submission(Path("runs/job")):
+        with pytest.raises(ConfigError, match="another command is submitting this run"):
+            job.resume()
+        with pytest.raises(ConfigError, match="another command is submitting this run"):
+            submitted(programs)
+    job.resume()
+    submitted(programs, scontrol=says("COMPLETED"))
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_failed_submission_leaves_the_frozen_configuration_of_the_run(
     has_run: bool, programs: Path

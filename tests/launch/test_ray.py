@@ -25,7 +25,8 @@ from axonlaunch.launch.external.ray import launcher
 from axonlaunch.launch.external.ray.kept_state import delete_state
 from axonlaunch.launch.external.ray.node import PROGRAM
 from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
-from axonlaunch.launch.external.ray.run_actor import RayRun
+from axonlaunch.launch.external.ray.ray_job import RayJob
+from axonlaunch.launch.external.ray.run_actor import RUNNING, RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 from axonlaunch.launch.external.submitted_jobs import find_jobs
 
@@ -416,6 +417,33 @@ def test_actor_that_ray_restarts_remembers_losses_and_the_request_to_stop(
     assert RayRun(spec)._run().note == "big is stopped; resume it with axonlaunch resume big"
     delete_state()
     assert RayRun(spec)._lost == 0
+
+
+def test_second_run_of_a_name_that_is_starting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray knows the actor, but it has no state while its environment is set up."""
+    ray = pytest.importorskip("ray")
+    actors: dict[str, str] = {}
+
+    def create(name: str, namespace: str, **options: Any) -> Any:
+        def remote(spec: RunSpec) -> None:
+            raise ValueError(f"The name {name} (namespace={namespace}) is already taken.")
+
+        return SimpleNamespace(remote=remote)
+
+    def find(name: str, namespace: str) -> str:
+        if namespace not in actors:
+            raise ValueError("no such actor")
+        return actors[namespace]
+
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=create))
+    monkeypatch.setattr(ray, "get_actor", find)
+    words = ["launch=ray", "name=big", "launch.nproc=1", "run_dir=/shared/big"]
+    job = RayJob("auto", RunSpec.of(configuration.load([*words, "launch.device=cpu"])))
+    with pytest.raises(ValueError, match="already taken"):  # not by a run of axonlaunch
+        job._start()
+    actors[RUNNING] = "the actor"
+    with pytest.raises(ConfigError, match="name=big: a run of this name is starting"):
+        job._start()
 
 
 def test_bundle_of_a_node_has_its_devices_cores_and_resources() -> None:

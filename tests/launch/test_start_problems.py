@@ -13,6 +13,7 @@ from axonlaunch.config.problems.errors import INVALID, TRANSIENT, exit_status
 from axonlaunch.launch.multinode.node_settings import check_agreement
 
 
+@pytest.mark.slow
 def test_missing_node_0_is_a_transient_problem(served: Command) -> None:
     world = ["launch.nnodes=2", "launch.nproc=1", "launch.node_rank=1", "launch.timeout_s=1"]
     address = ["launch.master_addr=127.0.0.1", "launch.master_port=1"]

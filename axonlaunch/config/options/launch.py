@@ -21,8 +21,10 @@ class SlurmConfig:
     account: str | None = None
     """account that the job is charged to; null: the default of the user"""
     time: str | None = None
-    """time limit in sbatch's format: 30 (minutes), 8:00:00, 2-0 (days-hours); 2 minutes before it
-    the run is checkpointed and requeued
+    """time limit in sbatch's format: 30 (minutes), 8:00:00, 2-0 (days-hours)"""
+    grace_s: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """seconds before the time limit at which the run is checkpointed and requeued; auto: from the
+    estimate, a minute and a checkpoint at 100 MB/s, at least 120
     """
     cpus_per_task: int | None = field(default=None, metadata={"min": 1})
     """number of cores per node, for all its ranks; null: the whole node (--exclusive), because

@@ -6,6 +6,8 @@ the nodes share from the environment, so that it is not in the YAML.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from axonlaunch import config as configuration
@@ -56,6 +58,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if not issues:
         with gathering(issues):
             config = check_anywhere(config, options)
+            issues += _name_issues(with_folder_of_nodes(config))
     if issues:
         raise ConfigError(issues)
     return config
@@ -79,13 +82,28 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 def render_task(config: RunConfig) -> str:
     """Return the YAML of a run's task, for the tool in ``launch.name``."""
     config = with_folder_of_nodes(config)
-    tool, legal = config.launch.name, str(config.name).lower().replace("_", "-").replace("/", "-")
+    tool, legal = config.launch.name, _task_name(config)
     task = _sky_task(config, legal) if tool == "skypilot" else _dstack_task(config, legal)
     header = f"# {_SUBMIT[tool]}"
     if int(config.launch.nnodes) > 1:
         secret = f" --secret {SECRET_VARIABLE}" if tool == "skypilot" else ""
         header = f'# export {SECRET_VARIABLE}="$(openssl rand -hex 32)"\n{header}{secret}'
     return f"{header}\n{to_block_yaml(task)}"
+
+
+def _task_name(config: RunConfig) -> str:
+    """Return the name of a run in lower case, with ``-`` for all other characters."""
+    return re.sub(r"[^a-z0-9]+", "-", str(config.name).lower()).strip("-")
+
+
+def _name_issues(config: RunConfig) -> Iterator[ConfigIssue]:
+    name = _task_name(config)
+    if not re.fullmatch(r"[a-z][a-z0-9-]{1,40}", name):
+        message = (
+            f"would be the task {name or 'without a name'}; tasks have 2 to 41 letters a-z, digits "
+            "and -, and begin with a letter"
+        )
+        yield ConfigIssue("name", message, config.name)
 
 
 def _options(launch: LaunchConfig) -> SkyPilotConfig | DstackConfig:

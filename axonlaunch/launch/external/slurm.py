@@ -11,8 +11,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
+from axonlaunch.launch.external.kubernetes.resources import seconds_to_save
 from axonlaunch.launch.launcher import (
     RESOLVED_SETTINGS,
     LaunchOptions,
@@ -28,13 +31,16 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
-from axonlaunch.system.storage.files import read_text, replace_text
+from axonlaunch.planning.estimate import forecast, resolve_for_node
+from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
 TOKEN = "token"
 NUMBER = "job.number"
 """File in the run folder with the number of the last job."""
+_LOCK = "job.lock"
+"""File in the run folder that a command locks while it submits the run."""
 UNKNOWN = "UNKNOWN"
 """State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
@@ -49,6 +55,8 @@ _NOTES = {
     "130": "is stopped; resume it with axonlaunch resume {name}",
 }
 """Notes on failed jobs by the exit status of the command."""
+_LEAST_GRACE_S = 120
+"""Least number of seconds before the time limit at which a job is asked to save."""
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
@@ -59,7 +67,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     Shortly before the time limit the job receives a signal, saves a checkpoint and requeues itself.
     A preempted job receives SIGTERM from SLURM, which also requeues it.
     """
-    launch, folder = config.launch, config.run_dir
+    launch, folder, grace = config.launch, config.run_dir, config.launch.slurm.grace_s
     options = [
         f"--job-name={Path(config.name).name}",
         f"--nodes={launch.nnodes}",
@@ -67,7 +75,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         f"--output={folder}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
-        "--signal=B:USR1@120",
+        f"--signal=B:USR1@{_LEAST_GRACE_S if grace == 'auto' else grace}",
     ]
     if launch.device == "cuda" or (launch.device == "auto" and launch.backend != "gloo"):
         devices = 1 if launch.backend == "gloo" else launch.nproc  # ranks share it with gloo
@@ -155,11 +163,27 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     Raises:
         ConfigError: ``sbatch`` failed.
     """
+    if config.launch.slurm.grace_s == "auto":
+        grace = _estimated_grace_s(config, options.fork_server)
+        config = configuration.with_values(config, {"launch.slurm.grace_s": grace})
     if options.render:
         print(render(run_dir.with_run_dir(config)), end="")
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     return submit(config, announce=lambda text: print(text, file=output))
+
+
+def _estimated_grace_s(config: RunConfig, context: ForkServerContext) -> int:
+    """Return the seconds that a node needs to finish a step and save; note if they are unknown."""
+    try:
+        estimate = forecast(context, resolve_for_node(context, config)).estimate
+    except ConfigError as error:
+        sys.stderr.write(
+            f"note: launch.slurm.grace_s={_LEAST_GRACE_S}, because the run can't be estimated: "
+            f"{error.problems[0]}\n"
+        )
+        return _LEAST_GRACE_S
+    return max(_LEAST_GRACE_S, seconds_to_save(config, estimate))
 
 
 def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
@@ -179,13 +203,34 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     """
     # Before an existing run is moved aside for checkpoint.overwrite.
     refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
-    with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
-        folder = Path(config.run_dir)
-        _write(config, folder)
-    job = _submit_script(folder)
+    with ExitStack() as submission:
+        with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
+            folder = Path(config.run_dir)
+            submission.enter_context(_only_submission(folder))
+            _write(config, folder)
+        # The job, which may begin at once, locks the folder itself.
+        job = _submit_script(folder)
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     status, state = follow_job(SlurmJob(folder, job), announce)
     return status, {"job_id": int(job), "run_dir": config.run_dir, "state": state}
+
+
+@contextmanager
+def _only_submission(folder: Path) -> Iterator[None]:
+    """Keep other commands from submitting a run, until the number of its job is written.
+
+    Raises:
+        ConfigError: Another command submits the run, or an earlier job of it waits or runs.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(folder / _LOCK))
+        except BlockingIOError:
+            message = "another command is submitting this run; axonlaunch jobs shows its job"
+            problem = ConfigIssue("run_dir", message, str(folder), is_transient=True)
+            raise ConfigError([problem]) from None
+        refuse_second_job(folder)
+        yield
 
 
 def refuse_second_job(folder: Path) -> None:
@@ -336,8 +381,8 @@ class SlurmJob:
         Raises:
             ConfigError: ``sbatch`` failed, or the job has not ended.
         """
-        refuse_second_job(self.folder)
-        self.number = _submit_script(self.folder)
+        with _only_submission(self.folder):
+            self.number = _submit_script(self.folder)
         return f"job {self.number} submitted; it resumes in {self.folder}"
 
     def _state_of(self, name: str, code: str) -> JobState:

@@ -291,6 +291,22 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Lock a file, which is created if necessary. The lock ends with the process.
+
+    Raises:
+        BlockingIOError: Another process has locked the file.
+        OSError: The file can't be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether a process of this node has locked a folder, from the kernel's list of locks.
 

@@ -31,8 +31,9 @@ _FOLDERS = {
     "Job": "apis/batch/v1",
     "JobSet": "apis/jobset.x-k8s.io/v1alpha2",
     "TrainJob": "apis/trainer.kubeflow.org/v1alpha1",
+    "Workload": "apis/kueue.x-k8s.io/v1beta1",
 }
-"""Paths of the API groups of kinds of jobs; all other kinds here are in the core group."""
+"""Paths of the API groups of kinds; all other kinds here are in the core group."""
 
 
 class UnreachableError(Exception):

@@ -27,6 +27,8 @@ from axonlaunch.launch.external.kubernetes.manifests import (
     RUN_LABEL,
 )
 
+_QUEUE, _OWNER = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/job-uid"
+"""Labels of Kueue: of a job, and of the Workload that Kueue makes for it."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _Answer = TypeVar("_Answer")
 LOST = "UNREACHABLE"
@@ -133,11 +135,22 @@ class ClusterJob:
         return f"{self.title} resumes; axonlaunch logs {self.name} -f follows it"
 
     def _suspend(self, is_suspended: bool) -> None:
+        """Suspend the job, or let it run. A queue of Kueue would undo a change of the job itself.
+
+        Raises:
+            ConfigError: The server refuses it, or the job is suspended, runs or has ended already.
+        """
         now = self.state()
         if now.status is not None or now.name == LOST:
             raise ConfigError([ConfigIssue("", now.note)])
         if (now.name == "SUSPENDED") == is_suspended:
             raise ConfigError([ConfigIssue("", now.note or f"{self.title} is running")])
+        workload = retry(self._workload, self.cluster, self.name)
+        if workload is not None:
+            change = {"spec": {"active": not is_suspended}}
+            name = workload["metadata"]["name"]
+            retry(partial(self.cluster.patch, "Workload", name, change), self.cluster, self.name)
+            return
         change = {"spec": {"suspend": is_suspended}}
         request = partial(self.cluster.patch, self.kind, self.name, change)
         job = retry(request, self.cluster, self.name)
@@ -147,6 +160,27 @@ class ClusterJob:
                 f"{self.kind.lower()} {self.name} ends it after a checkpoint"
             )
             raise ConfigError([ConfigIssue("", message)])
+
+    def _workload(self, job: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return the object with which Kueue admits the job; None if no queue does.
+
+        Args:
+            job: The object of the run; None: it is requested.
+
+        Raises:
+            RefusedError: The server does not allow it.
+            UnreachableError: The server does not answer.
+        """
+        job = self.cluster.get(self.kind, self.name) if job is None else job
+        if job is None or _QUEUE not in job["metadata"].get("labels", {}):
+            return None
+        try:
+            found = self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
+        except RefusedError as refused:
+            if refused.status == 404:  # the label has no effect without Kueue
+                return None
+            raise
+        return found[0] if found else None
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods of the run, the oldest first.
@@ -170,9 +204,12 @@ class ClusterJob:
             reason = f"{failed.get('reason', '')}: {failed.get('message', '')}".strip(": ")
             return JobState("FAILED", f"{self.title}: failed ({reason})", self._failed_status())
         if job["spec"].get("suspend"):
-            queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
-            why = f"waits for the queue {queue}" if queue else "resume it with axonlaunch resume"
-            return JobState("SUSPENDED", f"{self.title} is suspended; {why}")
+            workload = self._workload(job)
+            if workload is not None and workload["spec"].get("active", True):
+                queue = job["metadata"]["labels"][_QUEUE]
+                return JobState("QUEUED", f"{self.title} is suspended; waits for the queue {queue}")
+            note = f"{self.title} is suspended; resume it with axonlaunch resume"
+            return JobState("SUSPENDED", note)
         pods = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
         waiting = [reason for pod in pods if (reason := waiting_reason(pod))]
         if waiting:

@@ -9,12 +9,11 @@ import secrets
 import sys
 from base64 import b64encode
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.problems.errors import gathering
+from axonlaunch.config.problems.errors import TRANSIENT, exit_status, gathering
 from axonlaunch.launch.external.followed_job import follow_job, shared_folder
 from axonlaunch.launch.external.kubernetes.checks import (
     read_patch,
@@ -146,7 +145,8 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
     The others are created before the job and belong to it, so that they are deleted with it.
 
     Raises:
-        ConfigError: The server does not answer or refuses an object. Nothing is left behind.
+        ConfigError: The server does not answer or refuses an object. Nothing is left behind, or the
+            error names it.
     """
     job, others = objects.job, list(objects.others)
     if objects.secret:
@@ -157,19 +157,41 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
     created: list[dict[str, Any]] = []
     try:
         for each in [*others, job]:
-            reply = retry(partial(cluster.create, each), cluster, name)
-            created.append(each)
+            created.append(each)  # the server may have made it even if no answer arrives
+            try:
+                reply = retry(partial(cluster.create, each), cluster, name)
+            except ConfigError as error:
+                if exit_status(error.problems) != TRANSIENT:
+                    created.pop()  # refused: an object of this name is another's
+                raise
         about = {key: reply[key] for key in ("apiVersion", "kind")}
         owner = {**about, "name": objects.name, "uid": reply["metadata"]["uid"]}
         for each in others:
             change = {"metadata": {"ownerReferences": [owner]}}
             request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)
             retry(request, cluster, name)
-    except BaseException:
-        for each in reversed(created):
-            with suppress(RefusedError, UnreachableError):
-                cluster.delete(each["kind"], each["metadata"]["name"])
+    except BaseException as error:
+        left = _delete_all(created, cluster)
+        if left and isinstance(error, ConfigError):
+            message = f"these may be left: kubectl delete --namespace={cluster.namespace} {left}"
+            raise ConfigError(
+                [*error.problems, ConfigIssue("", message, is_transient=True)]
+            ) from None
         raise
+
+
+def _delete_all(created: list[dict[str, Any]], cluster: Cluster) -> str:
+    """Delete objects, the last first; return those that can't be deleted, as for kubectl."""
+    left = []
+    for each in reversed(created):
+        kind, name = each["kind"], each["metadata"]["name"]
+        try:
+            cluster.delete(kind, name)
+        except RefusedError:  # it does not exist
+            continue
+        except UnreachableError:
+            left.append(f"{kind.lower()}/{name}")
+    return " ".join(left)
 
 
 def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> None:

@@ -143,8 +143,8 @@ class RayJob:
         """Create the actor of the run, in place of that of an earlier run that has ended.
 
         Raises:
-            ConfigError: The nodes of the cluster can't import axonlaunch, or can't set up
-                ``launch.ray.runtime_env``.
+            ConfigError: A run of this name is starting, or the nodes of the cluster can't import
+                axonlaunch, or can't set up ``launch.ray.runtime_env``.
         """
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RuntimeEnvSetupError
@@ -160,7 +160,13 @@ class RayJob:
             max_concurrency=CALLS,
             runtime_env=self.spec.runtime_env,
         )
-        run_actor = actor.remote(self.spec)
+        try:
+            run_actor = actor.remote(self.spec)
+        except ValueError:  # its actor is not listed with a state before it has started
+            if _find(self.name, RUNNING) is None:
+                raise
+            message = "a run of this name is starting; follow it with axonlaunch logs, or stop it"
+            raise ConfigError([ConfigIssue("name", message, self.name)]) from None
         try:
             _answer(run_actor.state.remote())
         except GetTimeoutError:
