@@ -64,7 +64,7 @@ def test_the_status_says_whether_training_differs(axonlaunch: Command) -> None:
         "supported; use trl, or train.loss with a loss of yours",
         "axolotl: 11 keys translated, 0 not needed, 1 left out, 0 unknown",
     ]
-    assert yaml.safe_load(printed.stdout)["model"] == {"path": "org/base"}
+    assert yaml.safe_load(printed.stdout)["model"] == {"path": "org/base", "router_aux_loss": False}
     write(axonlaunch.folder)
     assert axonlaunch("convert", "other.yml").stderr.count("\n") == 1
 

@@ -240,7 +240,7 @@ BAD = [
     (
         {"messages": CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {},
-        "chat_template_kwargs sets chat_template, which is no variable of a row",
+        "chat_template_kwargs sets chat_template, which a row can't set",
     ),
     ({"prompt": [ASKED], "completion": []}, {}, "completion is empty"),
     ({"q": "a"}, {"prompt": "q", "completion": "a"}, "has no field a; it has q"),

@@ -358,7 +358,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         ),
         (
             ["strategy=pipeline", "launch.nproc=2"],
-            r"strategy\.pipeline\.degree=2: .*divides blocks",
+            r"strategy\.pipeline\.degree=2: .*splits blocks",
         ),
         (["train.loss_chunk=4"], r"train\.loss_chunk=4: .*use null"),
         (

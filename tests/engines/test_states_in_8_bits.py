@@ -180,7 +180,7 @@ def _custom(target: str) -> list[str]:
                 *(*LAYOUTS["tensor"], "model=llama_debug", "model.intermediate_size=192"),
                 *("adapter=lora", "adapter.rank=32"),
             ],
-            r"down_proj.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2 cuts",
+            r"down_proj.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2 shards",
         ),
         (
             [*MIXTURE, *LAYOUTS["tensor"], "adapter.targets=[experts.*]"],
@@ -224,7 +224,7 @@ def test_states_in_8_bits_of_biases_of_experts_that_shards_cut_are_refused() -> 
     sizes = {"hidden_size": 64, "intermediate_size": 1056, "num_local_experts": 2}
     chosen = without_folder("gpt_oss", num_hidden_layers=1, num_experts_per_tok=1, **sizes)
     layout = ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=4"]
-    problem = "gate_up_proj_bias has rows of 2112 values, and strategy.expert.degree=2 cuts them"
+    problem = "gate_up_proj_bias has rows of 2112 values, and strategy.expert.degree=2 shards them"
     with pytest.raises(ConfigError, match=problem):
         run_config([*chosen, *layout, "optimizer=adamw_8bit"])
 

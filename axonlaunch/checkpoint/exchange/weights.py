@@ -281,16 +281,21 @@ def _naturally(name: str) -> list[tuple[bool, int, str]]:
 
 
 def how_to_load(folder: Path, config: RunConfig, *, is_adapter: bool) -> str:
-    """Return the Python expression or the setting that loads exported weights."""
+    """Return the Python code or the setting that loads exported weights."""
     if source_of(config).library is None:
         sample = ", or axonlaunch sample" if config.model.name in ("gpt", "llama") else ""
         return f"model.weights={folder}{sample and f'{sample} {folder}'}"
     model = "transformers.AutoModelForCausalLM.from_pretrained"
     if config.adapter is None or not is_adapter:
         return f"{model}({str(folder)!r})"
-    if source_of(config).has_grown_vocabulary():  # the base model lacks rows, which this adds
-        return f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
-    return f"peft.PeftModel.from_pretrained({model}({config.model_path!r}), {str(folder)!r})"
+    base, adapter = f"{model}({config.model_path!r})", repr(str(folder))
+    if not source_of(config).has_grown_vocabulary():
+        return f"peft.PeftModel.from_pretrained({base}, {adapter})"
+    if config.tokenizer.add_tokens:  # PEFT adds the rows of the tokenizer's tokens to the base
+        return f"peft.AutoPeftModelForCausalLM.from_pretrained({adapter})"
+    described: Any = config.model
+    resized = f"base = {base}; base.resize_token_embeddings({described.config['vocab_size']})"
+    return f"{resized}; peft.PeftModel.from_pretrained(base, {adapter})"
 
 
 def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:

@@ -19,6 +19,7 @@ from axonlaunch.config.values.environment_values import names_environment
 from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.config.values.url import SCHEME, is_url
 from axonlaunch.system.storage import files
+from axonlaunch.system.storage.refusals import is_refusal
 
 CHECKPOINTS = "checkpoints"
 
@@ -166,7 +167,7 @@ def reaching(path: Path) -> Iterator[None]:
     except (ConfigError, CorruptCheckpointError):
         raise
     except Exception as error:
-        is_transient = is_remote(path) and not _is_refusal(error)
+        is_transient = is_remote(path) and not is_refusal(error)
         if is_remote(path):
             message = f"{path}: can't be reached: {_short(error)}"
         elif isinstance(error, OSError):
@@ -174,12 +175,6 @@ def reaching(path: Path) -> Iterator[None]:
         else:
             raise
         raise ConfigError([ConfigIssue("", message, is_transient=is_transient)]) from None
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether the same request will fail again: for lack of credentials, for example."""
-    refusals = (PermissionError, FileNotFoundError, NotImplementedError, TypeError, ValueError)
-    return isinstance(error, refusals) or "Credentials" in type(error).__name__
 
 
 def _short(error: Exception) -> str:

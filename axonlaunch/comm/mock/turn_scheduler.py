@@ -73,7 +73,7 @@ class TurnScheduler:
         """Wait for this rank's first turn.
 
         Raises:
-            PeerFailedError: The world was cancelled.
+            PeerFailedError: The world was canceled.
         """
         self._threads[rank] = threading.current_thread()
         self._turns[rank].acquire()

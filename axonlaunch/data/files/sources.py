@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.files.formats import FORMATS, suffixes
+from axonlaunch.system.storage.refusals import is_refusal
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 """Files that ``save_to_disk`` of datasets writes: for one dataset, and for several splits."""
@@ -134,7 +135,7 @@ def _remote(pattern: str) -> list[str]:
         names = [name for name in names if filesystem.isfile(name)]
     except Exception as error:  # storage backends raise various errors
         message = f"can't be reached: {type(error).__name__}: {error}"
-        if isinstance(error, PermissionError | FileNotFoundError | ValueError):
+        if is_refusal(error):
             raise OSError(message) from error
         raise UnreachableStorageError(message) from error
     if not names:

@@ -263,7 +263,7 @@ class _Progress:
 
     def add(self, count: float) -> None:
         if self._is_cancelled:
-            raise RuntimeError("the download is cancelled")
+            raise RuntimeError("the download is canceled")
         with self._lock:
             self._done = min(self._total, self._done + int(count))
             self._report(Downloading(self._repo, self._done, self._total))

@@ -277,8 +277,8 @@ class WorkerProcesses(Generic[_Task, _Result]):
         if record.seconds < self.timeout_s / 2:  # it reads many samples before the batch
             message = (
                 f"{self.description}: no batch came within {self.timeout_s:g} s; now "
-                f"{record.sample} is read. Raise launch.timeout_s, or give a stream a state: "
-                "without one, a resumed run reads all earlier samples again"
+                f"{record.sample} is read. Raise launch.timeout_s; if a stream reads all earlier "
+                "samples again after a resume, give it a state"
             )
             return message, self._stack(worker)
         message = (

@@ -82,7 +82,7 @@ def apply_activation_checkpointing(
             collectives and every second matrix product (torchtitan's per-op policy).
         num_experts: Largest number of experts among which a router chooses. Choices are saved, so
             that recomputed blocks route tokens like the forward. 0 if there are no routers. torch
-            can't compile this.
+            can't compile blocks that save choices.
     """
     if mode == "none":
         return

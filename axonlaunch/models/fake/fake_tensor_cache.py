@@ -140,7 +140,7 @@ class _Memory:
         """Return a recipe for results like this one, or None."""
         if result is None:
             return _Nothing()
-        if type(result) in (tuple, list):
+        if isinstance(result, tuple | list):
             recipes = [self._recipe(mode, item, tensors) for item in result]
             fakes = [item for item in result if isinstance(item, FakeTensor)]
             new_storages = [
@@ -150,7 +150,9 @@ class _Memory:
                 new_storages
             ):
                 return None
-            return _Parts(type(result), [part for part in recipes if part is not None])
+            # Decompositions return named tuples, which torch takes like others.
+            kind = list if type(result) is list else tuple
+            return _Parts(kind, [part for part in recipes if part is not None])
         if not isinstance(result, FakeTensor):
             return None
         for index, tensor in enumerate(tensors):

@@ -335,7 +335,8 @@ def peak_bytes(
         shares=shares,
         expert_share=expert_share,
     )
-    # Backward reads the weights of layers with a common input together: a gate and its product.
+    # With a tensor axis, backward reads the weights of layers with a common input together, such as
+    # those of a gate and its product, otherwise one at a time.
     read_at_once = (1 if layout.tensor == 1 else 2) / layout.tensor
     dequantized = read_at_once * shares.dequantized * _total_bytes(work)
     moments["last block"]["temporary"] += dequantized

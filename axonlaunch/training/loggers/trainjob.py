@@ -43,7 +43,7 @@ class TrainJobLogger(Logger):
             raise ValueError(f"{', '.join(missing)} not set")
         self._url = urlsplit(variables[URL])
         if self._url.scheme != "https" or self._url.hostname is None:
-            raise ValueError(f"{URL} is no https URL")
+            raise ValueError(f"{URL} is not an https URL")
         self._context = ssl.create_default_context(cafile=variables[_CERTIFICATE])
         self._token = Path(variables[_TOKEN])
         self._metrics: dict[str, Number] = {}

@@ -168,19 +168,34 @@ def test_weights_that_are_not_in_the_cache_are_fetched_once(
     assert not any(pattern.endswith(".py") for pattern in how["allow_patterns"])
 
 
-@pytest.mark.parametrize("error", [OfflineModeIsEnabled, LocalEntryNotFoundError])
+@pytest.mark.parametrize(
+    ("error", "cause", "is_transient"),
+    [
+        (OfflineModeIsEnabled("offline"), None, False),
+        (LocalEntryNotFoundError("offline"), OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), False),
+        (LocalEntryNotFoundError("no answer"), ConnectionError(), True),
+    ],
+)
 def test_offline_without_cache_is_error_at_once(
-    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    cause: Exception | None,
+    is_transient: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cached(tmp_path, monkeypatch)
 
     def download(path: str, **how: Any) -> str:
-        raise error("offline")
+        raise error from cause
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    text = refusal("model=hf", "model.path=someone/other")
+    with pytest.raises(ConfigError) as caught:
+        run_config(["model=hf", "model.path=someone/other", "data.sequence_length=32"])
+    [problem] = caught.value.problems
+    text = str(problem)
     assert text.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
     assert "hf download someone/other" in text
+    assert problem.is_transient == is_transient
 
 
 def test_a_folder_is_found_from_any_working_folder(

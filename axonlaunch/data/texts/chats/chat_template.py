@@ -157,7 +157,7 @@ class _Writer:
     def _text(self, chat: Chat) -> str | BadRow:
         """Return the rendered text of a chat, or why it is invalid."""
         if taken := sorted(chat.options.keys() & self._taken):
-            return BadRow(f"chat_template_kwargs sets {taken[0]}, which is no variable of a row")
+            return BadRow(f"chat_template_kwargs sets {taken[0]}, which a row can't set")
         try:
             text = self._render(chat.messages, chat)
         except ValueError as error:

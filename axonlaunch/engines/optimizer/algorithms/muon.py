@@ -38,7 +38,7 @@ class ShardedMuon(Muon):
     def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
         """Take groups of matrices and of stacks of matrices, and torch's options."""
         groups = list(params)
-        # torch's class refuses tensors that are no matrices.
+        # torch's class refuses tensors that are not matrices.
         matrices = [{**g, "params": [p for p in g["params"] if p.ndim == 2]} for g in groups]
         super().__init__(matrices, **options)
         for group, given in zip(self.param_groups, groups, strict=True):

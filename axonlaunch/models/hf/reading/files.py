@@ -132,8 +132,8 @@ def fetch(config: TransformersModel, *, weights: bool) -> Path | None:
         )
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         reason = "it is not in the cache, and the Hub can't be reached"
-        is_transient = not isinstance(error, OfflineModeIsEnabled)
-        raise ConfigError([_missing_files(config, reason, is_transient=is_transient)]) from None
+        is_offline = any(isinstance(e, OfflineModeIsEnabled) for e in (error, error.__cause__))
+        raise ConfigError([_missing_files(config, reason, is_transient=not is_offline)]) from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no answer")
         reason = "there is no such folder, and no such model on the Hub" if status == 404 else ""

@@ -22,7 +22,7 @@ Workspaces: TypeAlias = Callable[[Any, Sequence[Any]], list[int]]
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FP32_BYTES = 4
 _QUERY_MULTIPLE = 128
-"""The number of queries is padded_queries to a multiple of this."""
+"""The number of queries is padded to a multiple of this."""
 
 
 def runs_on_gpu(config: RunConfig) -> bool:

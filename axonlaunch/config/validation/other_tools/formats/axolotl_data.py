@@ -232,7 +232,7 @@ def _source(
     if roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         text = "answers of the assistant count, or with data.train_on=all every token"
         translation.leave_out(f"{key_prefix}.roles_to_train", text)
-    for name in entry.keys() & _CHANGES.keys():
+    for name in [name for name in entry if name in _CHANGES]:
         same, text = _CHANGES[name]
         if entry[name] not in same:
             translation.leave_out(f"{key_prefix}.{name}", text)
