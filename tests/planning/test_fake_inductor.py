@@ -26,7 +26,7 @@ from torch.utils import _triton
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.devices import cuda_attention, fake_inductor
+from axonlaunch.planning.tracing.devices import cuda_attention, cuda_dropout, fake_inductor
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import StorageTrace
@@ -155,6 +155,7 @@ def test_fake_inductor_kernels_follow_device_of_estimate(
 
     monkeypatch.setattr(fake_inductor, "install_fake_inductor", asked)
     monkeypatch.setattr(cuda_attention, "repeat_heads_as_on_cuda", lambda: None)
+    monkeypatch.setattr(cuda_dropout, "drop_as_on_cuda", lambda: None)
     chosen = ["strategy=single", "launch.nproc=1", "train.compile=true", f"hardware={hardware}"]
     world: Any = SimpleNamespace(rank=0, world_size=1)
     with pytest.raises(InterruptedError, match=f"for a GPU: {for_gpu}"):
