@@ -118,7 +118,7 @@ def _root(
 
 
 def run_command() -> None:
-    """Run the application. Print one line for each user error and exit with status 2."""
+    """Run the application. Print one line for each user error and exit with status 2 or 75."""
     try:
         status = app(standalone_mode=False)
         sys.stdout.flush()

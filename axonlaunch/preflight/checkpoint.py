@@ -131,7 +131,8 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     try:
         differences = weights.differences(folder, config.model, model)
     except ConfigError as error:
-        yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
+        for problem in error.problems:
+            yield ConfigIssue(key, problem.message, path, is_transient=problem.is_transient)
     else:
         if differences:
             message = f"they were saved with a different model: {weights.first(differences)}"

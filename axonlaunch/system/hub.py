@@ -95,11 +95,16 @@ def call_hub(function: Callable[[], _T]) -> _T:
             is_wrapper = _is_named(error, "LocalEntryNotFoundError")
             reason = (error.__cause__ if is_wrapper else None) or error
             status = getattr(getattr(reason, "response", None), "status_code", None)
-            is_passing = (status or 0) >= 500 or status == 429 or _is_half_a_file(reason)
+            is_passing = is_passing_status(status) or _is_half_a_file(reason)
             if not is_passing or number == TRIES - 1:
                 raise _explain(reason, status) from None
             time.sleep(_WAIT_S * 2**number)
     raise AssertionError("the last try returns or raises")
+
+
+def is_passing_status(status: int | None) -> bool:
+    """Return whether the same call may succeed after this HTTP status."""
+    return status is not None and (status == 429 or status >= 500)
 
 
 def _explain(error: BaseException, status: int | None) -> HubCallError:
@@ -112,7 +117,7 @@ def _explain(error: BaseException, status: int | None) -> HubCallError:
     if status == 404:  # the Hub names what is missing; another server at its address doesn't
         message = "the Hub's address answers that it is not there (404); check it, and HF_ENDPOINT"
         return HubCallError("refused", message)
-    if status is not None and status < 500:
+    if status is not None and not is_passing_status(status):
         return HubCallError("refused", f"the Hub refuses it ({status})")
     if status is not None:
         return HubCallError("failed", f"the Hub answered with status {status} ({TRIES} tries)")

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 from command import TINY, Command
 from launchers import have_sbatch
+
+from axonlaunch.config import load, with_values
+from axonlaunch.launch.commands import dry_run
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.runs import Run
+from axonlaunch.system.storage.files import folder_lock
 
 
 @pytest.mark.slow
@@ -93,6 +101,34 @@ def test_a_dry_run_of_a_finished_run_says_that_nothing_is_left(axonlaunch: Comma
     (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 6}')
     dry = axonlaunch.train("strategy=single", "run_dir=run", "--dry-run")
     assert dry.stdout.endswith("to start over, use another name or checkpoint.overwrite=true\n")
+
+
+def test_dry_run_of_finished_epochs_says_that_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of a launch resolve the number of steps."""
+    (tmp_path / "summary.json").write_text('{"status": "done", "steps": 6}')
+    monkeypatch.setattr(
+        dry_run,
+        "check_function",
+        lambda config: lambda config, options: with_values(config, {"train.steps": 6}),
+    )
+    monkeypatch.setattr(dry_run, "resolve_for_node", lambda context, config: config)
+    for name in ("_estimate", "preview_proof"):
+        monkeypatch.setattr(dry_run, name, lambda context, config: None)
+    server: Any = None
+    options = LaunchOptions(fork_server=server, started=0.0, dry_run=True)
+    config = load([f"run_dir={tmp_path}", "train.steps=9"])
+    run = Run(overrides=[], composed=None, config=config, options=options)
+    assert "it has trained all of its 6 steps" in dry_run._dry_run(run, missing=[]).finished
+
+
+def test_dry_run_in_the_folder_of_another_process_may_succeed_later(axonlaunch: Command) -> None:
+    logs = axonlaunch.folder / "run/logs"
+    logs.mkdir(parents=True)
+    with folder_lock(logs):
+        dry = axonlaunch.train("strategy=single", "run_dir=run", "--dry-run", status=75)
+    assert "another process is training in" in dry.stdout
 
 
 def test_dry_run_of_impossible_configuration_is_refused(axonlaunch: Command) -> None:

@@ -94,21 +94,29 @@ def test_script_of_a_task_hands_configuration_and_token_to_the_node(
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "is_legal"),
-    [("llama-3.1", "llama-3-1", True), ("3rd", "3rd", False), ("a" * 42, "a" * 42, False)],
+    ("tool", "name", "task", "is_legal"),
+    [
+        ("dstack", "llama-3.1", "llama-3-1", True),
+        ("dstack", "3rd", "3rd", False),
+        ("dstack", "a" * 42, "a" * 42, False),
+        ("dstack", "a", "a", False),
+        ("skypilot", "3rd", "3rd", False),
+        ("skypilot", "a" * 42, "a" * 42, True),
+        ("skypilot", "a", "a", True),
+    ],
 )
 def test_name_is_made_legal_for_the_tool_or_refused(
-    name: str, task: str, is_legal: bool, monkeypatch: pytest.MonkeyPatch
+    tool: str, name: str, task: str, is_legal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_tasks, "check_anywhere", lambda config, options: config)
-    words = ["launch=dstack", "launch.nproc=8", "launch.dstack.gpu=H100", f"name={name}"]
+    words = [f"launch={tool}", "launch.nproc=8", f"launch.{tool}.gpu=H100", f"name={name}"]
     config = configuration.load([*words, "checkpoint.path=s3://bucket/run"])
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
     if is_legal:
         config = cloud_tasks.check(config, options)
         assert yaml.safe_load(cloud_tasks.render_task(config))["name"] == task
         return
-    with pytest.raises(ConfigError, match=f"name={name}: would be the task {task}; tasks have 2 "):
+    with pytest.raises(ConfigError, match=f"name={name}: would be the task {task}; tasks have "):
         cloud_tasks.check(config, options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,6 +145,26 @@ def test_suspended_job_names_its_queue() -> None:
     assert job_of(cluster).state().note == "Job big is suspended; waits for the queue gpus"
 
 
+@pytest.mark.parametrize(
+    ("status", "name"),
+    [(None, "QUEUED"), (403, "QUEUED"), (404, "SUSPENDED")],
+    ids=["no Workload yet", "may not be read", "no Kueue"],
+)
+def test_suspended_job_of_a_queue_waits_for_it_until_a_workload_says_otherwise(
+    status: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Canned(suspend=True)
+    queue(cluster)
+    cluster.workloads = []
+    if status is not None:
+        refused = RefusedError(status, {"message": "cannot list"}, "list Workloads", "")
+        monkeypatch.setattr(cluster, "find", Mock(side_effect=refused))
+    assert job_of(cluster).state().name == name
+    refusal = {None: "Kueue has made no Workload", 403: "does not allow to list Workloads"}
+    with pytest.raises(ConfigError, match=refusal.get(status, "is suspended")):
+        job_of(cluster).stop()
+
+
 def queue(cluster: Canned) -> None:
     assert cluster.job is not None
     cluster.job["metadata"] |= {
@@ -182,8 +203,8 @@ def test_complete_job_succeeded() -> None:
         assert job_of(cluster).state().status == 0
 
 
-@pytest.mark.parametrize(("code", "status"), [(1, 1), (2, 2), (137, 1)])
-def test_failed_job_has_the_exit_status_of_a_configuration_error(code: int, status: int) -> None:
+@pytest.mark.parametrize(("code", "status"), [(1, 1), (2, 2), (75, 75), (137, 1)])
+def test_failed_job_has_the_exit_status_of_its_pods(code: int, status: int) -> None:
     cluster = Canned()
     assert cluster.job is not None
     failed = condition("Failed", reason="PodFailurePolicy", message="Container node exited")

@@ -194,6 +194,33 @@ def test_job_whose_creation_got_no_answer_is_deleted(server: type[Requests]) -> 
     assert refusals(server)[1] == ("these may be left: kubectl delete --namespace=research job/big")
 
 
+def test_job_of_another_command_is_kept_if_a_creation_got_no_answer(
+    server: type[Requests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/apis/batch/v1/namespaces/research/jobs/big"
+
+    def create(handler: Requests, path: str, body: Any, query: dict[str, str]) -> None:
+        if body["kind"] == "Job" and "dryRun" not in query:
+            server.objects[path] = {"kind": "Job", "metadata": {"name": "big", "uid": "other"}}
+            return
+        made(handler, path, body, query)
+
+    made = Requests.create
+    monkeypatch.setattr(server, "create", create)
+    (line,) = refusals(server)
+    assert "does not answer" in line
+    assert [*server.objects] == [path]
+
+
+@pytest.mark.parametrize(("status", "lines"), [(404, 1), (403, 2), (409, 2)])
+def test_objects_that_may_not_be_deleted_are_named(
+    server: type[Requests], status: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.lost.add(("POST", "Job"))
+    monkeypatch.setattr(server, "do_DELETE", lambda self: self.answer(status, {"message": "no"}))
+    assert len(refusals(server)) == lines
+
+
 def test_second_job_in_a_run_folder_is_refused(server: type[Requests]) -> None:
     submitted(server)
     jobs = "/apis/batch/v1/namespaces/research/jobs"

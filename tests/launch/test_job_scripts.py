@@ -60,12 +60,21 @@ def test_settings_that_slurm_resolves_are_refused_before_the_job_waits() -> None
 
 
 @pytest.mark.parametrize(
-    ("saved_gb", "written", "seconds"),
-    [(0.5, "auto", 120), (160, "auto", 12860), (160, "600", 600)],
+    ("saved_gb", "written", "time", "seconds"),
+    [
+        (0.5, "auto", "null", 120),
+        (160, "auto", "null", 12860),
+        (160, "600", "null", 600),
+        (160, "auto", "2-0", 12860),
+        (160, "auto", "30", 900),
+        (0.5, "auto", "1:30", 45),
+        (1600, "auto", "null", 65535),
+    ],
 )
 def test_signal_before_the_time_limit_leaves_time_for_a_checkpoint(
     saved_gb: float,
     written: str,
+    time: str,
     seconds: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -75,9 +84,13 @@ def test_signal_before_the_time_limit_leaves_time_for_a_checkpoint(
     monkeypatch.setattr(slurm, "resolve_for_node", lambda context, config: config)
     monkeypatch.setattr(slurm, "forecast", lambda *arguments: SimpleNamespace(estimate=rank))
     words = ["launch=slurm", "launch.nproc=8", "name=big", f"launch.slurm.grace_s={written}"]
+    words.append(f"launch.slurm.time='{time}'" if time != "null" else "launch.slurm.time=null")
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
     slurm.launch(configuration.load(words), options)
-    assert f"#SBATCH --signal=B:USR1@{seconds}\n" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"#SBATCH --signal=B:USR1@{seconds}\n" in printed.out
+    is_less = seconds in (900, 45, 65535)
+    assert printed.err.startswith(f"note: launch.slurm.grace_s={seconds}, the most ") == is_less
 
 
 def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
@@ -95,3 +108,11 @@ def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
         "note: launch.slurm.grace_s=120, because the run can't be estimated: model: can't be "
         "traced\n"
     )
+
+
+def test_run_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError) as refused, slurm._only_submission(missing):
+        pytest.fail("it is submitted")
+    reason = f"can't be submitted from here: No such file or directory: {missing}/job.lock"
+    assert str(refused.value) == f"run_dir={missing}: {reason}"

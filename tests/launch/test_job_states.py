@@ -58,7 +58,11 @@ def test_incomplete_job_counts_as_failed(state: str, programs: Path) -> None:
     [
         ("1:0", 1, "failed"),
         ("2:0", 2, "failed (configuration error)"),
-        ("75:0", 75, "failed (a node was lost, or it could not start); axonlaunch resume job"),
+        (
+            "75:0",
+            75,
+            "failed (a node was lost, or it could not start); resume it with axonlaunch resume job",
+        ),
         ("130:0", 130, "is stopped; resume it with axonlaunch resume job"),
         ("2:9", 1, "failed"),
     ],

@@ -19,8 +19,8 @@ from axonlaunch.launch.commands.request import Request
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local import parallel_sweep
 from axonlaunch.launch.local.node_shares import NodeShare, divide_node
-from axonlaunch.launch.local.parallel_sweep import _words, share_node
-from axonlaunch.launch.runs import Run
+from axonlaunch.launch.local.parallel_sweep import _remaining, _words, share_node
+from axonlaunch.launch.runs import Run, RunResult
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -115,6 +115,16 @@ def test_runs_that_are_submitted_as_jobs_need_no_share_of_this_node(node: Any) -
     )
     assert nproc == [16, 16]
     assert shares == [NodeShare(devices=None, cores=tuple(range(8)))] * 2
+
+
+def test_interrupted_sweep_of_jobs_counts_only_the_submitted_ones() -> None:
+    runs = runs_of("launch=slurm", "launch.nproc=1", number=3)
+    request = Request(overrides=[], multirun=True)
+    submitted = RunResult(130, {"job_id": 7, "run_dir": "runs/a", "state": "PENDING"})
+    checking = RunResult(130, {"status": "interrupted", "run_dir": "runs/b"})
+    left = "2 of 3 runs were not submitted; axonlaunch jobs lists the others"
+    assert _remaining(runs, [submitted, checking], request) == left
+    assert _remaining(runs, [checking], request) == "3 of 3 runs were not submitted"
 
 
 def test_more_runs_at_once_than_the_sweep_has_give_each_a_larger_share(node: Any) -> None:

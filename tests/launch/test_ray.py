@@ -379,6 +379,7 @@ def test_only_transient_problems_of_the_start_are_retried_as_often_as_restarts(
     run._lost = lost
     judged = run._judge({0: status, 1: -lost})
     assert (judged and judged.name) == state
+    assert judged is None or judged.status == status
 
 
 @pytest.fixture
@@ -417,6 +418,29 @@ def test_actor_that_ray_restarts_remembers_losses_and_the_request_to_stop(
     assert RayRun(spec)._run().note == "big is stopped; resume it with axonlaunch resume big"
     delete_state()
     assert RayRun(spec)._lost == 0
+
+
+def test_actor_that_ray_restarts_remembers_starts_that_failed(
+    store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["launch=ray", "name=big", "run_dir=/shared/big", "launch.nproc=1"]
+    spec = RunSpec.of(configuration.load([*words, "launch.device=cpu", "launch.max_restarts=1"]))
+    util, actor = pytest.importorskip("ray.util"), "axonlaunch.launch.external.ray.run_actor"
+    for name in ("placement_group", "remove_placement_group"):
+        monkeypatch.setattr(util, name, lambda *group, **options: None)
+    monkeypatch.setattr(pytest.importorskip("ray"), "kill", lambda node: None)
+    monkeypatch.setattr(f"{actor}._remove_group", lambda name: None)
+    monkeypatch.setattr(RayRun, "_is_placed", lambda self, group: True)
+    monkeypatch.setattr(RayRun, "_place_node", lambda self, number, group: None)
+    attempts: list[str] = []
+
+    def attempt(self: RayRun, nodes: Any) -> dict[int, int]:
+        attempts.append(store["0123"])
+        return {0: 75}
+
+    monkeypatch.setattr(RayRun, "_attempt", attempt)
+    assert RayRun(spec)._run() == JobState("FAILED", "big: failed (exit status 75 of node 0)", 75)
+    assert [json.loads(kept)["lost"] for kept in attempts] == [0, 1]
 
 
 def test_second_run_of_a_name_that_is_starting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from command import TINY, Command
 
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
-from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.cli.training.train import _status_of
+from axonlaunch.config import ConfigError, ConfigIssue, load
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT, exit_status
+from axonlaunch.launch.failures.outcome import Outcome
+from axonlaunch.launch.multinode import run_end
+from axonlaunch.launch.multinode.membership import NodeMembership
 from axonlaunch.launch.multinode.node_settings import check_agreement
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.system.hub import _explain
 
 
 @pytest.mark.slow
@@ -26,6 +35,46 @@ def test_one_wrong_setting_makes_the_status_that_of_a_wrong_configuration() -> N
     wrong = ConfigIssue("model", "there is no such option")
     assert exit_status([passing]) == TRANSIENT
     assert exit_status([passing, wrong]) == INVALID
+    assert exit_status([]) == INVALID
+    assert (_status_of([0, TRANSIENT, INVALID]), _status_of([0, TRANSIENT])) == (INVALID, TRANSIENT)
+    assert _status_of([0, 0]) == 0
+
+
+@pytest.mark.parametrize(("status", "is_transient"), [(429, True), (503, True), (400, False)])
+def test_only_a_busy_hub_is_a_transient_problem(status: int, is_transient: bool) -> None:
+    assert _explain(OSError("no"), status).is_transient == is_transient
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("done", 0),
+        ("failed", 1),
+        ("interrupted", TRANSIENT),
+        (run_end.TOO_FEW_NODES, TRANSIENT),
+        ("", TRANSIENT),
+    ],
+)
+def test_a_node_that_comes_late_may_try_again_unless_the_run_has_failed(
+    end: str, status: int
+) -> None:
+    assert run_end.exit_status_and_line(end, address="10.0.0.1:29500")[0] == status
+
+
+def test_missing_nodes_of_another_attempt_are_a_transient_problem() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["launch.nnodes=2", "launch.nproc=1", "launch.node_rank=0", "launch.timeout_s=1"]
+    address = ["launch.master_addr=127.0.0.1", f"launch.master_port={port}"]
+    printed = io.StringIO()
+    node = NodeMembership(load([*words, *address]), [], RunConsole(stream=printed))
+    node.attempts = node.restarts = 1
+    with ExitStack() as folder:
+        assert node.rendezvous(folder) is None
+    node.leave(Outcome())
+    assert (node.lacks_nodes, node.status) == (True, TRANSIENT)
+    assert "has ended (too few nodes); start all nodes again to resume it" in printed.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def command(
                     if results[-1].is_last:
                         break
             print_comparison(runs, results)
-            status = next((result.status for result in results if result.status), 0)
+            status = _status_of([result.status for result in results])
             summaries = [result.summary for result in results if result.summary is not None]
     if as_json:
         if multirun:
@@ -197,6 +197,14 @@ def command(
         elif summaries:  # only the first process of a run has a summary
             print_json(summaries[0])
     raise typer.Exit(status)
+
+
+def _status_of(statuses: Sequence[int]) -> int:
+    """Return the exit status of a sweep: that of the first failed run, 75 last."""
+    from axonlaunch.config.problems.errors import TRANSIENT
+
+    failed = [status for status in statuses if status]
+    return next((status for status in failed if status != TRANSIENT), failed[0] if failed else 0)
 
 
 def _dry_run(
@@ -211,11 +219,12 @@ def _dry_run(
     """Print the memory estimate of each run, and the problems that would stop it on this node.
 
     Returns:
-        The exit status: 2 if a launch would fail, 0 otherwise.
+        The exit status of a launch that fails; 0 if none would.
 
     Raises:
         ConfigError: A configuration can't be run on any node.
     """
+    from axonlaunch.config.problems.errors import exit_status
     from axonlaunch.system.processes import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
@@ -238,7 +247,8 @@ def _dry_run(
                 fork_server=context, started=STARTED, render=render, dry_run=True, show=show
             )
             runs = dry_runs(request, environment.for_node(), options)
-        status = 2 if any(run.obstacles for run in runs) else 0
+        obstacles = [obstacle for run in runs for obstacle in run.obstacles]
+        status = exit_status(obstacles) if obstacles else 0
         if as_json:
             reports = [_to_json_dict(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])

@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.registry import Entry, Registry
+
+MOST_GRACE_S = 65535
+"""Largest number of seconds of sbatch's option ``--signal``."""
+_TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+"""Format of sbatch's option ``--time``: minutes[:seconds], or [days-]hours[:minutes[:seconds]]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +28,9 @@ class SlurmConfig:
     """account that the job is charged to; null: the default of the user"""
     time: str | None = None
     """time limit in sbatch's format: 30 (minutes), 8:00:00, 2-0 (days-hours)"""
-    grace_s: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    grace_s: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": MOST_GRACE_S})
     """seconds before the time limit at which the run is checkpointed and requeued; auto: from the
-    estimate, a minute and a checkpoint at 100 MB/s, at least 120
+    estimate, a minute and a checkpoint at 100 MB/s, at least 120, at most half of the time limit
     """
     cpus_per_task: int | None = field(default=None, metadata={"min": 1})
     """number of cores per node, for all its ranks; null: the whole node (--exclusive), because
@@ -34,6 +40,26 @@ class SlurmConfig:
     """further options of sbatch: ["--qos=high","--constraint=h100"]"""
     prologue: list[str] = field(default_factory=list)
     """lines of the job script that run before training starts: ["module load cuda"]"""
+
+    @property
+    def limit_s(self) -> int | None:
+        """Time limit in seconds; None for the default of the cluster, and for no limit."""
+        match = _TIME_LIMIT.fullmatch(self.time or "")
+        if match is None:
+            return None
+        days, *parts = [int(part or 0) for part in match.groups()]
+        first, second, third = parts
+        if match[1] is None and match[4] is None:  # minutes, or minutes:seconds
+            first, second, third = 0, first, second
+        return (((days * 24 + first) * 60 + second) * 60 + third) or None
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for each invalid value."""
+        limit = self.limit_s
+        if self.grace_s == "auto" or limit is None or self.grace_s < limit:
+            return []
+        message = f"must be less than launch.slurm.time={self.time}, which is {limit} s"
+        return [("grace_s", f"{message}; the job would be requeued before its first step")]
 
 
 @dataclass(frozen=True, kw_only=True)

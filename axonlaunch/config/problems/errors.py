@@ -77,8 +77,9 @@ class ConfigError(ValueError):
 
 
 def exit_status(problems: Sequence[ConfigIssue]) -> int:
-    """Return the exit status of a command: ``TRANSIENT`` if no problem is permanent."""
-    return TRANSIENT if all(problem.is_transient for problem in problems) else INVALID
+    """Return the exit status of a command: ``TRANSIENT`` if all its problems may pass."""
+    is_passing = bool(problems) and all(problem.is_transient for problem in problems)
+    return TRANSIENT if is_passing else INVALID
 
 
 @contextmanager

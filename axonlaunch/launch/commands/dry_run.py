@@ -74,12 +74,18 @@ def _dry_run(run: Run, *, missing: list[ConfigIssue]) -> DryRun:
         config = dataclasses.replace(config, data=synthetic.data, train=synthetic.train)
     with gathering(issues):
         if run.is_on_this_node:
-            summary = run_dir.finished_summary(config)
-            finished = "" if summary is None else run_dir.finished_text(config, summary)
+            finished = _text_if_finished(config)
         if not finished:
-            check_function(config)(config, run.options)
+            checked = check_function(config)(config, run.options)
+            if run.is_on_this_node:  # steps of train.epochs are known only now
+                finished = _text_if_finished(checked)
     proof = preview_proof(context, ready)
     return DryRun(ready, _estimate(context, ready), issues, proof, finished)
+
+
+def _text_if_finished(config: RunConfig) -> str:
+    summary = run_dir.finished_summary(config)
+    return "" if summary is None else run_dir.finished_text(config, summary)
 
 
 def _estimate(context: ForkServerContext, config: RunConfig) -> Forecast:

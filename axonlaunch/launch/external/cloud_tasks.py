@@ -27,6 +27,11 @@ from axonlaunch.system.text.yaml_blocks import to_block_yaml
 SECRET_VARIABLE = "AXONLAUNCH_TOKEN"
 """Environment variable of the task with the secret of the nodes; the ranks do not see it."""
 _FOLDER = "$HOME/.axonlaunch-job"
+_NAMES = {
+    "skypilot": (r"[a-z][a-z0-9-]*", "letters a-z"),  # it shortens long ones
+    "dstack": (r"[a-z][a-z0-9-]{1,40}", "2 to 41 letters a-z"),
+}
+"""Names of tasks that a tool accepts, as a pattern and in words."""
 _SUBMIT = {
     "skypilot": "sky jobs launch FILE",
     "dstack": "dstack apply -f FILE",
@@ -98,10 +103,11 @@ def _task_name(config: RunConfig) -> str:
 
 def _name_issues(config: RunConfig) -> Iterator[ConfigIssue]:
     name = _task_name(config)
-    if not re.fullmatch(r"[a-z][a-z0-9-]{1,40}", name):
+    pattern, letters = _NAMES[config.launch.name]
+    if not re.fullmatch(pattern, name):
         message = (
-            f"would be the task {name or 'without a name'}; tasks have 2 to 41 letters a-z, digits "
-            "and -, and begin with a letter"
+            f"would be the task {name or 'without a name'}; tasks have {letters}, digits and -, "
+            "and begin with a letter"
         )
         yield ConfigIssue("name", message, config.name)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.launch import MOST_GRACE_S
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
@@ -51,7 +52,9 @@ _ENDED = (
 )
 _NOTES = {
     str(INVALID): "failed (configuration error)",
-    str(TRANSIENT): "failed (a node was lost, or it could not start); axonlaunch resume {name}",
+    str(TRANSIENT): (
+        "failed (a node was lost, or it could not start); resume it with axonlaunch resume {name}"
+    ),
     "130": "is stopped; resume it with axonlaunch resume {name}",
 }
 """Notes on failed jobs by the exit status of the command."""
@@ -178,12 +181,27 @@ def _estimated_grace_s(config: RunConfig, context: ForkServerContext) -> int:
     try:
         estimate = forecast(context, resolve_for_node(context, config)).estimate
     except ConfigError as error:
+        needed = _LEAST_GRACE_S
         sys.stderr.write(
-            f"note: launch.slurm.grace_s={_LEAST_GRACE_S}, because the run can't be estimated: "
+            f"note: launch.slurm.grace_s={needed}, because the run can't be estimated: "
             f"{error.problems[0]}\n"
         )
-        return _LEAST_GRACE_S
-    return max(_LEAST_GRACE_S, seconds_to_save(config, estimate))
+    else:
+        needed = max(_LEAST_GRACE_S, seconds_to_save(config, estimate))
+    return min(needed, _most_grace_s(config, needed))
+
+
+def _most_grace_s(config: RunConfig, needed: int) -> int:
+    """Return the longest grace period with time for steps before it; note if more is needed."""
+    limit = config.launch.slurm.limit_s
+    most = MOST_GRACE_S if limit is None else min(MOST_GRACE_S, max(1, limit // 2))
+    if most < needed:
+        bound = f"of launch.slurm.time={config.launch.slurm.time}" if limit else "SLURM allows"
+        sys.stderr.write(
+            f"note: launch.slurm.grace_s={most}, the most {bound}; a checkpoint may need "
+            f"{needed} s\n"
+        )
+    return most
 
 
 def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
@@ -220,7 +238,8 @@ def _only_submission(folder: Path) -> Iterator[None]:
     """Keep other commands from submitting a run, until the number of its job is written.
 
     Raises:
-        ConfigError: Another command submits the run, or an earlier job of it waits or runs.
+        ConfigError: Another command submits the run, an earlier job of it waits or runs, or the
+            folder can't be locked.
     """
     with ExitStack() as stack:
         try:
@@ -229,6 +248,9 @@ def _only_submission(folder: Path) -> Iterator[None]:
             message = "another command is submitting this run; axonlaunch jobs shows its job"
             problem = ConfigIssue("run_dir", message, str(folder), is_transient=True)
             raise ConfigError([problem]) from None
+        except OSError as error:
+            message = f"can't be submitted from here: {error.strerror}: {folder / _LOCK}"
+            raise ConfigError([ConfigIssue("run_dir", message, str(folder))]) from None
         refuse_second_job(folder)
         yield
 

@@ -131,16 +131,17 @@ def launch_at_once(
                 results.append((command.number, command.result()))
     ordered = [result for _, result in sorted(results, key=lambda pair: pair[0])]
     if is_stopping:
-        console_on(stream).print(Text(_remaining(runs, waiting, request)), soft_wrap=True)
+        console_on(stream).print(Text(_remaining(runs, ordered, request)), soft_wrap=True)
         ordered.append(RunResult(INTERRUPTED, None))
     return ordered
 
 
-def _remaining(runs: Sequence[Run], waiting: Sequence[tuple[int, Run]], request: Request) -> str:
+def _remaining(runs: Sequence[Run], results: Sequence[RunResult], request: Request) -> str:
     """Return a line that says how an interrupted sweep goes on."""
     if not runs[0].is_on_this_node:
-        left = f"{len(waiting)} of {len(runs)} runs were not submitted"
-        return f"{left}; axonlaunch jobs lists the others"
+        submitted = [result for result in results if "state" in (result.summary or {})]  # of a job
+        left = f"{len(runs) - len(submitted)} of {len(runs)} runs were not submitted"
+        return f"{left}; axonlaunch jobs lists the others" if submitted else left
     name = name_of_sweep([run.config for run in runs])
     again = resuming_command(runs[0].config, request.words(), composed=runs[0].composed, name=name)
     return f"to resume  {again}"

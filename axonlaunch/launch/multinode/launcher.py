@@ -150,12 +150,13 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
             console.stop()
         me.leave(outcome)
         if leads:
-            return finish_run(config, outcome, record, console, context=context)
+            status, summary = finish_run(config, outcome, record, console, context=context)
+            # A scheduler that replaces lost nodes starts all of them again.
+            return (TRANSIENT if me.lacks_nodes else status), summary
     if outcome.crash is not None:
         report_crash(config, outcome.crash)
     if was_interrupted(outcome):
         return 130, None
     if outcome.crash is None:
         return 0, None
-    # A scheduler that replaces lost nodes starts all of them again.
     return (TRANSIENT if me.has_lost_node_0 else 1), None

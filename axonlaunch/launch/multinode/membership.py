@@ -67,6 +67,7 @@ class NodeMembership:
         restarts: Number of earlier attempts that failed; the others ended to admit a new node.
         summary: Summary of a run that was already finished, on node 0; otherwise None.
         status: Exit status of a node that takes part in no attempt.
+        lacks_nodes: Whether too few nodes came for another attempt.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class NodeMembership:
         self.attempts = self.restarts = 0
         self.summary: dict[str, Any] | None = None
         self.status = 0
+        self.lacks_nodes = False
         self._connect()
 
     @property
@@ -330,6 +332,8 @@ class NodeMembership:
         """
         if self._hosts or self._rounds is not None:
             status = "done" if outcome is None else run_end.status_of(outcome)
+            if self.lacks_nodes:
+                status = run_end.TOO_FEW_NODES
             self._rendezvous_of_rounds().leave(status)
 
     def _ends_at_once(self) -> bool:
@@ -369,7 +373,8 @@ class NodeMembership:
             )
             if self.attempts:
                 self._console.log(message)
-                raise RunEndedError("failed") from None
+                self.lacks_nodes = True
+                raise RunEndedError(run_end.TOO_FEW_NODES) from None
             problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
             raise ConfigError([problem]) from None
 

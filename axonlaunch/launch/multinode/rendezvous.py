@@ -52,8 +52,8 @@ class RunEndedError(Exception):
     """The run ended before this node could take part.
 
     Attributes:
-        status: End of the run according to node 0: "done", "failed" or "interrupted"; empty if
-            node 0 is gone and left no message.
+        status: End of the run according to node 0: "done", "failed", "interrupted" or "too few
+            nodes"; empty if node 0 is gone and left no message.
     """
 
     def __init__(self, status: str) -> None:
@@ -178,8 +178,8 @@ class ElasticRendezvous:
         gone, stopping it may block forever, so the wait is limited.
 
         Args:
-            status: End of the run, for nodes that wait or come now: "done", "failed" or
-                "interrupted".
+            status: End of the run, for nodes that wait or come now: "done", "failed",
+                "interrupted" or "too few nodes".
             stay_s: Seconds that the first node waits for nodes that come.
         """
         if self._first:

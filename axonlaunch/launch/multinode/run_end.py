@@ -11,6 +11,8 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.multinode.node_settings import is_elastic, is_first, meeting_port
 
+TOO_FEW_NODES = "too few nodes"
+"""End of a run of which too few nodes came for another attempt."""
 _CONNECT_S = 5.0
 """Seconds in which a node 0 that is there takes a connection."""
 
@@ -32,7 +34,9 @@ def exit_status_and_line(status: str, *, address: str) -> tuple[int, str]:
     if status == "done":
         return 0, f"the run at {address} is done: no step is left for this node"
     if status:
-        return 1, f"the run at {address} has ended ({status}); start all nodes again to resume it"
+        line = f"the run at {address} has ended ({status}); start all nodes again to resume it"
+        # A scheduler that replaces nodes starts this one again, unless the run itself has failed.
+        return (1 if status == "failed" else TRANSIENT), line
     return TRANSIENT, f"node 0 at {address} is gone; start all nodes again to resume the run"
 
 

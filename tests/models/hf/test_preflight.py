@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import huggingface_hub
 import pytest
 from configured import estimate_config, run_config
 from hf_families import FAMILIES, save
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from axonlaunch.config import ConfigError, with_values
 from axonlaunch.config.options.model import HuggingFaceConfig
@@ -196,6 +198,31 @@ def test_offline_without_cache_is_error_at_once(
     assert text.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
     assert "hf download someone/other" in text
     assert problem.is_transient == is_transient
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_transient"),
+    [
+        (403, "the Hub refuses it (403); log in with hf auth login", False),
+        (404, "there is no such folder, and no such model on the Hub", False),
+        (429, "the Hub answered with status 429", True),
+        (503, "the Hub answered with status 503", True),
+    ],
+)
+def test_busy_hub_is_a_transient_problem_of_a_model(
+    status: int, text: str, is_transient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached(tmp_path, monkeypatch)
+
+    def download(path: str, **how: Any) -> str:
+        error = HfHubHTTPError.__new__(HfHubHTTPError)  # its arguments differ between versions
+        error.response = cast("Any", SimpleNamespace(status_code=status))
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+        files.fetch(HuggingFaceConfig(path="someone/other"), weights=True)
+    assert [problem.is_transient for problem in caught.value.problems] == [is_transient]
 
 
 def test_a_folder_is_found_from_any_working_folder(

@@ -163,9 +163,18 @@ class Cluster:
         query = {"fieldManager": _MANAGER}
         return self._json("PATCH", self.path(kind, name), action, query, change)
 
-    def delete(self, kind: str, name: str) -> None:
-        """Delete an object after everything that belongs to it."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+    def delete(self, kind: str, name: str, uid: str = "") -> None:
+        """Delete an object after everything that belongs to it.
+
+        Args:
+            kind: Kind of the object.
+            name: Name of the object.
+            uid: Identifier of the object, without which the server deletes any of this name.
+        """
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        body["propagationPolicy"] = "Foreground"
+        if uid:
+            body["preconditions"] = {"uid": uid}
         self._json("DELETE", self.path(kind, name), f"delete the {kind} {name}", {}, body)
 
     def log(self, pod: str, container: str, *, since: str = "") -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.problems.errors import INVALID
+from axonlaunch.config.problems.errors import INVALID, TRANSIENT
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.kubernetes.cluster import (
     KEYS,
@@ -151,6 +151,9 @@ class ClusterJob:
             name = workload["metadata"]["name"]
             retry(partial(self.cluster.patch, "Workload", name, change), self.cluster, self.name)
             return
+        if now.name == "QUEUED":
+            message = f"Kueue has made no Workload for {self.title} yet; try again"
+            raise ConfigError([ConfigIssue("", message, is_transient=True)])
         change = {"spec": {"suspend": is_suspended}}
         request = partial(self.cluster.patch, self.kind, self.name, change)
         job = retry(request, self.cluster, self.name)
@@ -161,26 +164,51 @@ class ClusterJob:
             )
             raise ConfigError([ConfigIssue("", message)])
 
-    def _workload(self, job: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def _workload(self) -> dict[str, Any] | None:
         """Return the object with which Kueue admits the job; None if no queue does.
-
-        Args:
-            job: The object of the run; None: it is requested.
 
         Raises:
             RefusedError: The server does not allow it.
             UnreachableError: The server does not answer.
         """
-        job = self.cluster.get(self.kind, self.name) if job is None else job
+        job = self.cluster.get(self.kind, self.name)
         if job is None or _QUEUE not in job["metadata"].get("labels", {}):
             return None
+        found = self._workloads(job)
+        return found[0] if found else None
+
+    def _is_queued(self, job: dict[str, Any]) -> bool:
+        """Return whether a suspended job waits for a queue of Kueue.
+
+        So does one whose Workload Kueue has not made yet, or which the user may not read.
+
+        Raises:
+            RefusedError: The server does not allow it.
+            UnreachableError: The server does not answer.
+        """
+        if _QUEUE not in job["metadata"].get("labels", {}):
+            return False
         try:
-            found = self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
+            workloads = self._workloads(job)
+        except RefusedError as refused:
+            if refused.status == 403:
+                return True
+            raise
+        return workloads is not None and all(each["spec"].get("active", True) for each in workloads)
+
+    def _workloads(self, job: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the objects with which Kueue admits the job; None if there is no Kueue.
+
+        Raises:
+            RefusedError: The server does not allow it.
+            UnreachableError: The server does not answer.
+        """
+        try:
+            return self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
         except RefusedError as refused:
             if refused.status == 404:  # the label has no effect without Kueue
                 return None
             raise
-        return found[0] if found else None
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods of the run, the oldest first.
@@ -204,8 +232,7 @@ class ClusterJob:
             reason = f"{failed.get('reason', '')}: {failed.get('message', '')}".strip(": ")
             return JobState("FAILED", f"{self.title}: failed ({reason})", self._failed_status())
         if job["spec"].get("suspend"):
-            workload = self._workload(job)
-            if workload is not None and workload["spec"].get("active", True):
+            if self._is_queued(job):
                 queue = job["metadata"]["labels"][_QUEUE]
                 return JobState("QUEUED", f"{self.title} is suspended; waits for the queue {queue}")
             note = f"{self.title} is suspended; resume it with axonlaunch resume"
@@ -230,12 +257,12 @@ class ClusterJob:
         return " ".join(str(failures[-1].get("message", "")).split()) if failures else ""
 
     def _failed_status(self) -> int:
-        """Return the exit status of the command if all pods had it for a configuration error."""
+        """Return the exit status of a failed job: that of a pod, if it says why."""
         try:
-            codes = {code for pod in self.pods() if (code := _exit_code(pod)) is not None}
+            codes = {_exit_code(pod) for pod in self.pods()}
         except (RefusedError, UnreachableError):
             return 1
-        return INVALID if INVALID in codes else 1
+        return next((status for status in (INVALID, 1, TRANSIENT) if status in codes), 1)
 
     def _new_lines(self, pod: dict[str, Any]) -> str:
         name = pod["metadata"]["name"]

@@ -28,6 +28,9 @@ from axonlaunch.launch.external.kubernetes.resources import pod_resources
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
+_SUBMISSION = "axonlaunch/submission"
+"""Annotation of objects with a random text of the command that created them."""
+
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     """Run the checks that apply to every node, and those of the settings of the cluster.
@@ -148,9 +151,11 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         ConfigError: The server does not answer or refuses an object. Nothing is left behind, or the
             error names it.
     """
-    job, others = objects.job, list(objects.others)
+    others = list(objects.others)
     if objects.secret:
         others.insert(0, _secret(objects))
+    submission = secrets.token_hex(8)
+    *others, job = [_with_submission(each, submission) for each in [*others, objects.job]]
     for each in [*others, job]:
         retry(partial(cluster.create, each, dry=True), cluster, name)
     _refuse_shared_folder(job, cluster, name)
@@ -164,6 +169,7 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
                 if exit_status(error.problems) != TRANSIENT:
                     created.pop()  # refused: an object of this name is another's
                 raise
+            created[-1] = reply
         about = {key: reply[key] for key in ("apiVersion", "kind")}
         owner = {**about, "name": objects.name, "uid": reply["metadata"]["uid"]}
         for each in others:
@@ -171,7 +177,7 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
             request = partial(cluster.patch, each["kind"], each["metadata"]["name"], change)
             retry(request, cluster, name)
     except BaseException as error:
-        left = _delete_all(created, cluster)
+        left = _delete_all(created, cluster, submission)
         if left and isinstance(error, ConfigError):
             message = f"these may be left: kubectl delete --namespace={cluster.namespace} {left}"
             raise ConfigError(
@@ -180,15 +186,36 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         raise
 
 
-def _delete_all(created: list[dict[str, Any]], cluster: Cluster) -> str:
-    """Delete objects, the last first; return those that can't be deleted, as for kubectl."""
+def _with_submission(each: dict[str, Any], submission: str) -> dict[str, Any]:
+    """Return an object with the annotation of the command that creates it."""
+    metadata = each["metadata"]
+    annotations = {**(metadata.get("annotations") or {}), _SUBMISSION: submission}
+    return {**each, "metadata": {**metadata, "annotations": annotations}}
+
+
+def _delete_all(created: list[dict[str, Any]], cluster: Cluster, submission: str) -> str:
+    """Delete objects, the last first; return those that can't be deleted, as for kubectl.
+
+    Args:
+        created: Answers of the server; the object itself if no answer has arrived.
+        cluster: The API server.
+        submission: Annotation of the objects of this command. Another one may have created an
+            object of this name since.
+    """
     left = []
     for each in reversed(created):
         kind, name = each["kind"], each["metadata"]["name"]
         try:
-            cluster.delete(kind, name)
-        except RefusedError:  # it does not exist
-            continue
+            existing = each if "uid" in each["metadata"] else cluster.get(kind, name)
+            if (
+                existing is None
+                or existing["metadata"].get("annotations", {}).get(_SUBMISSION) != submission
+            ):
+                continue
+            cluster.delete(kind, name, existing["metadata"]["uid"])
+        except RefusedError as refused:
+            if refused.status != 404:
+                left.append(f"{kind.lower()}/{name}")
         except UnreachableError:
             left.append(f"{kind.lower()}/{name}")
     return " ".join(left)

@@ -165,8 +165,9 @@ class RayJob:
         except ValueError:  # its actor is not listed with a state before it has started
             if _find(self.name, RUNNING) is None:
                 raise
-            message = "a run of this name is starting; follow it with axonlaunch logs, or stop it"
-            raise ConfigError([ConfigIssue("name", message, self.name)]) from None
+            message = "a run of this name is starting; wait until axonlaunch jobs lists it"
+            problem = ConfigIssue("name", message, self.name, is_transient=True)
+            raise ConfigError([problem]) from None
         try:
             _answer(run_actor.state.remote())
         except GetTimeoutError:

@@ -139,6 +139,7 @@ class RayRun:
                 statuses = self._attempt(nodes)
                 if (state := self._judge(statuses)) is not None:
                     return state
+                self._keep_state()
                 # A node that did not end in time may wait for a node 0 that is gone.
                 for number in range(self._spec.nnodes):
                     if number not in statuses:
@@ -284,7 +285,8 @@ class RayRun:
             note = f"{name}: starts again, because {reason}"
             self._state = JobState("PENDING", note)
             return None
-        return self._failure("a node was lost" if was_lost else f"exit status {first} of node 0")
+        reason = "a node was lost" if was_lost else f"exit status {first} of node 0"
+        return self._failure(reason, TRANSIENT if first == TRANSIENT else 1)
 
     def _failure(self, reason: str, status: int = 1) -> JobState:
         return JobState("FAILED", f"{self._spec.name}: failed ({reason})", status)

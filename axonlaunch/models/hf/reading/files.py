@@ -15,6 +15,7 @@ from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.reading.other_folders import describe_other_folder
+from axonlaunch.system.hub import is_passing_status
 from axonlaunch.system.storage.files import inside_folder, read_text
 
 CONFIG_FILE_NAME = "config.json"
@@ -135,10 +136,15 @@ def fetch(config: TransformersModel, *, weights: bool) -> Path | None:
         is_offline = any(isinstance(e, OfflineModeIsEnabled) for e in (error, error.__cause__))
         raise ConfigError([_missing_files(config, reason, is_transient=not is_offline)]) from None
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "no answer")
-        reason = "there is no such folder, and no such model on the Hub" if status == 404 else ""
-        message = reason or f"the Hub refuses it ({status}); log in with hf auth login"
-        raise ConfigError([_missing_files(config, message)]) from None
+        status = getattr(error.response, "status_code", None)
+        is_transient = is_passing_status(status)
+        if status == 404:
+            message = "there is no such folder, and no such model on the Hub"
+        elif is_transient:
+            message = f"the Hub answered with status {status}"
+        else:
+            message = f"the Hub refuses it ({status or 'no answer'}); log in with hf auth login"
+        raise ConfigError([_missing_files(config, message, is_transient=is_transient)]) from None
     except (OSError, ValueError) as error:  # no network, no free space, an invalid name
         reason = str(error).splitlines()[0][:200]
         raise ConfigError([_missing_files(config, f"can't be fetched: {reason}")]) from None
