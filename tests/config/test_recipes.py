@@ -78,7 +78,8 @@ CASES = [
 ]
 TWO_STEPS = [
     *["launch.backend=mock", "train.epochs=null", "train.steps=2", "train.global_batch_size=4"],
-    *["train.micro_batch_size=auto", "train.eval_every=0", "checkpoint.every=0"],
+    *["train.micro_batch_size=auto", "train.eval_every=0"],
+    *["checkpoint.every=0", "checkpoint.keep_best=0"],
     *["scheduler.warmup_steps=auto", "train.prove=never"],
 ]
 
