@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 
 from axonlaunch.config import Composed, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig, Launcher
 from axonlaunch.launch.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
 from axonlaunch.system.processes import forked_call
@@ -130,6 +131,14 @@ def submission_issues(
         value = getattr(launch, key)
         if value not in ("auto", None):
             yield ConfigIssue(f"launch.{key}", f"{origin}; remove this setting", value)
+
+
+def used_cores(config: RunConfig) -> int:
+    """Return the number of cores that the ranks of a node and their data workers use."""
+    launch = config.launch
+    assert launch.nproc != "auto"
+    threads = 1 if launch.threads == "auto" else launch.threads
+    return launch.nproc * (threads + num_data_workers(config.data))
 
 
 def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -21,6 +21,7 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     stages_per_rank,
 )
+from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
@@ -282,8 +283,7 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
             "choice; use none, or train.compile=false"
         )
         yield ConfigIssue("train.activation_checkpointing", message, mode)
-    balance = getattr(described, "balance", "none")
-    if balance == "none":
+    if not balances_by_bias(described):
         return
     experts = spec.experts(model)
     if not experts or any(router_with_bias(model, name) is None for name in experts):
@@ -291,10 +291,10 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
             f"{type(model).__name__} has no routers with an {CORRECTION_BIAS}; use none, and "
             "model.router_aux_loss if it has such a loss"
         )
-        yield ConfigIssue("model.balance", message, balance)
+        yield ConfigIssue("model.balance", message, "bias")
     elif config.adapter is not None:
         message = "an exported adapter does not contain the biases of routers; use none"
-        yield ConfigIssue("model.balance", message, balance)
+        yield ConfigIssue("model.balance", message, "bias")
     elif config.train.compile:
         message = "compiled blocks can't count the tokens of experts; use model.balance=none"
         yield ConfigIssue("train.compile", message, True)

@@ -8,8 +8,8 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import estimate_device, is_on_cpu
-from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.launch.launcher import used_cores
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Estimate
 
@@ -74,10 +74,7 @@ def pod_resources(config: RunConfig, context: ForkServerContext) -> PodResources
             memory = f"{math.ceil(pod_memory_bytes(config, estimate) / GIB)}Gi"
         if grace == "auto":
             grace = seconds_to_save(config, estimate)
-    cpus = options.cpus
-    if cpus == "auto":
-        threads = 1 if launch.threads == "auto" else launch.threads
-        cpus = launch.nproc * (threads + num_data_workers(config.data))
+    cpus = used_cores(config) if options.cpus == "auto" else options.cpus
     return PodResources(memory, cpus, 0 if is_on_cpu(launch) else launch.nproc, grace)
 
 

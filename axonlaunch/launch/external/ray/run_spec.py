@@ -10,8 +10,8 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import is_on_cpu
-from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.launch import RayConfig
+from axonlaunch.launch.launcher import used_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,6 @@ def bundle_of(config: RunConfig) -> dict[str, float]:
     """Return the resources of each node of a run."""
     launch, options = config.launch, config.launch.ray
     assert launch.nproc != "auto"
-    cpus = options.cpus
-    if cpus == "auto":
-        threads = 1 if launch.threads == "auto" else launch.threads
-        cpus = launch.nproc * (threads + num_data_workers(config.data))
+    cpus = used_cores(config) if options.cpus == "auto" else options.cpus
     gpus = {} if is_on_cpu(launch) else {"GPU": float(launch.nproc)}
     return {"CPU": float(cpus), **gpus, **options.resources}
