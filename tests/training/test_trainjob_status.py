@@ -120,7 +120,7 @@ def test_refused_status_is_reported_and_training_continues(
 def test_server_without_https_is_refused() -> None:
     names = ("URL", "CA_CERT", "TOKEN")
     variables = {f"KUBEFLOW_TRAINER_SERVER_{name}": "http://trainer" for name in names}
-    with pytest.raises(ValueError, match="KUBEFLOW_TRAINER_SERVER_URL is no https URL"):
+    with pytest.raises(ValueError, match="KUBEFLOW_TRAINER_SERVER_URL is not an https URL"):
         TrainJobLogger(variables)
     del variables["KUBEFLOW_TRAINER_SERVER_TOKEN"]
     with pytest.raises(ValueError, match="KUBEFLOW_TRAINER_SERVER_TOKEN not set"):
