@@ -68,7 +68,7 @@ def load_or_learn(
     is_learned = tokenizer.name == "train"
     loaded = _load_learned(tokenizer, data, report) if is_learned else load_tokenizer(tokenizer)
     loaded = add_tokens(loaded, tokenizer)
-    chosen = getattr(data, "chat_template", None)
+    chosen = data.chat_template if isinstance(data, ChatConfig) else None
     return loaded if chosen is None else replace_template(loaded, chat_template(chosen), chosen)
 
 

@@ -36,12 +36,6 @@ class MicroBatchPlace:
         return previous * layout.micro_batch_size
 
 
-def pieces_of(module: nn.Module) -> int:
-    """Return the number of tensors that are packed in a layer's output and sharded separately."""
-    shard = getattr(module, "shard_specs", {}).get("weight")
-    return int(getattr(shard, "pieces", 1))
-
-
 def gives_partial_sums(module: nn.Module) -> bool:
     """Return whether a rank's output of this module must be summed over ranks."""
     return isinstance(module, LoraMatrix) and module.gives_partial_sums
