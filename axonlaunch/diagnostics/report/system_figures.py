@@ -7,7 +7,6 @@ for memory the highest value.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +33,9 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 """Title and unit of each chart, and the names of its curves by key of an event."""
 _OF_GPUS: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
-    "gpu_use": ("mean of a node's GPUs", statistics.fmean),
+    "gpu_use": ("mean of a node's GPUs", lambda values: sum(values) / len(values)),
     "gpu_memory_bytes": ("fullest GPU of a node", max),
-    "gpu_power_w": ("all GPUs of a node", math.fsum),
+    "gpu_power_w": ("all GPUs of a node", sum),
 }
 """One number for the GPUs of a node, by key, with its description."""
 _BUCKETS = 200
@@ -139,7 +138,7 @@ def _charts_of_nodes(
             heading = _with_total(title, events)
             if len(names) > 1 or key in _OF_GPUS:
                 heading += f", {_OF_GPUS[key][0] if key in _OF_GPUS else name}"
-            number = 1 + max(max(spans, default=0) for spans in by_node)
+            number = _num_complete(by_node)
             x = [round((index + 0.5) * every_s, 1) for index in range(number)]
             point_of = max if unit == "bytes" else statistics.fmean
             lines = _lines(list(samples), by_node, number, point_of)
@@ -168,13 +167,28 @@ def _spans(
     for event in events:
         value = event.get(key)
         if isinstance(value, list):
-            numbers = [plain_number(each) for each in islice(value, _MOST_GPUS)]
-            known = [number for number in numbers if number is not None]
-            value = _OF_GPUS[key][1](known) if known and key in _OF_GPUS else None
+            value = _of_gpus(value[:_MOST_GPUS], key)
         number = plain_number(value)
         if number is not None:
             spans[max(0, int((event["time"] - first) / every_s))].append(number)
     return spans
+
+
+def _of_gpus(values: list[Any], key: str) -> Any:
+    """Return one value for those of a node's GPUs; of values that are no numbers, any or None."""
+    if key not in _OF_GPUS:
+        return None
+    try:
+        return _OF_GPUS[key][1](values)
+    except (TypeError, ValueError, ArithmeticError):  # a file that no run wrote
+        return None
+
+
+def _num_complete(by_node: Sequence[Mapping[int, Sequence[float]]]) -> int:
+    """Return the number of spans, without the last if it ended before each node was sampled."""
+    last = max(max(spans, default=0) for spans in by_node)
+    in_last, before = (sum(index in spans for spans in by_node) for index in (last, last - 1))
+    return last if in_last < before else last + 1
 
 
 def _lines(

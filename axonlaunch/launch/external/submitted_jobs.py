@@ -58,7 +58,8 @@ def find_job(
     Raises:
         ConfigError: There is no such job, or it can't be looked for.
     """
-    for folder in (Path(run), Path("runs", run)):
+    folders = (Path(run), Path("runs", run))
+    for folder in folders:
         job = SlurmJob.of_folder(folder)
         if job is not None:
             return job
@@ -75,6 +76,8 @@ def find_job(
     if ray is not None:
         searched += f", nor the Ray cluster at {ray},"
     message = f"{run}: {searched} of this name; axonlaunch jobs lists them"
+    if logs := next((folder / "logs" for folder in folders if (folder / "logs").is_dir()), None):
+        message = f"{run}: {searched} of this name; the log of rank N is {logs}/rank_N.log"
     raise ConfigError([ConfigIssue("", message)])
 
 

@@ -162,3 +162,28 @@ def test_samples_at_impossible_times_take_little_memory(tmp_path: Path) -> None:
 
 def test_run_without_samples_has_no_chart_of_its_node(tmp_path: Path) -> None:
     assert page_data([read_run(run_folder(tmp_path / "demo"))])["runs"][0]["system"] is None
+
+
+def test_last_span_is_left_out_until_each_node_has_a_sample_in_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=1)
+    first = [sample(100.0 + at, cpu=0.5) for at in (0, 5, 10, 15, 20)]
+    write_lines(folder / "events.jsonl", first)
+    second = [{**sample(101.0 + at, cpu=0.25), "host": "node-1"} for at in (0, 5, 10)]
+    write_lines(folder / events_of_rank(2), second)
+    system = system_of(read_run(folder))
+    assert system is not None
+    lines = system["views"][0]["charts"][0]["lines"]
+    assert [line["y"] for line in lines] == [[0.5, 0.5], [0.25, 0.25]]
+
+
+def test_figures_of_gpus_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=1)
+    lists: list[Any] = [[], [None], ["a", 1], [[1], [2]], [10**300, 1e308, 1e308]]
+    for node in range(2):
+        wrong = [
+            sample(100.0 + at, gpu_use=value, gpu_power_w=value, gpu_memory_bytes=value)
+            for at, value in enumerate(lists)
+        ]
+        write_lines(folder / events_of_rank(node), wrong)
+    text = json.dumps(system_of(read_run(folder)), allow_nan=False)
+    assert "GPU power" in text  # the last has a number for each GPU

@@ -359,7 +359,7 @@
     };
     const chosen = view.nodes.get(run.label) ?? views[0].name;
     section(nodes.length > 1 ? `${nodes.length} nodes` : `Node ${nodes[0]}`, element("p", { class: "faint" },
-      "All programs on the node, by the time since the first launch.",
+      `All programs on ${nodes.length > 1 ? "each" : "the"} node, by the time since the first launch.`,
       nodes.length > views.length ? " The lowest, median and highest of all nodes; hover to see which node it is." : "",
       absent ? ` Samples of ${absent} more ${absent > 1 ? "nodes are in their" : "node are in its"} own run folder, because the nodes do not share one.` : ""),
       views.length > 1 ? element("p", {}, element("label", {}, "show ", element("select", { "data-nodes": "", onchange: (event) => draw(event.target.value) },
