@@ -38,6 +38,8 @@ _API = {
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }
+_LOST_S = 30
+"""Seconds after which pods of an unreachable node are replaced, by default 300: the others wait."""
 _FAILED, _INTERRUPTED = 1, 130
 """Exit statuses of the command."""
 
@@ -220,6 +222,8 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         "containers": [container],
         "volumes": volumes,
         "terminationGracePeriodSeconds": resources.grace_s,
+        # A Service named "master" would set MASTER_PORT to its address.
+        "enableServiceLinks": False,
     }
     if options.service_account:
         pod["serviceAccountName"] = options.service_account
@@ -227,8 +231,15 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         pod["priorityClassName"] = options.priority_class
     if options.node_selector:
         pod["nodeSelector"] = dict(options.node_selector)
-    if options.tolerations:
-        pod["tolerations"] = [toleration(text) for text in options.tolerations]
+    pod["tolerations"] = [toleration(text) for text in options.tolerations] + [
+        {
+            "key": f"node.kubernetes.io/{trouble}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": _LOST_S,
+        }
+        for trouble in ("not-ready", "unreachable")
+    ]
     return pod
 
 
@@ -241,8 +252,9 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": nnodes,
         "parallelism": nnodes,
-        # For lost pods. If it is that of node 0, all nodes exit, and each of their pods counts.
-        "backoffLimit": config.launch.max_restarts * nnodes,
+        # For lost pods. Without restarts, or if it is that of node 0, all nodes exit, and each of
+        # their pods counts.
+        "backoffLimit": _replacements(config) * nnodes,
         "podFailurePolicy": _failure_policy(),
         "template": {
             "metadata": {"labels": _labels(name)},
@@ -251,10 +263,20 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _replacements(config: RunConfig) -> int:
+    """Return how often killed pods are replaced; those of a lost node once without restarts too."""
+    return max(int(int(config.launch.nnodes) > 1), config.launch.max_restarts)
+
+
 def _failure_policy() -> dict[str, Any]:
-    """Return the rules for a pod that fails; one that no rule matches counts as a restart."""
+    """Return the rules for a pod that fails: the first that matches, or it counts as a restart."""
     return {
         "rules": [
+            # The node was lost, drained or pre-empted, whatever the run made of it.
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
             {
                 "action": "FailJob",
                 "onExitCodes": {
@@ -264,11 +286,6 @@ def _failure_policy() -> dict[str, Any]:
                     # wrong.
                     "values": [_FAILED, INVALID],
                 },
-            },
-            # The node was lost, drained or pre-empted.
-            {
-                "action": "Ignore",
-                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
             },
             # Another pod was stopped, and the run saved a checkpoint.
             {
@@ -289,7 +306,7 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
     job["template"]["spec"].pop("subdomain", None)  # the JobSet has its own Service
     return {
         "failurePolicy": {
-            "maxRestarts": config.launch.max_restarts,
+            "maxRestarts": _replacements(config),
             "rules": [
                 {
                     "name": "runFailed",
@@ -307,9 +324,8 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
 def _train_job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of a TrainJob. Its runtime has the failure policy."""
     (container,) = pod["containers"]
-    patched = {
-        key: value for key, value in pod.items() if key not in ("containers", "priorityClassName")
-    }
+    refused = ("containers", "priorityClassName", "enableServiceLinks")
+    patched = {key: value for key, value in pod.items() if key not in refused}
     patched["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
     template = {"metadata": {"labels": _labels(name)}, "spec": patched}
     job = {"name": CONTAINER, "template": {"spec": {"template": template}}}
