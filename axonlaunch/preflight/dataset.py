@@ -161,7 +161,7 @@ def with_packing(config: RunConfig) -> RunConfig:
     except ConfigError:
         return config  # problems of the model are reported later with all others
     divided = divisor(degrees_of(config.strategy), "sequences") > 1
-    if not spec.unpackable() and (spec.divides_documents or not divided):
+    if not spec.unpackable() and (spec.shards_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -220,7 +220,7 @@ def packing_problems(
         yield ConfigIssue(f"data.{field}", message, value)
     for axis in AXES:
         degree = axis.degree(config.strategy)
-        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+        if axis.divides != "sequences" or degree == 1 or spec.shards_documents:
             continue
         message = f"a row holds several documents, which model={config.model.name} can't keep "
         message += f"apart with {axis.word} parallelism; "

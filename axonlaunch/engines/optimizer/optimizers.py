@@ -138,7 +138,7 @@ def _dtype(state: OptimizerState, parameter_dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a state as a DTensor that is sharded like its parameter.
 
     Dims that the state does not have are replicated: for a matrix sharded by rows, row means [m, 1]

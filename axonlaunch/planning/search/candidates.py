@@ -107,7 +107,7 @@ def candidates(
             for degree in _power_of_two_divisors(in_node)
             if not _cuts_numbers(with_values(config, {keys.TENSOR: degree}), spec, plan, model)
         ]
-    if not spec.undivided_sequences():
+    if not spec.unshardable_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = expert_degrees(spec, model) or [1]
