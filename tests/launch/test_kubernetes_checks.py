@@ -216,6 +216,13 @@ def test_memory_of_a_pod_on_the_cpu_has_all_tensors() -> None:
     assert memory == pytest.approx((0.25 + 2 * (0.25 + 3 + 1) * 1.1) * GIB)
 
 
+def test_memory_of_a_pod_has_the_data_workers_of_each_rank() -> None:
+    dataset = ["data=custom", "data.target=images:Images", "data.workers=8", "model=mlp"]
+    config = loaded("launch.nproc=8", RUNS, *dataset)
+    memory = resources.pod_memory_bytes(config, estimate())
+    assert memory == pytest.approx((0.25 + 8 * (2 + 8 * 0.25) * 1.1) * GIB)
+
+
 def test_grace_period_grows_with_the_checkpoint() -> None:
     config = loaded("launch.nproc=8", RUNS)
     assert resources.seconds_to_save(config, estimate()) == 60

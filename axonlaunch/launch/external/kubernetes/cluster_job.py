@@ -136,7 +136,7 @@ class ClusterJob:
         """Return the state of a job that the server does not show.
 
         Raises:
-            ConfigError: It never did, or a later request will hardly succeed.
+            ConfigError: The server has never shown the job, or has refused it too often.
         """
         problems = self.cluster.to_issue(refused, self.name)
         if self._refusals is None:
