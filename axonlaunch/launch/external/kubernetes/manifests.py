@@ -118,8 +118,8 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
 def merge_patch(value: Any, patch: Any) -> Any:
     """Return a value with a patch merged into it.
 
-    Mappings are merged by key, and null removes a key. Lists of mappings with a ``name`` are merged
-    by it; all other values are replaced.
+    Mappings are merged by key, and null removes a key. Lists of mappings with a ``name``, or with a
+    ``manager`` as the patches of a TrainJob, are merged by it; all other values are replaced.
     """
     if isinstance(value, dict) and isinstance(patch, dict):
         merged = {**value}
@@ -129,16 +129,17 @@ def merge_patch(value: Any, patch: Any) -> Any:
             else:
                 merged[key] = merge_patch(merged.get(key), change)
         return merged
-    if _has_names(value) and _has_names(patch):
-        by_name = {entry["name"]: entry for entry in value}
-        for change in patch:
-            by_name[change["name"]] = merge_patch(by_name.get(change["name"]), change)
-        return list(by_name.values())
+    for key in ("name", "manager"):
+        if all(_has_key(each, key) for each in (value, patch)):
+            by_key = {entry[key]: entry for entry in value}
+            for change in patch:
+                by_key[change[key]] = merge_patch(by_key.get(change[key]), change)
+            return list(by_key.values())
     return deepcopy(patch)
 
 
-def _has_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(e, dict) and "name" in e for e in value)
+def _has_key(value: Any, key: str) -> bool:
+    return isinstance(value, list) and all(isinstance(e, dict) and key in e for e in value)
 
 
 def _labels(name: str) -> dict[str, str]:

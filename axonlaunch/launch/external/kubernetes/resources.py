@@ -92,7 +92,7 @@ def pod_memory_bytes(config: RunConfig, estimate: Estimate) -> float:
     """
     device, nproc = estimate_device(config), config.launch.nproc
     assert nproc != "auto"
-    rank = estimate.host_bytes + max(rank.read_bytes for rank in estimate.ranks)
+    rank: float = estimate.host_bytes + max(rank.read_bytes for rank in estimate.ranks)
     if device != "gpu":
         rank += estimate.peak_bytes
     rank += num_data_workers(config.data) * _DATA_WORKER
