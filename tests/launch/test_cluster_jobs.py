@@ -514,3 +514,24 @@ def test_refusal_names_the_setting_to_change(
 ) -> None:
     refused = RefusedError(status, content, "create the Job big", "Job")
     assert [str(issue) for issue in Canned().to_issue(refused, "Big")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("field", "is_version"),
+    [
+        ("spec.runtimePatches", True),
+        (
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template."
+            "spec.template.spec.terminationGracePeriodSeconds",
+            True,
+        ),
+        ("spec.trainer.imag", False),
+    ],
+)
+def test_older_kubeflow_trainer_is_told_from_a_wrong_patch(field: str, is_version: bool) -> None:
+    message = f'strict decoding error: unknown field "{field}"'
+    refused = RefusedError(400, {"message": message}, "create the TrainJob big", "TrainJob")
+    (issue,) = Canned().to_issue(refused, "big")
+    expected = "launch.kubernetes.kind=trainjob: needs Kubeflow Trainer 2.3 or later; use jobset"
+    assert str(issue).startswith(expected) == is_version
+    assert field in str(issue)

@@ -35,6 +35,9 @@ _FOLDERS = {
 }
 """Paths of the API groups of kinds; all others are in the core group, except those of Kueue."""
 _KUEUE = "apis/kueue.x-k8s.io"
+_TRAINER = "2.3 or later"
+_NEW_IN_TRAINER = re.compile(r'unknown field "[^"]*(runtimePatches|terminationGracePeriodSeconds)"')
+"""Refusal of a TrainJob by an older version: 2.1 has no patches, 2.2 no grace period in them."""
 
 
 class UnreachableError(Exception):
@@ -297,6 +300,9 @@ class Cluster:
                 "choose another name, or end that run with axonlaunch stop and kubectl delete"
             )
             return [ConfigIssue("name", text, config_name)]
+        if refused.kind == "TrainJob" and _NEW_IN_TRAINER.search(message):
+            text = f"needs Kubeflow Trainer {_TRAINER}; use jobset, or install it: {message}"
+            return [ConfigIssue("launch.kubernetes.kind", text, KEYS[refused.kind])]
         causes = (refused.content.get("details") or {}).get("causes") or []
         if status in (400, 422) and causes:
             return [
