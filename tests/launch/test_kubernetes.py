@@ -159,19 +159,51 @@ def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     assert not any(token in text for text in (*logs, ran.stdout, ran.stderr))
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(("victim", "restarts"), [(1, 3), (0, 3), (1, 0)])
 def test_killed_pod_is_replaced_and_the_run_continues_from_its_checkpoint(
-    submit: Submission, api: Cluster, victim: int
+    submit: Submission, api: Cluster, victim: int, restarts: int
 ) -> None:
-    name = f"killed-{victim}"
-    follower = submit.start(
-        *(name, "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=5")
-    )
+    """Without restarts the other pod ends too, and both are replaced once."""
+    name, allowed = f"killed-{victim}-{restarts}", f"launch.max_restarts={restarts}"
+    follower = submit.start(name, allowed, "model.arguments={pause:0.2}", "checkpoint.every=5")
     logged(submit.folder / "runs" / name / "metrics.jsonl", 12, seconds=300)
     submit.kill(pods_of(api, name)[victim])
     output, errors = follower.communicate(timeout=300)
     assert follower.returncode == 0, f"{output}\n{errors}"
     assert submit.local.losses(name) == submit.whole()
+
+
+def test_pods_that_are_killed_while_pre_empted_do_not_count_as_failures(
+    submit: Submission, api: Cluster
+) -> None:
+    patch = yaml.safe_load((submit.folder / "patch.yaml").read_text())
+    patch["spec"]["backoffLimit"] = 0
+    (submit.folder / "patch.yaml").write_text(yaml.safe_dump(patch))
+    follower = submit.start("evicted", "model.arguments={pause:0.2}", "checkpoint.every=5")
+    logged(submit.folder / "runs/evicted/metrics.jsonl", 12, seconds=300)
+    victims = pods_of(api, "evicted")
+    for pod in victims:
+        # Those who pre-empt or drain do this.
+        conditions = [{"type": "DisruptionTarget", "status": "True"}]
+        name = pod["metadata"]["name"]
+        api.patch("Pod", f"{name}/status", {"status": {"conditions": conditions}})
+    for pod in victims:
+        submit.kill(pod)
+    output, errors = follower.communicate(timeout=300)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert submit.local.losses("evicted") == submit.whole()
+
+
+@pytest.mark.parametrize(
+    ("override", "status"),
+    [("launch.kubernetes.patch=null", 2), ("model.arguments={fault:exception}", 1)],
+    ids=["without the module of the model", "failed rank"],
+)
+def test_run_that_fails_by_itself_ends_the_job_at_once(
+    submit: Submission, override: str, status: int
+) -> None:
+    ran = submit(f"wrong-{status}", override, "launch.max_restarts=1", status=status)
+    assert "failed (PodFailurePolicy: Container node of pod wrong-" in ran.stdout
 
 
 def test_pod_that_starts_late_is_awaited(submit: Submission) -> None:
