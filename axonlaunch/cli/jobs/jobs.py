@@ -46,7 +46,7 @@ def command(
         return
     console = console_on()
     if not rows:
-        places = [f"{folder} has no jobs of SLURM", *(f"{place} has none" for place in read)]
+        places = [f"{folder} has no jobs of SLURM", *(f"{each} has none" for each in read)]
         console.print("; ".join(places), markup=False, soft_wrap=True)
         return
     from rich.table import Table
