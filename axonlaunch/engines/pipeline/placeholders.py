@@ -137,7 +137,7 @@ class End(Placeholder):
         return zeros.clone(memory_format=torch.contiguous_format) if self._is_written else zeros
 
 
-def cut_out(
+def keep_blocks(
     model: nn.Module, flow: BlockFlow, *, blocks: Sequence[str], first: int, last: int
 ) -> nn.Module:
     """Turn a full model into a stage, in place, and return it.

@@ -37,8 +37,8 @@ class MicroBatchPlace:
 
 def pieces_of(module: nn.Module) -> int:
     """Return the number of tensors that are packed in a layer's output and sharded separately."""
-    cut = getattr(module, "cuts", {}).get("weight")
-    return int(getattr(cut, "pieces", 1))
+    shard = getattr(module, "shard_specs", {}).get("weight")
+    return int(getattr(shard, "pieces", 1))
 
 
 def gives_partial_sums(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.hf.analysis.divided_attention import divide_attention
+from axonlaunch.models.hf.analysis.context_attention import shard_attention
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
 from axonlaunch.models.specs.model_spec import ModelOutputs
@@ -54,7 +54,7 @@ class _MixingError(Exception):
     """A model can't run on a part of a sequence; the message says why."""
 
 
-def why_undivided(model: nn.Module, *, layers: str) -> str:
+def why_unshardable(model: nn.Module, *, layers: str) -> str:
     """Return why a model's sequences can't be split over ranks; empty if they can.
 
     Args:
@@ -104,7 +104,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
     """
     silence_fake_tensors()
     watch = _Watch(_length(model))
-    divide_attention(
+    shard_attention(
         model,
         SequenceParts(
             positions=watch.positions,

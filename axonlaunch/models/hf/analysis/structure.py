@@ -17,7 +17,7 @@ from torch import nn
 
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.models.fake.block_flow import block_flow
-from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided, why_unpackable
+from axonlaunch.models.hf.analysis.sequence_mixing import why_unpackable, why_unshardable
 from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.reading import files
 from axonlaunch.models.modules.repeated_blocks import representative
@@ -100,11 +100,11 @@ class Structure:
         return replace(flow, returns=(first, *[inner] * (left_out + 1), last))
 
     @functools.cached_property
-    def undivided(self) -> str:
+    def unshardable(self) -> str:
         """Why sequences can't be split over ranks; empty if they can."""
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
-        return why_undivided(self.representative, layers=self.layers)
+        return why_unshardable(self.representative, layers=self.layers)
 
     @functools.cached_property
     def unpackable(self) -> str:

@@ -15,7 +15,7 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue
 from axonlaunch.config.consistency.layout import is_on_cpu
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import divisor_of
-from axonlaunch.launch.environment_variables import (
+from axonlaunch.launch.environment.environment_variables import (
     ADDRESS,
     COMPLETION_INDEX,
     NODE_VARIABLES,
@@ -26,7 +26,7 @@ from axonlaunch.launch.environment_variables import (
     NodeVariables,
     RankVariables,
 )
-from axonlaunch.launch.external.variable_reader import (
+from axonlaunch.launch.environment.variable_reader import (
     VariableReader,
     first_host,
     port_of,
