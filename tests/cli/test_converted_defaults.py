@@ -272,3 +272,40 @@ def test_larger_weights_by_entropy_of_axolotl_are_clipped_alike(folder: Path) ->
     assert written["train.eaft"] == 2.0
     assert written["train.grad_clip"] == pytest.approx(1 / 9)
     assert left_out(converted(folder, AXOLOTL, use_eaft=True, eaft_k=5)) == ["eaft_k"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "key"),
+    [
+        (
+            TORCHTUNE,
+            {
+                "model": {
+                    "_component_": f"{MODELS}.llama3.lora_llama3_8b",
+                    "lora_attn_modules": ["q_proj"],
+                    "apply_lora_to_output": True,
+                }
+            },
+            "model.apply_lora_to_output",
+        ),
+        (
+            AXOLOTL,
+            {"adapter": "lora", "lora_target_modules": ["model.embed_tokens", "q_proj", "lm_head"]},
+            "lora_target_modules",
+        ),
+        (
+            LLAMAFACTORY,
+            {"finetuning_type": "lora", "lora_target": "q_proj,lm_head"},
+            "lora_target",
+        ),
+    ],
+    ids=["torchtune", "axolotl", "llamafactory"],
+)
+def test_adapters_of_heads_and_embeddings_are_left_out(
+    tool: dict[str, Any], keys: dict[str, Any], key: str, folder: Path
+) -> None:
+    translation = converted(folder, tool, **keys)
+    assert values(translation)["adapter.targets"] == ["q_proj"]
+    texts = [each.text for each in translation.remarks if each.key == key]
+    assert any("train.unfreeze=['*lm_head*'] trains it in full" in text for text in texts)
+    assert key in left_out(translation)

@@ -438,6 +438,23 @@ def named_layers(written: str) -> list[str]:
     return [re.sub(r"\b((?:language|text)_model\\?\.)(?![*+?{])", r"(\1)?", f"({written})")]
 
 
+_HEADS_AND_EMBEDDINGS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe")
+
+
+def leave_out_head(translation: Translation, key: str, name: str) -> None:
+    """Report a head or embedding that the other tool adapts."""
+    text = f"layers of the blocks are adapted, not {name}; train.unfreeze=['*{name}*'] trains it"
+    translation.leave_out(key, f"{text} in full")
+
+
+def _is_head_or_embedding(translation: Translation, key: str, name: object) -> bool:
+    last = str(name).rpartition(".")[2]
+    if last not in _HEADS_AND_EMBEDDINGS:
+        return False
+    leave_out_head(translation, key, last)
+    return True
+
+
 def set_adapter(
     translation: Translation,
     *,
@@ -474,7 +491,12 @@ def set_adapter(
     if isinstance(targets, str) and targets not in ("all-linear", "all"):
         targets = named_layers(targets)
     chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
-    translation.set("adapter.targets", chosen, targets_key)
+    if isinstance(chosen, list):
+        chosen = [
+            name for name in chosen if not _is_head_or_embedding(translation, targets_key, name)
+        ]
+    if chosen:
+        translation.set("adapter.targets", chosen, targets_key)
     modules = translation.get(unfrozen)
     if modules:
         names = modules.split(",") if isinstance(modules, str) else translation.items(unfrozen)

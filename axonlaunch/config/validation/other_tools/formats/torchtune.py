@@ -317,8 +317,8 @@ def _set_adapter(translation: Translation) -> None:
     if translation.flag("model.apply_lora_to_mlp"):
         targets += _MLP
     if translation.flag("model.apply_lora_to_output"):
-        targets.append("lm_head")
-    keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
+        rules.leave_out_head(translation, "model.apply_lora_to_output", "lm_head")
+    keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
     translation.set("adapter.targets", targets, *(key for key in keys if translation.has(key)))
     for name in ("rank", "alpha", "dropout"):
         value = translation.number(f"model.lora_{name}", {"rank": 8, "alpha": 16}.get(name, 0.0))
