@@ -400,6 +400,21 @@ def set_intervals(
         _set_steps(translation, "checkpoint.every", "save_steps")
 
 
+def set_kept(translation: Translation, key: str = "save_total_limit") -> None:
+    """Set the number of checkpoints that are kept, after their interval; tools keep all by default.
+
+    Args:
+        translation: Translation.
+        key: Key with the number; 0 or none stands for all.
+    """
+    if translation.settings["checkpoint.every"].value == 0:
+        return
+    if (number := int(translation.number(key))) > 0:
+        translation.set("checkpoint.keep_last", number, key)
+    else:
+        translation.set("checkpoint.keep_every_n_steps", 1, key, note="all are kept")
+
+
 _LETTERS = f"{string.ascii_letters}{string.digits}_-., "
 """Characters of names of layers; other texts are regular expressions."""
 
