@@ -196,6 +196,8 @@ def test_data_without_held_out_samples_is_not_evaluated() -> None:
     assert kept.train.eval_batches == 3  # refused when the data is read
     mix = ["data=documents", "data.mix={a: {files: a.jsonl, held_out: 0.1}, b: {files: b.jsonl}}"]
     assert config.load([*mix, "data.held_out=0"]).train.eval_batches == 16
+    with_split = ["data=chat", "data.files=org/rows", "data.validation_split=test"]
+    assert config.load([*with_split, "data.held_out=0"]).train.eval_batches == 16
 
 
 def test_one_text_is_a_list_of_one() -> None:
