@@ -37,6 +37,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
         ([*PRETRAINED, "optimizer=null", "scheduler=null"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         ([*PRETRAINED, "adapter=lora"], {"optimizer.lr": 2e-4, **FINE_TUNING}),
         (["model=gpt", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
+        (["model=moe_debug", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         (
             ["model=vit", "model.weights=runs/a", "data=digits"],
             {"optimizer.lr": 2e-5, **FINE_TUNING, "train.precision": "fp32"},
@@ -62,6 +63,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
         "no option",
         "adapter",
         "weights",
+        "weights of a mixture of experts",
         "images",
         "from scratch",
         "preset",
