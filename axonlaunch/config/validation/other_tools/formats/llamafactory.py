@@ -269,7 +269,9 @@ def _finish(translation: Translation) -> None:
         key = "disable_gradient_checkpointing"
         translation.set("train.activation_checkpointing", chosen, key)
     rules.set_intervals(translation, held_out=held_out)
+    rules.set_kept(translation)
     rules.set_early_stop(translation, "early_stopping_steps")
+    trainer_keys.set_best_metric(translation)
     trainer_keys.set_push(translation)
     rules.set_router_loss(translation, "moe_aux_loss_coef")
     _refuse_quantized_weights(translation)
