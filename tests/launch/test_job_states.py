@@ -75,6 +75,39 @@ def test_failed_job_has_the_exit_status_of_the_run(
     assert ended == (status, "FAILED", [f"job 7: {note}"])
 
 
+@pytest.mark.parametrize("state", ["PENDING", "CONFIGURING"])
+def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopped(
+    state: str, programs: Path
+) -> None:
+    submitted(programs, scontrol=says("COMPLETED"), scancel="echo $@ >> scancelled")
+    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert job is not None
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    assert job.state().status == 1  # by scancel
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says(state)}\n")
+    assert job.stop() == "job 7 is cancelled before its start; axonlaunch resume job"
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    note = "job 7: is stopped; resume it with axonlaunch resume job"
+    assert job.state() == followed_job.JobState("CANCELLED", note, 130)
+    assert Path("scancelled").read_text() == "7\n"
+    Path("runs/job/job.number").write_text("8\n")  # a later job
+    later = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert later is not None
+    assert later.state().status == 1
+
+
+def test_job_that_slurm_refuses_to_stop_does_not_count_as_stopped(programs: Path) -> None:
+    refuses = "echo 'scancel: error: Kill job error: Access denied' >&2; exit 1"
+    submitted(programs, scontrol=says("COMPLETED"), scancel=refuses)
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('PENDING')}\n")
+    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert job is not None
+    with pytest.raises(ConfigError, match="Access denied"):
+        job.stop()
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    assert job.state().status == 1
+
+
 def test_two_commands_submit_no_two_jobs_of_a_run(programs: Path) -> None:
     submitted(programs, scontrol=says("COMPLETED"))
     job = slurm.SlurmJob.of_folder(Path("runs/job"))

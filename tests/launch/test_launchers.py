@@ -347,12 +347,44 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     assert "saves a checkpoint and ends" in there("stop", "job").stdout
     follower.communicate(timeout=60)
     assert axonlaunch.summary("job")["status"] == "interrupted"
-    assert "has ended" in there("stop", "job", status=2).stderr
+    assert "is stopped; resume it with" in there("stop", "job", status=2).stderr
     assert "it resumes in" in there("resume", "job").stdout
     log = there("logs", "job", "--follow").stdout
     assert "step 30" in log
     assert axonlaunch.losses("job") == axonlaunch.losses("whole")
     assert there("logs", "job", "--rank", "1").stdout
+
+
+@pytest.mark.slow
+def test_job_of_slurm_that_is_stopped_in_its_prologue_does_not_train(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    job = [*(word for word in faulty if not word.startswith("launch.")), "launch.nproc=1"]
+    job += ["launch=slurm", "launch.backend=gloo", "name=job"]
+    there = By(axonlaunch.folder, [], cluster)
+    follower = there.start("train", *job, "launch.slurm.prologue=['touch begun; sleep 5']")
+    wait_for(lambda: (axonlaunch.folder / "begun").exists(), seconds=60)
+    assert "saves a checkpoint and ends" in there("stop", "job").stdout
+    [(status, output, _)] = ended([follower], timeout=120)
+    assert status == 130
+    assert "is stopped; resume it with axonlaunch resume job" in output
+    assert not (axonlaunch.folder / "runs/job/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_job_of_slurm_exits_with_the_status_of_the_node_that_failed_first(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    """The other node is ended by SLURM, and has a higher status."""
+    job = [*(word for word in faulty if not word.startswith(("launch.", "plugins")))]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
+    job.append("plugins=[faulty_plugin,broken_on_a_node]")
+    (axonlaunch.folder / "broken_on_a_node.py").write_text(
+        "import os\nif os.environ.get('SLURM_NODEID') == '1':\n    raise RuntimeError('broken')\n"
+    )
+    there = By(axonlaunch.folder, [], cluster)
+    ran = there("train", *job, status=2)
+    assert "failed (configuration error)" in ran.stdout
 
 
 @pytest.mark.slow

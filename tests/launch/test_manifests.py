@@ -15,7 +15,7 @@ from pod_runs import loaded
 
 from axonlaunch import config as configuration
 from axonlaunch.launch.external.kubernetes import launcher, manifests
-from axonlaunch.launch.external.kubernetes.checks import read_patch
+from axonlaunch.launch.external.kubernetes.checks import pod_template, read_patch
 from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.launcher import LaunchOptions
@@ -70,10 +70,34 @@ def test_failed_run_ends_the_job_and_lost_pods_are_replaced() -> None:
     settings += ["launch.max_restarts=3", "launch.kubernetes.volumes=['runs:/runs']"]
     spec = built(*settings).job["spec"]
     assert spec["backoffLimit"] == 12
-    ended, disrupted, stopped = spec["podFailurePolicy"]["rules"]
+    disrupted, ended, stopped = spec["podFailurePolicy"]["rules"]
     assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [1, 2])
     assert disrupted["action"] == stopped["action"] == "Ignore"
     assert stopped["onExitCodes"]["values"] == [130]
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_lost_pod_is_replaced_once_without_restarts(kind: str) -> None:
+    """With it end the other pods, of which each counts."""
+    words = [*PODS, "launch.kubernetes.volumes=['runs:/runs']", f"launch.kubernetes.kind={kind}"]
+    spec = built(*words).job["spec"]
+    if kind == "job":
+        assert spec["backoffLimit"] == 4
+    else:
+        assert spec["failurePolicy"]["maxRestarts"] == 1
+    pod = spec if kind == "job" else spec["replicatedJobs"][0]["template"]["spec"]
+    tolerated = {each["key"]: each for each in pod["template"]["spec"]["tolerations"]}
+    for trouble in ("not-ready", "unreachable"):
+        assert tolerated[f"node.kubernetes.io/{trouble}"]["tolerationSeconds"] == 30
+
+
+def test_services_set_no_variables_in_pods() -> None:
+    """A Service named ``master`` would set ``MASTER_PORT``, which names the meeting point."""
+    for kind, expected in (("job", False), ("trainjob", None)):
+        words = ["launch.kubernetes.volumes=['runs:/runs']", f"launch.kubernetes.kind={kind}"]
+        template = pod_template(built("launch.nproc=8", *words).job, kind)
+        assert template is not None
+        assert template["spec"].get("enableServiceLinks") == expected
 
 
 def test_manifests_of_several_runs_are_separate_documents(
