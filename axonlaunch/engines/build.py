@@ -23,11 +23,11 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
+from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.device_mesh import (
@@ -88,10 +88,10 @@ from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.router_loss import RouterLoss
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
 

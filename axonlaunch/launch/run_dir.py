@@ -42,10 +42,9 @@ from axonlaunch.config.consistency.resumed_settings import (
     settings_unlike_resumed,
 )
 from axonlaunch.config.values.plain_values import LARGEST_YAML
-from axonlaunch.config.values.url import is_url
+from axonlaunch.config.values.url import is_url, shortened
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
-from axonlaunch.launch.environment_variables import LaunchIdentity
-from axonlaunch.launch.output.console import shortened
+from axonlaunch.launch.environment.environment_variables import LaunchIdentity
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage

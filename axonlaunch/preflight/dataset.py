@@ -16,21 +16,21 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
-from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.values.optional_keys import packing_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
-from axonlaunch.data.hub.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
+from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenized import find_untokenized
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""

@@ -21,11 +21,11 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     stages_per_rank,
 )
-from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
 from axonlaunch.config.problems.errors import divisors, one_of
+from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
 from axonlaunch.engines.expert.experts import broken_expert_rows
@@ -50,9 +50,9 @@ from axonlaunch.engines.tensor.plan_checks import (
 from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers, selection_problems
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
 _LARGEST_GROUP = 256

@@ -23,8 +23,8 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.training_hooks import is_best_highest
+from axonlaunch.config.values.optional_keys import num_data_workers
 from axonlaunch.data.datasets.dataset import Dataset, counted_in, sample_inputs
 from axonlaunch.data.datasets.describe_rows import describe_rows
 from axonlaunch.data.datasets.loader import Loader, rank_loader

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from axonlaunch.config import compose
-from axonlaunch.launch.cluster_environment import (
+from axonlaunch.launch.environment.cluster_environment import (
     ClusterEnvironment,
     apply_to_config,
 )
-from axonlaunch.launch.external.variable_reader import first_host
+from axonlaunch.launch.environment.variable_reader import first_host
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 OPEN_MPI = {

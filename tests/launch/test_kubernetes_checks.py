@@ -12,6 +12,7 @@ from pod_runs import loaded
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.launch.external import save_time
 from axonlaunch.launch.external.kubernetes import checks, manifests, resources, schema
 from axonlaunch.planning.records import Estimate, RankEstimate
 
@@ -299,6 +300,6 @@ def test_memory_of_a_pod_has_the_data_workers_of_each_rank() -> None:
 
 def test_grace_period_grows_with_the_checkpoint() -> None:
     config = loaded("launch.nproc=8", RUNS)
-    assert resources.seconds_to_save(config, estimate()) == 60
+    assert save_time.seconds_to_save(config, estimate()) == 60
     saved = estimate(saved=int(10e9), host=int(5e9))
-    assert resources.seconds_to_save(config, saved) == 60 + 8 * 150
+    assert save_time.seconds_to_save(config, saved) == 60 + 8 * 150

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.system.storage.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:

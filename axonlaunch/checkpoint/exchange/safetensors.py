@@ -28,7 +28,7 @@ from torch.futures import Future
 from axonlaunch.checkpoint.format.manifest import is_name
 from axonlaunch.checkpoint.loading.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -31,8 +31,8 @@ from axonlaunch.data.tokenizers.tokenizer import (
     read_foreign,
 )
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
+from axonlaunch.models.source_of import model_in_folder, source_of
 from axonlaunch.models.specs.model_spec import model_of
-from axonlaunch.models.specs.source_of import model_in_folder, source_of
 from axonlaunch.system.storage.files import write_copy
 
 if TYPE_CHECKING:

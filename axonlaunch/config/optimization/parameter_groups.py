@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from axonlaunch.config.consistency.optional_keys import custom_arguments, optimizer_groups
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts, Sharding
 from axonlaunch.config.precision import master_format, quantizes_states, state_format
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigIssue
+from axonlaunch.config.values.optional_keys import custom_arguments, optimizer_groups
 from axonlaunch.system.processes.targets import load_target
 
 LR_SCALE = "lr_scale"

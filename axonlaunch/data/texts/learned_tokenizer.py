@@ -20,8 +20,8 @@ from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, Tex
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
-from axonlaunch.data.files.selection import training_sources
 from axonlaunch.data.files.sources import SourceFile
+from axonlaunch.data.selection.file_selection import training_sources
 from axonlaunch.data.shards import cached_folder, token_cache
 from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat

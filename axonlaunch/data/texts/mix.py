@@ -19,7 +19,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, dataset_indices
-from axonlaunch.data.files.selection import held_out_sources, training_sources
+from axonlaunch.data.selection.file_selection import held_out_sources, training_sources
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.data.texts.text_rows import TextRows, held_out_key

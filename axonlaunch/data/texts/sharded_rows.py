@@ -29,7 +29,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
-from axonlaunch.data.files.selection import training_sources
+from axonlaunch.data.selection.file_selection import training_sources
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Shard

@@ -21,8 +21,8 @@ from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetInfo, F
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
 from axonlaunch.data.files.rows import UnreadableFileError
-from axonlaunch.data.files.selection import held_out_sources, training_sources
 from axonlaunch.data.files.sources import SourceFile
+from axonlaunch.data.selection.file_selection import held_out_sources, training_sources
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.shard_maker import BadRowsError, EncodingError

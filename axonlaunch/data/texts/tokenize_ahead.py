@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 
-from axonlaunch.data.files.selection import training_sources
+from axonlaunch.data.selection.file_selection import training_sources
 from axonlaunch.data.shards.encoding import Tokenizing
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.texts.text_rows import corpus

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.code.plugins import import_callable
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     CustomOptimizerConfig,
 )
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import options_of, with_options
+from axonlaunch.config.values.optional_keys import custom_target
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 

@@ -24,7 +24,7 @@ from axonlaunch.config.options.launch import MOST_GRACE_S
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT, gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import JobState, follow_job
-from axonlaunch.launch.external.kubernetes.resources import seconds_to_save
+from axonlaunch.launch.external.save_time import estimate_submitted, seconds_to_save
 from axonlaunch.launch.launcher import (
     RESOLVED_SETTINGS,
     LaunchOptions,
@@ -32,7 +32,6 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
-from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
@@ -179,7 +178,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 def _estimated_grace_s(config: RunConfig, context: ForkServerContext) -> int:
     """Return the seconds that a node needs to finish a step and save; note if they are unknown."""
     try:
-        estimate = forecast(context, resolve_for_node(context, config)).estimate
+        estimate = estimate_submitted(config, context)
     except ConfigError as error:
         needed = _LEAST_GRACE_S
         sys.stderr.write(

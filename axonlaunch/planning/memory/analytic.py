@@ -31,7 +31,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.operations import Product

@@ -24,8 +24,8 @@ from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import (

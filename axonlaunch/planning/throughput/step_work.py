@@ -30,7 +30,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank

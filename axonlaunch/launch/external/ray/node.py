@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.launch.environment_variables import without_launchers
+from axonlaunch.launch.environment.environment_variables import without_launchers
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 
 PROGRAM = "axonlaunch.launch.external.ray.node_process"

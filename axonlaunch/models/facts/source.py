@@ -1,6 +1,6 @@
 """Answers questions about the origin of a model: files, sizes, initial weights, small copies.
 
-``models/specs/source_of.py`` chooses the source of a configuration. This module does not import
+``models/source_of.py`` chooses the source of a configuration. This module does not import
 torch; methods import what they need.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue
 from axonlaunch.config.problems.errors import divisor_of
-from axonlaunch.launch.environment_variables import (
+from axonlaunch.launch.environment.environment_variables import (
     ADDRESS,
     COMPLETION_INDEX,
     NODE_VARIABLES,
@@ -24,7 +24,7 @@ from axonlaunch.launch.environment_variables import (
     NodeVariables,
     RankVariables,
 )
-from axonlaunch.launch.external.variable_reader import (
+from axonlaunch.launch.environment.variable_reader import (
     VariableReader,
     first_host,
     port_of,
