@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +138,60 @@ def test_settings_that_a_task_needs_are_all_reported() -> None:
         "checkpoint.path=/disk: the disk of a node ends with it, and the other nodes don't see it; "
         "write s3://bucket/run, or gs://bucket/run",
     ]
+
+
+PACKAGES = {"skypilot": "skypilot==0.14.1", "dstack": "dstack==0.22.5"}
+READERS = {
+    "skypilot": """
+import sky
+task = sky.Task.from_yaml_config(content, secrets_overrides=[("AXONLAUNCH_TOKEN", "x")])
+(resources,) = task.resources
+read = [task.name, task.num_nodes, resources.accelerators, [*task.secrets]]
+""",
+    "dstack": """
+from dstack._internal.core.models.configurations import parse_apply_configuration
+task = parse_apply_configuration(content)
+gpu = task.resources.gpu
+gpus = {gpu.name[0]: gpu.count.min} if gpu and gpu.name else None
+read = [task.name, task.nodes, gpus, [*task.env]]
+""",
+}
+"""How each tool reads a task: its name, nodes, accelerators of a node, and secrets."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("tool", ["skypilot", "dstack"])
+def test_tool_accepts_its_tasks(tool: str, tmp_path: Path) -> None:
+    """The tools don't fit into one environment with axonlaunch."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin/python")
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", PACKAGES[tool]]
+    installed = subprocess.run(install, capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"{PACKAGES[tool]} can't be installed: {installed.stderr[-300:]}")
+    script = (
+        f"import json, sys\ncontent = json.load(sys.stdin){READERS[tool]}print(json.dumps(read))"
+    )
+
+    def read(task: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, "-c", script],
+            input=json.dumps(task),
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    image = f"launch.{tool}.image=registry.example/train:1"
+    cases = {("H100",): [image, "launch.max_restarts=3"], (): [image, "launch.device=cpu"]}
+    for accelerators, overrides in cases.items():
+        _, task = rendered(tool, *overrides)
+        ran = read(task)
+        assert ran.returncode == 0, ran.stderr
+        expected = dict.fromkeys(accelerators, 8) or None
+        printed = json.loads(ran.stdout.splitlines()[-1])
+        assert printed == ["big-run", 2, expected, ["AXONLAUNCH_TOKEN"]]
+    assert read({**task, "nodez": 2}).returncode != 0
