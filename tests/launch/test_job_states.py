@@ -10,6 +10,7 @@ import pytest
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external import followed_job, slurm
+from axonlaunch.launch.external.submitted_jobs import find_job
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 UNREACHABLE = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
@@ -200,3 +201,12 @@ def test_hanging_slurm_programs_time_out(programs: Path, monkeypatch: pytest.Mon
     answers = f"if [ ! -e {once} ]; then : > {once}; {lasting}; fi; {says('COMPLETED')}"
     _, _, lines = submitted(programs, scontrol=answers)
     assert lines[0].startswith("job 7: SLURM can't be queried (scontrol does not answer); ")
+
+
+def test_run_without_a_job_is_an_error_that_names_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/demo/logs").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"the log of rank N is runs/demo/logs/rank_N\.log"):
+        find_job("demo", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -235,12 +236,13 @@ def test_job_script_follows_configuration(served: Command) -> None:
         "--job-name=big",
         "--nodes=4",
         "--ntasks-per-node=1",
-        f"--output={folder}/slurm-%j.out",
+        f"--output={served.folder}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
         "--signal=B:USR1@120",
         "--gpus-per-node=8",
         "--exclusive",
+        "--mem=0",
         "--partition=gpu",
         "--time=8:00:00",
         "--qos=high",
@@ -272,6 +274,26 @@ def test_job_without_ranks_per_node_is_refused(
     ran = served.train("launch=slurm", status=2)
     reported = "error: launch.nproc=auto: is required for a job; "
     assert ran.stderr == reported + "write the number of devices per node\n"
+
+
+@pytest.mark.slow
+def test_rendered_script_trains_without_files_of_a_submission(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    job = [word for word in faulty if not word.startswith("launch.")]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
+    script = axonlaunch.folder / "printed.sbatch"
+    there = By(axonlaunch.folder, [], cluster)
+    script.write_text(there("train", *job, "strategy=fsdp", "name=job", "--render").stdout)
+    subprocess.run(
+        ["sbatch", "--wait", str(script)],
+        cwd=axonlaunch.folder,
+        env={**os.environ, **cluster},
+        check=True,
+        timeout=120,
+    )
+    assert axonlaunch.summary("job")["status"] == "done"
+    assert stat.S_IMODE((axonlaunch.folder / "runs/job/token").stat().st_mode) == 0o600
 
 
 @pytest.mark.slow

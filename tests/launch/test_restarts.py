@@ -28,6 +28,7 @@ from axonlaunch.system.authentication import Credentials
 
 CRASH = Crash(Report(rank=0, kind="error", reason="out of memory"), ())
 FAILED = Outcome(crash=CRASH)
+LOST = Outcome(crash=Crash(Report(rank=2, kind="lost", reason="node 1 is gone"), ()))
 STOPPED = Outcome(crash=CRASH, stop_requested=True)
 DONE = Outcome(finished=Finished(6, False, 1.0, None, None, None))
 
@@ -73,12 +74,16 @@ def test_single_node_run_restarts_up_to_limit_unless_stopped(
     assert begun == restarted
 
 
-def node(*, restarts: int, is_headless: bool = False, will_restart: bool = False) -> NodeMembership:
+def node(
+    *, restarts: int, is_headless: bool = False, will_restart: bool = False, allowed: int = 2
+) -> NodeMembership:
     """Return a node of a run that may be restarted twice."""
     member = NodeMembership.__new__(NodeMembership)
-    member._given = load(["launch.max_restarts=2"])
-    member._peers = cast("Any", SimpleNamespace(is_headless=is_headless, will_restart=will_restart))
+    member._given = load([f"launch.max_restarts={allowed}"])
+    state = {"is_headless": is_headless, "is_judged": False, "will_restart": will_restart}
+    member._peers = cast("Any", SimpleNamespace(**state))
     member.restarts = member.attempts = restarts
+    member.lacks_nodes = False
     return member
 
 
@@ -112,6 +117,40 @@ def test_multi_node_run_restarts_up_to_limit_unless_stopped(
     before = member.attempts
     assert member.should_restart(outcome) == again
     assert (member.restarts, member.attempts - before) == (counted, int(again))
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "expected"),
+    [
+        ({"restarts": 2}, FAILED, 1),
+        ({"restarts": 0}, STOPPED, 130),
+        ({"restarts": 0, "is_headless": True}, STOPPED, 130),
+        ({"restarts": 0, "is_headless": True}, FAILED, 75),
+        ({"restarts": 0, "allowed": 0}, LOST, 75),
+        ({"restarts": 2}, LOST, 1),
+        ({"restarts": 0, "allowed": 0}, FAILED, 1),
+    ],
+    ids=[
+        "failed",
+        "failed while it stopped",
+        "node 0 failed while it stopped",
+        "node 0 lost",
+        "node lost without restarts",
+        "node lost after all restarts",
+        "failed without restarts",
+    ],
+)
+def test_exit_status_says_whether_a_scheduler_should_start_the_nodes_again(
+    state: dict[str, Any], outcome: Outcome, expected: int
+) -> None:
+    assert node(**state).exit_status(outcome, 1) == expected
+
+
+def test_exit_status_without_failure_is_that_of_the_run() -> None:
+    member = node(restarts=0)
+    assert member.exit_status(DONE, 0) == 0
+    member.lacks_nodes = True
+    assert member.exit_status(DONE, 0) == 75
 
 
 @pytest.fixture

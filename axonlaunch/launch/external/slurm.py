@@ -45,6 +45,8 @@ _STATUSES = "job.statuses"
 """Folder in the run folder with the exit status of each node while the job ends."""
 _LOCK = "job.lock"
 """File in the run folder that a command locks while it submits the run."""
+_END = "END_OF_CONFIGURATION"
+"""Line that ends the configuration in a script, which no YAML of a configuration contains."""
 UNKNOWN = "UNKNOWN"
 """State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
@@ -110,18 +112,26 @@ _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
 
-def render(config: RunConfig, *, python: str = sys.executable) -> str:
+def render(config: RunConfig, *, python: str = sys.executable, makes_folder: bool = False) -> str:
     """Return the batch script of a run with resolved ``name``, ``run_dir`` and ``launch.nproc``.
 
     Shortly before the time limit the job receives a signal, saves a checkpoint and requeues itself.
     A preempted job receives SIGTERM from SLURM, which also requeues it.
+
+    Args:
+        config: Configuration of the run.
+        python: Python of the job.
+        makes_folder: Whether the script makes the run folder with the configuration and the token
+            of the nodes, so that ``sbatch`` accepts it anywhere. Its output is then in the working
+            folder, because SLURM opens it before the script begins.
     """
     launch, folder, grace = config.launch, config.run_dir, config.launch.slurm.grace_s
+    output = Path.cwd() if makes_folder else folder
     options = [
         f"--job-name={Path(config.name).name}",
         f"--nodes={launch.nnodes}",
         "--ntasks-per-node=1",
-        f"--output={folder}/slurm-%j.out",
+        f"--output={output}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{_LEAST_GRACE_S if grace == 'auto' else grace}",
@@ -130,7 +140,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         devices = 1 if launch.backend == "gloo" else launch.nproc  # ranks share it with gloo
         options.append(f"--gpus-per-node={devices}")
     cpus = launch.slurm.cpus_per_task
-    options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
+    # Whole nodes come with all cores, but only with the memory that the job asks for.
+    options += ["--exclusive", "--mem=0"] if cpus is None else [f"--cpus-per-task={cpus}"]
     if launch.slurm.partition:
         options.append(f"--partition={launch.slurm.partition}")
     if launch.slurm.account:
@@ -150,6 +161,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         f"statuses={shlex.quote(f'{folder}/{_STATUSES}')}",
         *_BEFORE_PROLOGUE,
         f"cd {shlex.quote(str(Path.cwd()))}",
+        *(_making_folder(config) if makes_folder else []),
         *launch.slurm.prologue,
         *_AFTER_PROLOGUE,
         *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
@@ -158,6 +170,22 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *_AFTER_START,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _making_folder(config: RunConfig) -> list[str]:
+    """Return the lines of a script that write what a submission writes into the run folder."""
+    folder = Path(config.run_dir)
+    made = [f"mkdir -p {shlex.quote(str(folder))}"]
+    if config.launch.token_file is None:
+        file = str(folder / TOKEN)
+        config = configuration.with_values(config, {"launch.token_file": file})
+        made += [
+            "# The secret that the nodes share.",
+            f"[ -s {shlex.quote(file)} ] || "
+            f"(umask 077; head -c 32 /dev/urandom | base64 > {shlex.quote(file)})",
+        ]
+    text = configuration.to_yaml(config)
+    return [*made, f"cat > {shlex.quote(str(folder / JOB))} <<'{_END}'", f"{text}{_END}"]
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -209,7 +237,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         grace = _estimated_grace_s(config, options.fork_server)
         config = configuration.with_values(config, {"launch.slurm.grace_s": grace})
     if options.render:
-        print(render(run_dir.with_run_dir(config)), end="")
+        print(render(run_dir.with_run_dir(config), makes_folder=True), end="")
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     return submit(config, announce=lambda text: print(text, file=output))

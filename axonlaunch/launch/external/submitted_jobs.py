@@ -81,8 +81,11 @@ def find_job(
         ended = ended or job
     if ended is not None:
         return ended
-    places = " or ".join(searched)
-    message = f"{run}: there is no job of this name in {places}; axonlaunch jobs lists them"
+    hint = "axonlaunch jobs lists them"
+    for folder in (Path(run, "logs"), Path("runs", run, "logs")):
+        if folder.is_dir():
+            hint = f"the log of rank N is {folder}/rank_N.log"
+    message = f"{run}: there is no job of this name in {' or '.join(searched)}; {hint}"
     raise ConfigError([ConfigIssue("", message)])
 
 

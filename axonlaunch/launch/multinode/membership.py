@@ -21,6 +21,7 @@ from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks
+from axonlaunch.config.problems.errors import TRANSIENT
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
@@ -53,6 +54,7 @@ _AGAIN_S = 0.5
 """Seconds between two looks for node 0."""
 _FIRST = -1
 """Number of the first attempt of a fixed number of nodes, which begins without a rendezvous."""
+_INTERRUPTED = 130
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
     "same launch.token_file, and let no one else reach the port"
@@ -325,6 +327,23 @@ class NodeMembership:
         """Whether node 0 was lost before it determined how the run ended."""
         peers = self._peers
         return peers is not None and peers.is_headless and not peers.is_judged
+
+    def exit_status(self, outcome: Outcome, status: int) -> int:
+        """Return the exit status, by which a scheduler decides whether to start this node again.
+
+        Args:
+            outcome: Outcome of the last attempt.
+            status: Exit status if no scheduler replaces nodes.
+        """
+        crash = outcome.crash
+        if crash is not None and outcome.was_stopped:
+            return _INTERRUPTED
+        is_lost = crash is not None and (
+            self.has_lost_node_0
+            # With restarts, the other nodes have waited for the one that was lost.
+            or (crash.first.kind == "lost" and self._given.launch.max_restarts == 0)
+        )
+        return TRANSIENT if is_lost or self.lacks_nodes else status
 
     def leave(self, outcome: Outcome | None = None) -> None:
         """Leave the run. Nodes that wait or come later learn how it ended.
