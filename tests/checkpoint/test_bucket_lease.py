@@ -113,6 +113,7 @@ def test_lease_is_renewed_and_its_loss_is_reported(
     assert (folder / LEASE).exists()  # it is the other's
 
 
-def test_file_that_is_no_lease_ends_like_one(folder: Path) -> None:
-    (folder / LEASE).write_text("[]")
+@pytest.mark.parametrize("content", ["[]", "{", '{"run_dir": "\\u001b[2J", "host": "a"}'])
+def test_text_of_a_lease_that_no_run_has_written_is_not_printed(folder: Path, content: str) -> None:
+    (folder / LEASE).write_text(content)
     assert ": another run keeps its checkpoints there" in refused(folder, "second")

@@ -32,6 +32,10 @@ _SETTLED_S = 2.0
 """Seconds after which a run that has replaced an ended lease reads whether another has, too."""
 
 
+_LONGEST = 4096
+"""Length of names in a lease that are not printed."""
+
+
 class LeaseHeldError(Exception):
     """Another run holds the lease of a folder; the message is that run in words."""
 
@@ -163,6 +167,8 @@ def _held(there: dict[str, Any]) -> LeaseHeldError:
 
 
 def _in_words(there: dict[str, Any]) -> str:
-    if "run_dir" in there and "host" in there:
-        return f"the run of {there['run_dir']} on {there['host']}"
+    """Return the run that has written a lease; anybody who can write to the bucket may have."""
+    names = [str(there.get(key, "")) for key in ("run_dir", "host")]
+    if all(name.isprintable() and 0 < len(name) < _LONGEST for name in names):
+        return f"the run of {names[0]} on {names[1]}"
     return "another run"
