@@ -125,6 +125,8 @@ class ModelSpec:
             way. Results stay the same, except for rounding.
         divides_documents: Whether documents also stay separate in parts of a row, either through
             ``divide`` or through the model's attribute ``find_documents``, which engines replace.
+        unquantized: Full names of modules that a quantized base leaves as they are, because their
+            weights in the pretrained, quantized files are not quantized.
     """
 
     build: Callable[[Any], nn.Module]
@@ -144,6 +146,7 @@ class ModelSpec:
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     use_plain_experts: Callable[[nn.Module], None] = lambda _: None
     divides_documents: bool = False
+    unquantized: frozenset[str] = frozenset()
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: MixedSamples = "none"
     max_positions: int | None = None
