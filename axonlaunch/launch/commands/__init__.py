@@ -1,1 +1,1 @@
-"""The commands that launch runs: dry runs, and functions for scripts and notebooks."""
+"""Dry runs, several runs of a sweep at once, and the functions for scripts and notebooks."""

@@ -1,1 +1,1 @@
-"""Ranks started by torchrun, mpirun or srun, and SLURM jobs."""
+"""Ranks started by torchrun, mpirun or srun, and jobs of SLURM, Kubernetes, Ray and clouds."""

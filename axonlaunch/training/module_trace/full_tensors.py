@@ -66,10 +66,8 @@ class WholeTensors:
         if shape is None or number in self._parts.get(key, {}):
             return
         of_samples = key[0] == "output gradient"
-        origin, pieces = (
-            MicroBatchPlace(self._layout, self._world.rank, number),
-            output_pieces(module),
-        )
+        origin = MicroBatchPlace(self._layout, self._world.rank, number)
+        pieces = output_pieces(module)
         index = region(shape, tensor.shape, origin, pieces=pieces, of_samples=of_samples)
         if index is None or number >= self._layout.micro_batches:
             self._misplaced.add(key)
