@@ -77,3 +77,17 @@ def test_nodes_have_a_line_each_or_the_extremes_are_named(
     Console(file=output, width=100).print(screen_of(run, ConsoleDimensions(100, height)))
     assert line in output.getvalue().splitlines()
     assert len(output.getvalue().splitlines()) <= height
+
+
+def test_node_that_has_left_has_no_line(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=30)
+    for node, times in ((0, range(0, 60, 5)), (1, range(0, 30, 5))):
+        with (folder / events_of_rank(node)).open("a") as stream:
+            for at in times:
+                use = {"host": f"node-{node}", "cpu": 0.5, "gpu_use": [0.25, 0.75]}
+                stream.write(json.dumps({"time": 1002.0 + at, "event": "system", **use}) + "\n")
+    output = StringIO()
+    run = page_data([read_run(folder)])["runs"][0]
+    Console(file=output, width=100).print(screen_of(run, ConsoleDimensions(100, 24)))
+    nodes = [line for line in output.getvalue().splitlines() if line.startswith("node ")]
+    assert nodes == ["node node-0   processor 50%   GPU use 50%"]

@@ -101,16 +101,23 @@ def _figures(facts: Sequence[tuple[str, str]]) -> Table:
 
 
 def _nodes(system: dict[str, Any], *, most: int) -> list[RenderableType]:
-    """Return the latest sample of each node in a line, or the extremes of more than ``most``."""
+    """Return the latest sample of each node in a line, or the extremes of more than ``most``.
+
+    A node without a latest sample has left, or was not sampled yet, and has no line.
+    """
     nodes, views = system["nodes"], system["views"]
-    if len(nodes) == 1 or (len(views) > 1 and len(nodes) <= most):
-        return [_node(view) for view in views if view["name"] in nodes]
-    texts = [f"{len(nodes)} nodes"]
-    for chart in views[0]["charts"]:
-        name = chart["title"].partition(",")[0]
-        if unit := _NODE.get(name):
-            texts.append(f"{name} {_extremes(nodes, chart['lines'], unit)}")
-    return [Text(text, style="dim", no_wrap=True, overflow="ellipsis") for text in texts]
+    charts = views[0]["charts"]
+    if len(nodes) == 1:
+        texts = [_node(nodes[0], charts, None)]
+    elif len(views) > 1 and len(nodes) <= most:
+        texts = [_node(name, charts, name) for name in nodes]
+    else:
+        texts = [f"{len(nodes)} nodes"]
+        for chart in charts:
+            name = chart["title"].partition(",")[0]
+            if unit := _NODE.get(name):
+                texts.append(f"{name} {_extremes(nodes, chart['lines'], unit)}")
+    return [Text(text, style="dim", no_wrap=True, overflow="ellipsis") for text in texts if text]
 
 
 def _extremes(nodes: Sequence[str], lines: Sequence[dict[str, Any]], unit: str) -> str:
@@ -138,16 +145,23 @@ def _extremes(nodes: Sequence[str], lines: Sequence[dict[str, Any]], unit: str) 
     return "{} on {} to {} on {}, median {}".format(*texts)
 
 
-def _node(view: dict[str, Any]) -> Text:
-    """Return the latest sample of a node in one line."""
-    texts = [f"node {view['name']}"]
-    for chart in view["charts"]:
-        name, of, total = chart["title"].partition(", of ")
-        if unit := _NODE.get(name):
-            latest = [line["y"][-1] for line in chart["lines"] if line["y"][-1] is not None]
+def _node(name: str, charts: Sequence[dict[str, Any]], label: str | None) -> str:
+    """Return the latest sample of a node; empty if there is none.
+
+    Args:
+        name: Name of the node.
+        charts: Charts that contain the node.
+        label: Label of the node's lines; None if all lines are of this node.
+    """
+    texts = []
+    for chart in charts:
+        title, _, detail = chart["title"].partition(", ")
+        lines = [line for line in chart["lines"] if label in (None, line["label"])]
+        latest = [line["y"][-1] for line in lines if line["y"][-1] is not None]
+        if latest and (unit := _NODE.get(title)):
             values = " ".join(_in_unit(value, unit) for value in latest)
-            texts.append(f"{name} {values}{' of ' if of else ''}{total}")
-    return Text("   ".join(texts), style="dim", no_wrap=True, overflow="ellipsis")
+            texts.append(f"{title} {values} {detail if title == 'memory' else ''}".rstrip())
+    return "   ".join([f"node {name}", *texts]) if texts else ""
 
 
 def _in_unit(value: float, unit: str) -> str:

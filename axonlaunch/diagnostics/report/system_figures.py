@@ -152,7 +152,7 @@ def _span_s(samples: Sequence[Sequence[dict[str, Any]]], first: float) -> float:
     """Return the seconds of a point: enough for a sample of each node, and for ``_BUCKETS``."""
     last = max(events[-1]["time"] for events in samples)
     between = [
-        statistics.median(after["time"] - before["time"] for before, after in pairwise(events))
+        statistics.median(later["time"] - earlier["time"] for earlier, later in pairwise(events))
         for events in samples
         if len(events) > 1
     ]
@@ -167,14 +167,14 @@ def _spans(
     for event in events:
         value = event.get(key)
         if isinstance(value, list):
-            value = _of_gpus(value[:_MOST_GPUS], key)
+            value = _value_of_gpus(value[:_MOST_GPUS], key)
         number = plain_number(value)
         if number is not None:
             spans[max(0, int((event["time"] - first) / every_s))].append(number)
     return spans
 
 
-def _of_gpus(values: list[Any], key: str) -> Any:
+def _value_of_gpus(values: list[Any], key: str) -> Any:
     """Return one value for those of a node's GPUs; of values that are no numbers, any or None."""
     if key not in _OF_GPUS:
         return None
@@ -187,8 +187,8 @@ def _of_gpus(values: list[Any], key: str) -> Any:
 def _num_complete(by_node: Sequence[Mapping[int, Sequence[float]]]) -> int:
     """Return the number of spans, without the last if it ended before each node was sampled."""
     last = max(max(spans, default=0) for spans in by_node)
-    in_last, before = (sum(index in spans for spans in by_node) for index in (last, last - 1))
-    return last if in_last < before else last + 1
+    in_last, in_previous = (sum(index in spans for spans in by_node) for index in (last, last - 1))
+    return last if in_last < in_previous else last + 1
 
 
 def _lines(
@@ -215,8 +215,8 @@ def _lines(
         found = [(node, spans[i]) for node, spans in enumerate(by_node) if spans.get(i)]
         lowest = min(((min(values), node) for node, values in found), default=(None, 0))
         highest = max(((max(values), node) for node, values in found), default=(None, 0))
-        known = [point_of(values) for _, values in found]
-        median = (statistics.median(known) if known else None, 0)
+        means = [point_of(values) for _, values in found]
+        median = (statistics.median(means) if means else None, 0)
         for name, point in zip(_STATISTICS, (lowest, median, highest), strict=True):
             rows[name].append(point)
     for name, row in rows.items():
@@ -227,7 +227,9 @@ def _lines(
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
+    if value is None:
+        return None
+    return round(value) if abs(value) >= 1000 else float(f"{value:.3g}")
 
 
 def _with_total(title: str, events: Sequence[dict[str, Any]]) -> str:

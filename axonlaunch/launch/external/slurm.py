@@ -175,17 +175,17 @@ def render(config: RunConfig, *, python: str = sys.executable, makes_folder: boo
 def _making_folder(config: RunConfig) -> list[str]:
     """Return the lines of a script that write what a submission writes into the run folder."""
     folder = Path(config.run_dir)
-    made = [f"mkdir -p {shlex.quote(str(folder))}"]
+    lines = [f"mkdir -p {shlex.quote(str(folder))}"]
     if config.launch.token_file is None:
         file = str(folder / TOKEN)
         config = configuration.with_values(config, {"launch.token_file": file})
-        made += [
+        lines += [
             "# The secret that the nodes share.",
             f"[ -s {shlex.quote(file)} ] || "
             f"(umask 077; head -c 32 /dev/urandom | base64 > {shlex.quote(file)})",
         ]
     text = configuration.to_yaml(config)
-    return [*made, f"cat > {shlex.quote(str(folder / JOB))} <<'{_END}'", f"{text}{_END}"]
+    return [*lines, f"cat > {shlex.quote(str(folder / JOB))} <<'{_END}'", f"{text}{_END}"]
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
