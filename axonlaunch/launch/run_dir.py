@@ -231,7 +231,7 @@ def _refuse_special_files(folder: Path) -> None:
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
         raise ConfigError([ConfigIssue("run_dir", message)])
-    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*.log"))):
+    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*"))):
         try:
             open_regular(file).close()
         except FileNotFoundError:

@@ -390,13 +390,51 @@ def test_unreachable_server_hides_no_other_jobs(
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
     (folder / "job.number").write_text("7\n")
-    assert [job.scheduler for job in find_jobs(folder.parent, Cluster())] == ["SLURM job 7"]
+    jobs, read = find_jobs(folder.parent, Cluster())
+    assert [job.scheduler for job in jobs] == ["SLURM job 7"]
+    assert read == []  # so that no message says that the namespace has none
     note = "note: jobs on Kubernetes are left out: launch.kubernetes.context: http://127.0.0.1:1 "
     assert capsys.readouterr().err.startswith(f"{note}does not answer")
-    with pytest.raises(ConfigError, match="gone: no run folder has a job of SLURM of this name"):
+    with pytest.raises(ConfigError, match="gone: there is no job of this name in a run folder;"):
         find_job("gone", Cluster())
     with pytest.raises(ConfigError, match="does not answer"):
         find_jobs(folder.parent, Cluster(), needs_cluster=True)
+
+
+def add_job(server: type[Requests], name: str) -> None:
+    """Add a suspended Job of axonlaunch to the namespace."""
+    job = {"kind": "Job", "metadata": {"name": name, "uid": "1"}, "spec": {"suspend": True}}
+    server.objects[f"/apis/batch/v1/namespaces/research/jobs/{name}"] = job
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_job_that_has_ended_hides_no_other_job_of_its_name(
+    server: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    state = "COMPLETED" if ended else "RUNNING"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho JobState={state} ExitCode=0:0\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/big").mkdir(parents=True)
+    Path("runs/big/job.number").write_text("7\n")
+    assert find_job("big", Cluster()).scheduler == "SLURM job 7"
+    add_job(server, "big")
+    found = "Job in research" if ended else "SLURM job 7"
+    assert find_job("big", Cluster()).scheduler == found
+    assert find_job("big", Cluster(), needs_cluster=True).scheduler == "Job in research"
+    with pytest.raises(ConfigError, match="there is no job of this name in the namespace research"):
+        find_job("old", Cluster(), needs_cluster=True)
+
+
+@pytest.mark.parametrize(("run", "name"), [("Llama3_8B", "llama3-8b"), ("sweep/0", "sweep-0")])
+def test_job_on_kubernetes_is_found_by_the_name_of_its_run(
+    server: type[Requests], run: str, name: str
+) -> None:
+    add_job(server, name)
+    assert find_job(run, Cluster()).name == name
+    with pytest.raises(ConfigError, match="no job of this name"):
+        find_job("--", Cluster())
 
 
 def test_missing_kubeconfig_and_unknown_context_are_reported(

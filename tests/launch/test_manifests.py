@@ -20,6 +20,7 @@ from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.launcher import LaunchOptions
 
+PAGES = Path(configuration.__file__).parents[1] / "docs"
 FOLDER = Path(__file__).with_name("manifests")
 PODS = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32", "strategy=hsdp"]
 OPTIONS = [
@@ -140,6 +141,36 @@ def test_manifest_has_no_token() -> None:
     documents = [each for each in yaml.safe_load_all(text) if each]
     assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
     assert "kubectl create secret generic big-token" in text
+
+
+def test_only_pods_with_a_service_account_get_a_token_of_the_api_server() -> None:
+    claim = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']"]
+    pod = built(*claim).job["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    pod = built(*claim, "launch.kubernetes.service_account=lab").job["spec"]["template"]["spec"]
+    assert "automountServiceAccountToken" not in pod
+
+
+def test_patch_of_the_page_makes_pods_legal_in_a_restricted_namespace(tmp_path: Path) -> None:
+    """The rules are those of https://kubernetes.io/docs/concepts/security/pod-security-standards."""
+    page = (PAGES / "launchers.md").read_text()
+    patch = page.partition("# patch.yaml\n")[2].partition("```")[0]
+    (tmp_path / "patch.yaml").write_text(patch)
+    claim = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']"]
+    objects = built(*claim, f"launch.kubernetes.patch={tmp_path}/patch.yaml")
+    kubernetes_validate.validate(objects.job, "1.37", strict=True)
+    pod = objects.job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    kinds = {key for volume in pod["volumes"] for key in volume} - {"name"}
+    assert kinds <= {"configMap", "emptyDir", "secret", "persistentVolumeClaim"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
 
 
 @pytest.mark.parametrize(

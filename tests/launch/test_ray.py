@@ -304,7 +304,7 @@ def test_unusable_address_in_environment_hides_no_other_jobs(
     with pytest.raises(ConfigError, match=r"launch\.ray\.address"):
         find_jobs(tmp_path, None, "http://head:8265")
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
-    assert find_jobs(tmp_path, None, "http://head:8265") == []
+    assert find_jobs(tmp_path, None, "http://head:8265") == ([], [])
     assert (
         "note: jobs on Ray are left out (RAY_ADDRESS=http://head:8265)" in capsys.readouterr().err
     )

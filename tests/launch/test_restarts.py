@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
-from axonlaunch.config import load
+from axonlaunch.config import ConfigError, load
 from axonlaunch.events import Finished
+from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local import launcher
+from axonlaunch.launch.multinode import membership, run_end
 from axonlaunch.launch.multinode.membership import NodeMembership
+from axonlaunch.launch.multinode.rendezvous import Attempt
+from axonlaunch.system.authentication import Credentials
 
 CRASH = Crash(Report(rank=0, kind="error", reason="out of memory"), ())
 FAILED = Outcome(crash=CRASH)
@@ -142,3 +151,46 @@ def test_exit_status_without_failure_is_that_of_the_run() -> None:
     assert member.exit_status(DONE, 0) == 0
     member.lacks_nodes = True
     assert member.exit_status(DONE, 0) == 75
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every run be finished in the folder that its nodes share."""
+    monkeypatch.setattr(run_dir, "finished_summary", lambda config: {"status": "done"})
+    monkeypatch.setattr(run_dir, "finished_text", lambda config, summary: "run is finished")
+    monkeypatch.setattr(run_end, "_BEGIN_S", 0.6)
+
+
+@pytest.mark.usefixtures("finished")
+def test_node_replaced_after_a_finished_run_ends_as_done_unless_node_0_comes() -> None:
+    """Node 0 of a fixed number of nodes waits for all of them."""
+    with socket.socket() as node_0:
+        node_0.bind(("127.0.0.1", 0))
+        words = ["launch.nnodes=2", "launch.node_rank=1", "launch.nproc=1"]
+        address = ["launch.master_addr=127.0.0.1", f"launch.master_port={node_0.getsockname()[1]}"]
+        config = load([*words, *address])
+        assert run_end.finished_without_node_0(config) == "run is finished"
+        threading.Timer(0.1, node_0.listen).start()
+        assert run_end.finished_without_node_0(config) is None
+
+
+@pytest.mark.usefixtures("finished")
+def test_node_0_of_a_finished_run_does_not_fail_because_others_knew_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handshake(*arguments: object, **options: object) -> None:
+        raise TimeoutError("1")
+
+    monkeypatch.setattr(membership, "handshake", handshake)
+    first = node(restarts=0)
+    first._hosts, first._frozen, first._problems, first.summary = True, None, [], None
+    first._credentials = Credentials.random(sender="")
+    first._console = Mock()
+    store = dist.HashStore()
+    monkeypatch.setattr(first, "_open", lambda *, listens: store)
+    monkeypatch.setattr(first, "_round", lambda: Attempt(-1, 0, 2))
+    assert first._join(ExitStack()) is None
+    assert first.summary == {"status": "done"}
+    monkeypatch.setattr(run_dir, "finished_summary", lambda config: None)
+    with pytest.raises(ConfigError, match="nodes 1 did not join"):
+        first._join(ExitStack())

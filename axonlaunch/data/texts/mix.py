@@ -184,9 +184,14 @@ class TextMix:
         yield f"data.mix: {self.num_samples:,} rows: {', '.join(shares)}"
 
     def _source_notes(self) -> Iterator[str]:
+        common: dict[str, None] = {}
         for name, source in zip(self._names, self._sources, strict=True):
             for note in source.info.notes:
-                yield f"data.mix.{name}{note.removeprefix('data')}"
+                if note.startswith("data"):
+                    yield f"data.mix.{name}{note.removeprefix('data')}"
+                else:
+                    common[note] = None
+        yield from common
 
 
 def _rows_per_source(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:

@@ -59,6 +59,7 @@ class NodeVariables:
         address: Address of node 0, or addresses of all nodes on separate lines.
         port: Port on node 0; empty if the tool sets none.
         nproc: Number of ranks on each node; empty if the tool sets none.
+        gpus: Number of GPUs of each node, 0 or not set without; empty if the tool does not say.
         run_id: Identifies the run on all of its nodes; empty if there is ``port``.
     """
 
@@ -68,6 +69,7 @@ class NodeVariables:
     address: str
     port: str = ""
     nproc: str = ""
+    gpus: str = ""
     run_id: str = ""
 
 
@@ -85,6 +87,7 @@ NODE_VARIABLES = (
         "SKYPILOT_NUM_NODES",
         "SKYPILOT_NODE_RANK",
         "SKYPILOT_NODE_IPS",
+        gpus="SKYPILOT_NUM_GPUS_PER_NODE",
         run_id="SKYPILOT_TASK_ID",
     ),
     NodeVariables(
@@ -92,6 +95,7 @@ NODE_VARIABLES = (
         "DSTACK_NODES_NUM",
         "DSTACK_NODE_RANK",
         "DSTACK_MASTER_NODE_IP",
+        gpus="DSTACK_GPUS_PER_NODE",
         run_id="DSTACK_RUN_ID",
     ),
 )

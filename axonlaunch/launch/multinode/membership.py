@@ -274,6 +274,8 @@ class NodeMembership:
                 confirm=partial(self._confirm, now, store),
             )
         except TimeoutError as missing:
+            if self._hosts and self._is_finished():
+                return None  # the others share its folder, so they knew it and did not wait
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
             problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
             raise ConfigError([problem]) from None
@@ -361,15 +363,20 @@ class NodeMembership:
         Those that were there before node 0, and found the run finished in the folder that they
         share with it, are gone: node 0 would wait in vain for the fewest nodes.
         """
-        if self._frozen is not None or not is_elastic(self._given):
+        if not is_elastic(self._given) or not self._is_finished():
             return False
-        with suppress(ConfigError):  # which is reported to all nodes that come
-            if (summary := run_dir.finished_summary(self._given)) is not None:
-                self.summary = summary
-                self._console.log(run_dir.finished_text(self._given, summary))
-                self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
-                self._rounds = None
-                return True
+        self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
+        self._rounds = None
+        return True
+
+    def _is_finished(self) -> bool:
+        """Whether no step of the run was left when this node came; print it."""
+        if self._frozen is None:
+            with suppress(ConfigError):  # which is reported to all nodes that come
+                if (summary := run_dir.finished_summary(self._given)) is not None:
+                    self.summary = summary
+                    self._console.log(run_dir.finished_text(self._given, summary))
+                    return True
         return False
 
     def _round(self) -> Attempt:

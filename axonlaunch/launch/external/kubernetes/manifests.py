@@ -216,6 +216,7 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         "command": ["axonlaunch", "train", "--config-dir", _CONFIG, "--config-name", "job"],
         "resources": {"requests": {"cpu": resources.cpus, **limits}, "limits": limits},
         "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False},
     }
     if options.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in options.secrets]
@@ -228,6 +229,8 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
     }
     if options.service_account:
         pod["serviceAccountName"] = options.service_account
+    else:  # a run does not call the API server
+        pod["automountServiceAccountToken"] = False
     if options.priority_class:
         pod["priorityClassName"] = options.priority_class
     if options.node_selector:
@@ -325,8 +328,13 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
 def _train_job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of a TrainJob. Its runtime has the failure policy."""
     (container,) = pod["containers"]
-    refused = ("containers", "priorityClassName", "enableServiceLinks")
-    patched = {key: value for key, value in pod.items() if key not in refused}
+    of_runtime = (
+        "containers",
+        "priorityClassName",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+    )
+    patched = {key: value for key, value in pod.items() if key not in of_runtime}
     patched["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
     template = {"metadata": {"labels": _labels(name)}, "spec": patched}
     job = {"name": CONTAINER, "template": {"spec": {"template": template}}}
