@@ -154,7 +154,6 @@ read = [task.name, task.nodes, gpus, [*task.env]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("tool", ["skypilot", "dstack"])
 def test_tool_accepts_its_tasks(tool: str, tmp_path: Path) -> None:
     """The tools don't fit into one environment with axonlaunch."""
@@ -162,9 +161,10 @@ def test_tool_accepts_its_tasks(tool: str, tmp_path: Path) -> None:
     venv.create(folder, with_pip=True)
     python = str(folder / "bin/python")
     install = [python, "-m", "pip", "install", "--quiet", "--no-compile", PACKAGES[tool]]
-    installed = subprocess.run(install, capture_output=True, text=True, check=False)
-    if installed.returncode:
-        pytest.skip(f"{PACKAGES[tool]} can't be installed: {installed.stderr[-300:]}")
+    try:
+        subprocess.run(install, capture_output=True, check=True, timeout=400)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{PACKAGES[tool]} can't be installed: {error}")
     script = (
         f"import json, sys\ncontent = json.load(sys.stdin){READERS[tool]}print(json.dumps(read))"
     )

@@ -157,6 +157,8 @@ def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     logs = [file.read_text() for file in (submit.cluster / "pods").glob("steady-*/log")]
     assert len(logs) == 2
     assert not any(token in text for text in (*logs, ran.stdout, ran.stderr))
+    again = submit("steady")  # replaces the job that has ended, and finds the run finished
+    assert "Job steady: completed" in again.stdout
 
 
 @pytest.mark.parametrize(("victim", "restarts"), [(1, 3), (0, 3), (1, 0)])

@@ -172,9 +172,10 @@ def rule_problems(job: dict[str, Any], kind: str, name: str) -> list[str]:
         problems.append(f"removes the container {CONTAINER}, which trains")
     if kind != "trainjob" and pod.get("restartPolicy") != "Never":
         problems.append("changes restartPolicy; the failure policy needs Never")
-    own = {"jobset": _job_set_problems, "trainjob": _train_job_problems}
-    if kind in own:
-        problems += own[kind](job["spec"])
+    if kind == "jobset":
+        problems += _job_set_problems(job["spec"])
+    elif kind == "trainjob":
+        problems += _train_job_problems(job["spec"])
     return problems
 
 

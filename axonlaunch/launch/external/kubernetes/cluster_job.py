@@ -42,7 +42,7 @@ LOST = "UNREACHABLE"
 """State of a job while the API server does not answer."""
 _STOPPED = "axonlaunch/stopped"
 """Annotation of a job that the user has stopped. One that a queue suspends comes back by itself."""
-INTERRUPTED, _SIGNAL = 130, 128
+_INTERRUPTED, _SIGNAL = 130, 128
 """Exit status of a stopped run, and the least one of a process that a signal has ended."""
 _MOST_REFUSALS = 30
 """Number of polls after which a refusal ends the follower; credentials and roles may return."""
@@ -116,7 +116,7 @@ class ClusterJob:
             note = f"{self.title}: {self.cluster.server} does not answer ({error}); trying again"
             return JobState(LOST, note)
         except RefusedError as refused:
-            return self._refused(refused)
+            return self._state_after_refusal(refused)
         self._refusals = 0
         if self._is_lost:
             self._is_lost = False
@@ -132,7 +132,7 @@ class ClusterJob:
         now = self.state()
         return now.status is not None and now.name != "STOPPED"
 
-    def _refused(self, refused: RefusedError) -> JobState:
+    def _state_after_refusal(self, refused: RefusedError) -> JobState:
         """Return the state of a job that the server does not show.
 
         Raises:
@@ -288,7 +288,7 @@ class ClusterJob:
                 return JobState("SUSPENDED", f"{self.title} is suspended; {again}")
             if any(phase(pod) == "Running" for pod in self.pods()):
                 return JobState("STOPPING", f"{self.title} saves a checkpoint and is suspended")
-            return JobState("STOPPED", f"{self.title} is stopped; {again}", INTERRUPTED)
+            return JobState("STOPPED", f"{self.title} is stopped; {again}", _INTERRUPTED)
         pods = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
         waiting = [reason for pod in pods if (reason := waiting_reason(pod))]
         pending = [pod["metadata"]["name"] for pod in pods if phase(pod) == "Pending"]
@@ -329,7 +329,7 @@ class ClusterJob:
             codes = {exit_code(pod) for pod in self.pods()} - {None}
         except (RefusedError, UnreachableError):
             return 1
-        was_killed = any(code > _SIGNAL and code != INTERRUPTED for code in codes if code)
+        was_killed = any(code > _SIGNAL and code != _INTERRUPTED for code in codes if code)
         found = (INVALID, 1) if was_killed else (INVALID, 1, TRANSIENT)
         return next((status for status in found if status in codes), 1)
 
