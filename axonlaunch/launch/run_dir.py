@@ -41,6 +41,7 @@ from axonlaunch.config.consistency.resumed_settings import (
     other_threads,
     settings_unlike_resumed,
 )
+from axonlaunch.config.values.optional_keys import weights_of
 from axonlaunch.config.values.plain_values import LARGEST_YAML
 from axonlaunch.config.values.url import is_url, shortened
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
@@ -482,7 +483,7 @@ def _paths_to_read(config: RunConfig) -> dict[str, str]:
     resume = config.checkpoint.resume
     paths = {
         "checkpoint.resume": None if resume in ("auto", "never") else resume,
-        "model.weights": getattr(config.model, "weights", None),
+        "model.weights": weights_of(config.model),
         "model.path": config.model_path,
         "adapter.path": None if config.adapter is None else config.adapter.path,
         "tokenizer.path": config.tokenizer.path,
