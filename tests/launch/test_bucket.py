@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -118,14 +119,15 @@ def test_killed_run_in_a_bucket_starts_again_at_once_and_another_run_is_refused(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
     overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
-    overrides += [f"checkpoint.path={bucket}", "checkpoint.every=2"]
-    first = served.start(*overrides, "name=first", "model.arguments={pause:0.5}")
+    overrides += [f"checkpoint.path={bucket}", "checkpoint.every=20"]
+    many = [*overrides, "train.steps=5000"]
+    first = served.start(*many, "name=first", "model.arguments={pause:0.2}")
     logged(served.folder / "runs/first/metrics.jsonl", 3)
     refused = f"checkpoint.path={bucket}: the run of {served.folder}/runs/first on "
-    assert refused in served(*overrides, "name=second", status=75).stderr
-    first.kill()
+    assert refused in served(*many, "name=second", status=75).stderr
+    first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
-    assert refused in served(*overrides, "name=second", status=75).stderr
-    served(*overrides, "name=first")
-    assert len(served.losses("first")) == 6
-    assert refused not in served(*overrides, "name=second").stderr
+    assert refused in served(*many, "name=second", status=75).stderr
+    steps = f"train.steps={len(served.losses('first')) + 2}"
+    served(*overrides, "name=first", steps)
+    assert refused not in served(*overrides, "name=second", steps).stderr
