@@ -30,6 +30,10 @@ MODEL = [
     *("train.global_batch_size=8", "adapter=lora", "adapter.rank=4"),
 ]
 NF4 = [*MODEL, "adapter.base=nf4"]
+EXPERTS = (
+    "model=moe_debug model.num_experts=4 model.moe_intermediate_size=128 model.balance=none "
+    "strategy=fsdp adapter.targets=[experts.*,v_proj]"
+)
 LAYOUTS = {
     "ddp": (2, "strategy=ddp adapter.base=int8"),
     "fsdp": (2, "strategy=fsdp"),
@@ -39,6 +43,11 @@ LAYOUTS = {
     "pipeline": (2, "strategy=pipeline adapter.dora=true adapter.base=int8"),
     "hybrid": (8, "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2"),
     "offload": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
+    "zero1": (2, "strategy=zero1"),
+    "context": (2, "strategy=fsdp strategy.context.degree=2"),
+    "experts": (2, EXPERTS),
+    "expert": (2, f"{EXPERTS} strategy.expert.degree=2 adapter.base=int8"),
+    "expert-tensor": (4, f"{EXPERTS} strategy.expert.degree=2 strategy.tensor.degree=2"),
 }
 
 
