@@ -1,12 +1,12 @@
 """Models that mix tokens by other means than attention can't keep documents in a row apart.
 
-transformers passes document boundaries (``seq_idx``, ``cu_seq_lens``) only to CUDA kernels of other
-packages. If it learns to separate documents without them, these tests fail and packing can follow.
+transformers passes document boundaries (``seq_idx``, ``cu_seq_lens``) of some models to CUDA
+kernels of other packages, and raises an error without them; other models ignore boundaries. If it
+learns to separate documents without kernels, these tests fail and packing can follow.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -20,8 +20,10 @@ from axonlaunch.models.build import build_model
 _STATES = {"n_groups": 1, "state_size": 8, "expand": 2, "head_dim": 16, "num_heads": 8}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+IGNORING: dict[str, dict[str, Any]] = {"mamba": {"state_size": 8}, "mamba2": _STATES}
+"""Models that ignore boundaries."""
 KINDS: dict[str, dict[str, Any]] = {
-    "mamba2": _STATES,
+    **IGNORING,
     "bamba": {**_HEADS, **_MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**_HEADS, **_MAMBA, "mamba_d_ssm": 128},
 }
@@ -56,6 +58,9 @@ def test_transformers_does_not_separate_documents_without_kernels(kind: str) -> 
     with torch.no_grad():
         parts = [forward(model, input_ids=part).logits for part in tokens.split([10, 14], dim=1)]
         expected = torch.cat(parts, dim=1)
-        with contextlib.suppress(ValueError):  # "can't keep packed sequences apart without ..."
+        if kind in IGNORING:
             packed = forward(model, input_ids=tokens, **documents).logits
             assert (packed - expected).abs().max() > 1e-2 * expected.abs().max()
+        else:
+            with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+                forward(model, input_ids=tokens, **documents)

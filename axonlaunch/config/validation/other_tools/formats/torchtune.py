@@ -179,7 +179,7 @@ _KEYS: Table = {
     "quantizer.*": missing("weights are quantized in torchao's default types", off=()),
     "resume_from_checkpoint": not_needed("a run resumes from its folder"),
     "run_val_every_n_steps": with_others(),
-    "save_adapter_weights_only": not_needed("checkpoint export --adapter writes the adapter"),
+    "save_adapter_weights_only": not_needed("checkpoint export writes the adapter"),
     "save_every_n_epochs": with_others(),
     "seed": to("seed", int),
     "shuffle": with_others(),
