@@ -292,7 +292,7 @@ def _num_experts(model: nn.Module, name: str) -> int:
 
 
 def _router_loss(plan: _Plan) -> RouterLoss | None:
-    if plan.spec.mixes_samples != "batch" or plan.config.train.loss is not None:
+    if plan.spec.mixes_samples != "batch":
         return None
     return RouterLoss(partial(_sum_over, plan, (*plan.layout.division().sum_axes, "pp")))
 

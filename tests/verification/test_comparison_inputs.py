@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.data.datasets.samples import Samples
 from axonlaunch.verification.references.comparison_inputs import make_uneven, overflow
@@ -32,6 +33,19 @@ def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divide
 def test_samples_that_were_not_counted_stay_so() -> None:
     left = Samples(range(24), collate=list).uncounted(2, marks_targets=True)
     assert counted(make_uneven(left, step=0), size=12) == [[0, 1], []]
+
+
+def test_rows_of_one_document_end_with_padding_that_is_no_target() -> None:
+    tokens, present = torch.arange(64).reshape(4, 16), torch.ones(4, 16, dtype=torch.bool)
+    present[3, 12:] = False
+    fed = make_uneven(Batch(tokens, tokens.clone(), present=present), step=0)
+    assert fed.present is not None
+    assert (~fed.present).sum(1).tolist() == [0, 2, 1, 4]
+    assert all(target == IGNORE_INDEX for target in fed.targets[1, 14:])
+    last = make_uneven(Batch(tokens[2:], tokens[2:].clone()), step=0, shard=1)
+    assert last.present is not None
+    assert (~last.present).sum(1).tolist() == [1, 0]
+    assert (last.targets[0] == fed.targets[2]).all()
 
 
 def test_rows_of_several_documents_are_divided_at_different_places() -> None:

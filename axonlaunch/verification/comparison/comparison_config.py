@@ -19,7 +19,7 @@ from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.optimizer import FreeOptimizerConfig, MuonConfig
 from axonlaunch.config.optimization.schedules import ConstantConfig
-from axonlaunch.config.values.optional_keys import weight_decay
+from axonlaunch.config.values.optional_keys import balances_by_bias, weight_decay
 from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
@@ -43,6 +43,8 @@ _STEPS_LEFT = 4
 """Steps of the run after the compared ones, so that the learning rate still decreases."""
 _BUCKETS = 6
 _DECAY = 0.1
+_BALANCE_RATE = 0.05
+"""Smallest step of the biases of routers: larger than what rounding in 16 bits allows to differ."""
 _NORM_STEPS = 3
 """Steps with gradient norms that determine a limit between these norms."""
 
@@ -111,6 +113,9 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
         settings["scheduler.decay_ratio"] = None
     if weight_decay(config.optimizer) == 0:
         settings["optimizer.weight_decay"] = _DECAY
+    described: Any = config.model
+    if balances_by_bias(described):
+        settings["model.balance_rate"] = max(described.balance_rate, _BALANCE_RATE)
     if Layout.of(config, world_size=num_ranks(config)).facts.section == "ddp":
         parameters = on_meta(config, seed=config.seed).parameters()
         size = 4 * sum(p.numel() for p in parameters if p.requires_grad) / _BUCKETS / 2**20

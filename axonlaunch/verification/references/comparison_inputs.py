@@ -43,8 +43,9 @@ def make_uneven(
     """Mask targets; their number depends on the step and on the row's index in the global batch.
 
     Up to five eighths of each sequence [B, T] are masked, every fourth row of classes [B], and no
-    floating-point targets. Of samples of arbitrary structure, three adjacent ones of eleven are not
-    counted. One document of each packed row is split into two, at a different position in each row.
+    floating-point targets. Rows of one document end with up to an eighth of padding. Of samples of
+    arbitrary structure, three adjacent ones of eleven are not counted. One document of each packed
+    row is split into two, at a different position in each row.
 
     Args:
         batch: One of the equal parts of a global batch.
@@ -56,12 +57,20 @@ def make_uneven(
     if not isinstance(batch, Batch):
         return batch.counting((sample + step * 3) % 11 < _COUNTED_OF_11 for sample in places)
     targets = batch.targets.clone()
+    length = targets.shape[-1] if targets.ndim > 1 else 1
     for row, sample in enumerate(() if targets.is_floating_point() else places):
         if targets.ndim > 1:
-            length = targets.shape[1]
             targets[row, : (sample * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
         elif sample % 4 == 3 and custom_loss is None:
             targets[row] = IGNORE_INDEX
+    if batch.positions is None and targets.ndim == 2 and targets.shape == batch.inputs.shape:
+        is_present = torch.ones_like(targets, dtype=torch.bool)
+        if batch.present is not None:
+            is_present &= batch.present
+        for row, sample in enumerate(places):
+            end = length - (sample * 5 + step * 3) % (length // 8 + 1)
+            is_present[row, end:], targets[row, end:] = False, IGNORE_INDEX
+        return replace(batch, targets=targets, present=is_present)
     if batch.positions is None or batch.positions.shape[1] < 2:
         return replace(batch, targets=targets)
     # Rows with equal documents would not show that positions of another row are used.

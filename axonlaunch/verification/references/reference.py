@@ -386,13 +386,13 @@ class PlainRun:
         mixed, is_fp32 = self._spec.mixes_samples, self._dtype in (torch.float32, torch.float64)
         is_fp32 = is_fp32 and self._precision.products is None  # scales differ
         is_independent = is_fp32 and mixed == "none" and not moves_buffers(self.model)
-        if (
-            isinstance(batch, Batch)
-            and self._custom_loss is None
-            and (is_independent or mixed == "batch")
-        ):
+        is_independent = is_independent and self._custom_loss is None
+        if isinstance(batch, Batch) and (is_independent or mixed == "batch"):
             yield batch
             return
+        if mixed == "batch":
+            message = "the loss of routers is not compared on samples of any structure; use false"
+            raise NoReferenceError(f"model.router_aux_loss: {message}")
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
         start, first = clone_buffers(self.model), None
         for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
@@ -405,11 +405,14 @@ class PlainRun:
 
     def _loss_sum(self, batch: MicroBatch, *, training: bool) -> Tensor:
         batch = plain_model.map_batch(batch, self._to_device)
-        outputs = self._outputs(batch)
+        outputs, auxiliary = self._outputs(batch), 0.0
+        is_custom = self._custom_loss is not None
+        if self._spec.mixes_samples == "batch" and (is_custom or not training):
+            # Evaluations leave out the routers' loss of the global batch.
+            auxiliary = outputs.auxiliary_loss * self._count(batch) if training else 0.0
+            outputs = outputs.logits
         if self._custom_loss is None:
             assert isinstance(batch, Batch)
-            if not training and self._spec.mixes_samples == "batch":
-                outputs = outputs.logits  # without the routers' loss of the global batch
             train = self._config.train
             return loss_sum(
                 self._spec,
@@ -420,10 +423,10 @@ class PlainRun:
                 dft=train.dft and training,
                 eaft=train.eaft if training else 0.0,
             )
-        total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
+        total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch)) + auxiliary
         return total if batch.is_counted else total * 0
 
-    def _count(self, batch: AnyBatch) -> int:
+    def _count(self, batch: AnyBatch | MicroBatch) -> int:
         size = self._layout.micro_batch_size
         return plain_model.loss_divisor(self._custom_loss, batch, micro_batch_size=size)
 

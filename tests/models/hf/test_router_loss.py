@@ -12,13 +12,17 @@ from configured import run_config
 from hf_families import save, without_folder
 from hf_loops import SETTINGS, adamw, batches, by_axonlaunch
 from rank_engine import rank_engine
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.hf.architecture import architecture
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 WEIGHT = 0.5
 SINGLE = ["strategy=single", "launch.nproc=1"]
@@ -29,7 +33,7 @@ LAYOUTS = {
     "fsdp": ["strategy=fsdp", "launch.nproc=2"],
     "tensor": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2", MICRO],
     "ddp": ["strategy=ddp", "launch.nproc=2", MICRO],
-    "zero1": ["strategy=zero1", "launch.nproc=4"],
+    "zero1": ["strategy=zero1", "launch.nproc=2", MICRO],
     "context": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2", MICRO],
     "experts": ["strategy=fsdp", "strategy.tensor.degree=2", *EXPERT],
     "hsdp": ["strategy=hsdp", *EXPERT],
@@ -103,6 +107,23 @@ def test_pipeline_stage_without_routers_takes_part_in_their_loss(
     expected = plain_losses(tmp_path, padded)
     pipeline = ["strategy=pipeline", "launch.nproc=2", "strategy.pipeline.split=[2,2]", MICRO]
     assert by_axonlaunch(tmp_path, pipeline, *padded) == pytest.approx(expected, rel=1e-5)
+
+
+@ax.register_loss("entropy_of_a_router_test")
+def entropy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    targets = batch["targets"].flatten()
+    return cross_entropy(outputs.flatten(0, 1), targets, reduction="sum")
+
+
+def test_router_loss_is_added_to_a_custom_loss(padded: list[str], tmp_path: Path) -> None:
+    save("mixtral", tmp_path, router_aux_loss_coef=WEIGHT)
+    expected = plain_losses(tmp_path, padded)
+    custom = [*padded, "train.loss=entropy_of_a_router_test"]
+    losses = by_axonlaunch(tmp_path, LAYOUTS["micro-batches"], *custom)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    compared = run_config([*SETTINGS, f"model.path={tmp_path}", *LAYOUTS["fsdp"], *custom])
+    result = on_mock(compared, ComparisonPlan(steps=2))
+    assert result.passed, result.differences
 
 
 def test_evaluation_leaves_the_router_loss_out(padded: list[str], tmp_path: Path) -> None:
