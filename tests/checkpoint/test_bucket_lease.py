@@ -14,7 +14,7 @@ from command import wait_for
 
 from axonlaunch.checkpoint.format.storage import filesystem, storage_path
 from axonlaunch.checkpoint.loading import bucket_lease
-from axonlaunch.checkpoint.loading.bucket_lease import LEASE, leased
+from axonlaunch.checkpoint.loading.bucket_lease import LEASE, hold_lease
 from axonlaunch.checkpoint.loading.run_lock import lock_checkpoints
 from axonlaunch.config import ConfigError, load
 
@@ -53,7 +53,7 @@ def of_killed_run(folder: Path, owner: str) -> None:
 def test_second_run_in_a_leased_bucket_is_refused_until_the_first_one_ends(
     folder: Path, makes: bool
 ) -> None:
-    with leased(folder, owner="first", run_dir="/runs/first"):
+    with hold_lease(folder, owner="first", run_dir="/runs/first"):
         content = json.loads((folder / LEASE).read_text())
         assert refused(folder, "second", makes=makes) == (
             f"checkpoint.path={folder}: the run of /runs/first on {content['host']} keeps its "
@@ -92,7 +92,7 @@ def test_of_two_runs_that_replace_an_ended_lease_one_is_refused(
         monkeypatch.undo()
         monkeypatch.setattr(bucket_lease, "_SETTLED_S", 0.0)
         age(folder, 310)
-        third.enter_context(leased(folder, owner="third", run_dir="/runs/third"))
+        third.enter_context(hold_lease(folder, owner="third", run_dir="/runs/third"))
 
     monkeypatch.setattr(bucket_lease.time, "sleep", sleep)
     with third:
@@ -105,7 +105,7 @@ def test_lease_is_renewed_and_its_loss_is_reported(
 ) -> None:
     monkeypatch.setattr(bucket_lease, "_RENEWED_S", 0.02)
     storage, path = filesystem(folder), cast("Any", folder / LEASE).path
-    with leased(folder, owner="first", run_dir="/runs/first"):
+    with hold_lease(folder, owner="first", run_dir="/runs/first"):
         begun = storage.modified(path)
         wait_for(lambda: storage.modified(path) > begun, seconds=30)
         of_killed_run(folder, "first")

@@ -50,7 +50,7 @@ def refuse_leased(folder: Path, *, owner: str) -> None:
 
 
 @contextmanager
-def leased(folder: Path, *, owner: str, run_dir: str) -> Iterator[None]:
+def hold_lease(folder: Path, *, owner: str, run_dir: str) -> Iterator[None]:
     """Hold the lease of a remote folder.
 
     Args:
@@ -99,7 +99,7 @@ class _Lease:
         there = self._read()
         if there is None or there.get("owner") == self._content["owner"] or self._has_ended():
             return there
-        raise _held(there)
+        raise _refusal(there)
 
     def take(self) -> None:
         """Create the lease, or replace it.
@@ -112,11 +112,11 @@ class _Lease:
         try:
             self._write(mode="overwrite" if replaced else "create")
         except FileExistsError:  # another run has just created it
-            raise _held(self._read() or {}) from None
+            raise _refusal(self._read() or {}) from None
         if replaced and replaced.get("owner") != self._content["owner"]:
             time.sleep(_SETTLED_S)
         if (there := self._read()) is None or there.get("token") != self._token:
-            raise _held(there or {})
+            raise _refusal(there or {})
 
     def renew(self, ended: threading.Event) -> None:
         """Renew the lease until an event is set, or another run has taken it."""
@@ -162,7 +162,7 @@ class _Lease:
         return bool(age > timedelta(seconds=ENDS_S))
 
 
-def _held(there: dict[str, Any]) -> LeaseHeldError:
+def _refusal(there: dict[str, Any]) -> LeaseHeldError:
     return LeaseHeldError(_in_words(there))
 
 

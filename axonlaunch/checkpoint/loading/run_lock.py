@@ -14,7 +14,7 @@ from axonlaunch.checkpoint.loading.bucket_lease import (
     ENDS_S,
     LEASE,
     LeaseHeldError,
-    leased,
+    hold_lease,
     refuse_leased,
 )
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root
@@ -29,7 +29,7 @@ def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> I
 
     Args:
         config: Configuration of the run; ``run_dir`` is resolved, or the folder will be new.
-        owner: Identifies the run in all of its starts, as for ``leased``.
+        owner: Identifies the run in all of its starts, as for ``hold_lease``.
         makes: Whether to create a missing folder, or the lease; otherwise a missing folder is not
             locked, and it is only checked that no other run has the lease.
 
@@ -47,7 +47,7 @@ def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> I
             with reaching(folder):
                 try:
                     if makes:
-                        stack.enter_context(leased(folder, owner=owner, run_dir=config.run_dir))
+                        stack.enter_context(hold_lease(folder, owner=owner, run_dir=config.run_dir))
                     else:
                         refuse_leased(folder, owner=owner)
                 except LeaseHeldError as holder:
