@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from axonlaunch.config import compose
+from axonlaunch.launch.environment import environment_variables
 from axonlaunch.launch.environment.cluster_environment import (
     ClusterEnvironment,
     apply_to_config,
 )
+from axonlaunch.launch.environment.environment_variables import submission_of
 from axonlaunch.launch.environment.variable_reader import first_host
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
@@ -407,3 +410,21 @@ def test_incomplete_or_contradictory_node_variables_are_refused(
     variables: dict[str, str], reported: list[str]
 ) -> None:
     assert problems(variables) == reported
+
+
+def test_starts_of_a_run_by_its_scheduler_have_one_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any node; the first node may be replaced."""
+    monkeypatch.setattr(environment_variables, "POD_SUBMISSION", str(tmp_path / "submission"))
+    again = {"SLURM_RESTART_COUNT": "1", "SLURM_CLUSTER_NAME": "big"}
+    named = submission_of({**SLURM, "SLURM_CLUSTER_NAME": "big"})
+    assert submission_of({**SLURM, **again, "SLURM_NODEID": "0"}) == named != ""
+    assert submission_of({**SLURM, "SLURM_CLUSTER_NAME": "other"}) != named
+    for variables in (SKYPILOT, DSTACK):
+        run = next(name for name in variables if name.endswith(("TASK_ID", "RUN_ID")))
+        assert variables[run] in submission_of(variables)
+    assert submission_of({"AXONLAUNCH_SUBMISSION": "5f"}) == "AXONLAUNCH_SUBMISSION 5f"
+    assert submission_of({"JOB_COMPLETION_INDEX": "0"}) == ""
+    (tmp_path / "submission").write_text("c0ffee")
+    assert submission_of({"JOB_COMPLETION_INDEX": "0"}) == "pods c0ffee"

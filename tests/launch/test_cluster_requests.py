@@ -407,6 +407,15 @@ def add_job(server: type[Requests], name: str) -> None:
     server.objects[f"/apis/batch/v1/namespaces/research/jobs/{name}"] = job
 
 
+def test_pods_can_read_the_submission_of_their_job(server: type[Requests]) -> None:
+    submitted(server)
+    path = "/api/v1/namespaces/research/configmaps/big-config"
+    submission = server.objects["/apis/batch/v1/namespaces/research/jobs/big"]["metadata"][
+        "annotations"
+    ]["axonlaunch/submission"]
+    assert server.objects[path]["data"]["submission"] == submission != ""
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_job_that_has_ended_hides_no_other_job_of_its_name(
     server: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool

@@ -282,6 +282,7 @@ def test_rendered_script_trains_without_files_of_a_submission(
 ) -> None:
     job = [word for word in faulty if not word.startswith("launch.")]
     job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
+    job += ["launch.slurm.grace_s=120"]  # needs no estimate
     script = axonlaunch.folder / "printed.sbatch"
     there = By(axonlaunch.folder, [], cluster)
     script.write_text(there("train", *job, "strategy=fsdp", "name=job", "--render").stdout)

@@ -83,7 +83,7 @@ class LeavingBlock(Placeholder):
         self._leave = model.leave if isinstance(model, RouterLossModel) else None
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> None:
-        """End the forward with the hidden states."""
+        """End the stage's forward by an exception that carries its hidden states."""
         raise _Leaving(hidden if self._leave is None else self._leave(hidden))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,28 @@ def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in names and not name.startswith(prefixes)
     }
+
+
+SUBMISSION = "AXONLAUNCH_SUBMISSION"
+"""Names the submission of a run to Ray, on its nodes."""
+POD_SUBMISSION = "/run/axonlaunch/config/submission"
+"""File that names the submission of a run to Kubernetes, in its pods."""
+
+
+def submission_of(environment: Mapping[str, str]) -> str:
+    """Return a name that all starts of a run by its scheduler share; empty if there is none.
+
+    A scheduler may start a run again on another node.
+    """
+    if job := environment.get("SLURM_JOB_ID"):
+        return f"SLURM job {job} of {environment.get('SLURM_CLUSTER_NAME', 'a cluster')}"
+    for name in (SUBMISSION, *(names.run_id for names in NODE_VARIABLES if names.run_id)):
+        if environment.get(name):
+            return f"{name} {environment[name]}"
+    try:
+        return f"pods {Path(POD_SUBMISSION).read_text()}"
+    except (OSError, ValueError):
+        return ""
 
 
 UNKNOWN_LAUNCH = LaunchIdentity()

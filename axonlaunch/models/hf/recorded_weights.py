@@ -75,7 +75,7 @@ class Recorded(Initializer):
     key: str | None = None
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return fp32 values of the shape."""
+        """Draw fp32 values of a shape, by the recorded operations."""
         values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         for step in self.steps:
             step.apply(values, generator)

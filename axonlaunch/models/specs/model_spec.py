@@ -127,6 +127,8 @@ class ModelSpec:
         shards_documents: Whether documents also stay separate in parts of a row, either through
             ``shard_sequences`` or through the model's attribute ``find_documents``, which engines
             replace.
+        unquantized: Full names of modules that a quantized base leaves as they are, because their
+            weights in the pretrained, quantized files are not quantized.
     """
 
     build: Callable[[Any], nn.Module]
@@ -146,6 +148,7 @@ class ModelSpec:
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     use_plain_experts: Callable[[nn.Module], None] = lambda _: None
     shards_documents: bool = False
+    unquantized: frozenset[str] = frozenset()
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: MixedSamples = "none"
     max_positions: int | None = None

@@ -11,10 +11,12 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import TRANSIENT, exit_status, gathering
+from axonlaunch.launch.environment.environment_variables import POD_SUBMISSION
 from axonlaunch.launch.external.followed_job import follow_job, shared_folder
 from axonlaunch.launch.external.kubernetes.checks import (
     read_patch,
@@ -249,10 +251,13 @@ def _delete_ended(job: dict[str, Any], cluster: Cluster) -> bool:
 
 
 def _with_submission(each: dict[str, Any], submission: str) -> dict[str, Any]:
-    """Return an object with the annotation of the command that creates it."""
+    """Return an object with the annotation of the command that creates it; pods can read it."""
     metadata = each["metadata"]
     annotations = {**(metadata.get("annotations") or {}), _SUBMISSION: submission}
-    return {**each, "metadata": {**metadata, "annotations": annotations}}
+    marked = {**each, "metadata": {**metadata, "annotations": annotations}}
+    if each["kind"] == "ConfigMap":
+        marked["data"] = {**each["data"], PurePosixPath(POD_SUBMISSION).name: submission}
+    return marked
 
 
 def _delete_all(created: list[dict[str, Any]], cluster: Cluster, submission: str) -> str:

@@ -15,6 +15,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
 from axonlaunch.config.problems.errors import INVALID
+from axonlaunch.launch.environment.environment_variables import POD_SUBMISSION
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.multinode.token import POD_FILE
@@ -32,7 +33,7 @@ NPROC = "axonlaunch/nproc"
 CONTAINER = "node"
 """Name of the container, which Kubeflow's runtimes use too."""
 PORT = 29500
-_CONFIG = "/run/axonlaunch/config"
+_CONFIG = str(PurePosixPath(POD_SUBMISSION).parent)
 _API = {
     "job": ("batch/v1", "Job"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
