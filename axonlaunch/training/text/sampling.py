@@ -68,7 +68,7 @@ class TrainedText:
     def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
         """Return the tokens that continue a prompt, up to the tokenizer's end-of-text token.
 
-        The options are those of ``models.generation.generate``.
+        The options are those of ``generation.generate``.
         """
         from axonlaunch.training.text.generation import generate
 
