@@ -389,3 +389,11 @@ def test_as_many_checkpoints_are_kept_as_by_the_tool(
         for key, value in written.items()
         if key.startswith(prefix)
     } == kept
+
+
+def test_adapted_layers_of_phi3_have_the_names_of_transformers(folder: Path) -> None:
+    model = {"_component_": f"{MODELS}.phi3.lora_phi3_mini", "apply_lora_to_mlp": True}
+    translation = converted(folder, TORCHTUNE, model=model)
+    targets = ["qkv_proj", "gate_up_proj", "down_proj"]
+    assert values(translation)["adapter.targets"] == targets
+    assert not translation.changes_training

@@ -19,6 +19,11 @@ _OTHER_RECIPE = "this recipe is not supported; recipes for fine-tuning are"
 _IMAGES = "models of images are not supported; train on text"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _MLP = ["gate_proj", "up_proj", "down_proj"]
+_PHI3 = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+_MERGED = "transformers has one layer for q, k and v, and one for gate and up; both are adapted"
 _DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"files": ["tatsu-lab/alpaca"], "prompt_format": "alpaca"},
     "alpaca_cleaned_dataset": {"files": ["yahma/alpaca-cleaned"], "prompt_format": "alpaca"},
@@ -319,6 +324,9 @@ def _set_adapter(translation: Translation) -> None:
         targets += _MLP
     if translation.flag("model.apply_lora_to_output"):
         rules.leave_out_head(translation, "model.apply_lora_to_output", "lm_head")
+    if "phi3" in component:
+        targets = [*dict.fromkeys(_PHI3.get(name, name) for name in targets)]
+        translation.note("model.lora_attn_modules", _MERGED)
     keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
     translation.set("adapter.targets", targets, *(key for key in keys if translation.has(key)))
     for name in ("rank", "alpha", "dropout"):
