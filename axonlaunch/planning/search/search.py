@@ -16,7 +16,7 @@ from axonlaunch.config.consistency.run_nodes import RunNodes, describes_nodes
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.reports.workload import workload
@@ -27,7 +27,7 @@ from axonlaunch.planning.search.low_precision import (
     smallest_run,
     worthwhile_time,
 )
-from axonlaunch.planning.search.rounds import estimate_in_rounds, merged
+from axonlaunch.planning.search.rounds import estimate_in_rounds, merge
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
 LISTED = 5
@@ -105,7 +105,7 @@ def search_layouts(
     found = estimate_layouts(layouts)
     if lower:
         try:
-            found = merged(found, estimate_layouts(lower, useless=worthwhile_time(found.plans)))
+            found = merge(found, estimate_layouts(lower, useless=worthwhile_time(found.plans)))
         except ConfigError as error:
             problems += error.problems
     searched = len(layouts) + len(lower)
