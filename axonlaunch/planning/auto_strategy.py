@@ -13,7 +13,7 @@ from pathlib import Path
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, RunConfig
-from axonlaunch.config.consistency.layout import nodes, num_ranks, resolved
+from axonlaunch.config.consistency.layout import num_ranks, resolved
 from axonlaunch.planning.plan import allowed_keys, fixed_keys, plan_config
 from axonlaunch.planning.search.found_hardware import (
     asks_for_hardware,
@@ -72,9 +72,8 @@ def load_auto_strategy(
         option = hardware_option(devices, config, config_dirs)
         composed, config = compose_and_type([*overrides, f"hardware={option}"])
     assert config.hardware is not None
-    if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
-        config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
-    ranks = num_ranks(configuration.with_values(config, {"launch.nproc": nproc}))
+    config = configuration.with_values(config, {"launch.nproc": nproc})
+    ranks = num_ranks(config)
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
     plan = plan_config(
         context,

@@ -31,8 +31,8 @@ from axonlaunch.planning.records import (
     StepPrediction,
     TrainingForecast,
 )
-from axonlaunch.planning.search.expert_loads import ROUTINGS, routing_forecast, with_routing
-from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.planning.reports.expert_loads import ROUTINGS, routing_forecast, with_routing
+from axonlaunch.planning.reports.workload import host_memory, workload
 from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
@@ -169,9 +169,7 @@ def _training(context: ForkServerContext, config: RunConfig, tokens: float) -> T
         config,
         task="predicting the time of a step",
     )
-    predicted = training_forecast(
-        config, devices=devices, tokens=tokens, step_s=step_s, saved_bytes=saved_bytes
-    )
+    predicted = training_forecast(config, tokens=tokens, step_s=step_s, saved_bytes=saved_bytes)
     return dataclasses.replace(predicted, assumed={**assumed, **predicted.assumed})
 
 

@@ -17,6 +17,7 @@ from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunC
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import estimate_device, nodes
 from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.consistency.run_nodes import RunNodes, describes_nodes
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
@@ -170,7 +171,9 @@ def with_figures(
             message = "is measured on one node; use published hardware, with a network"
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.measure_this_node(context, hardware, ranks=devices)
-    hardware, assumed = with_assumed_figures(hardware, devices=devices)
+    hardware, assumed = with_assumed_figures(
+        hardware, devices=None if describes_nodes(config, devices) else devices
+    )
     return with_precision(configuration.with_values(config, {"hardware": hardware})), assumed
 
 
@@ -180,12 +183,12 @@ def _with_training(
     """Return the layouts of a plan, with durations and costs if there is a number of tokens."""
     if tokens is None:
         return plan.candidates
+    placed = configuration.with_values(config, RunNodes.of_devices(config, devices).settings)
     return [
         dataclasses.replace(
             planned,
             training=training_forecast(
-                config,
-                devices=devices,
+                placed,
                 tokens=tokens,
                 step_s=planned.step_s,
                 saved_bytes=planned.saved_bytes,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from axonlaunch.config.consistency.run_nodes import RunNodes
+
 FitVerdict: TypeAlias = Literal["fits", "tight", "too_large"]
 
 if TYPE_CHECKING:
@@ -418,6 +420,7 @@ class Plan:
             were not traced.
         typical: Keys of memory outside torch's allocator for which typical figures stand.
         not_tried: Allowed changes of numerics that the run can't use, with the reason.
+        nodes: Nodes of every layout.
     """
 
     workload: Workload
@@ -427,3 +430,4 @@ class Plan:
     untraced: int = 0
     typical: tuple[str, ...] = ()
     not_tried: tuple[str, ...] = ()
+    nodes: RunNodes = field(default_factory=RunNodes)

@@ -21,7 +21,7 @@ from axonlaunch.comm import World
 from axonlaunch.engines.optimizer import streaming
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.search.workload import host_memory
+from axonlaunch.planning.reports.workload import host_memory
 
 META = torch.device("meta")
 """Replaces a GPU: its tensors are not on the host, and can be copied."""

@@ -15,9 +15,10 @@ from served import Server
 from axonlaunch import config
 from axonlaunch.cli.planning.plan import plan_to_json, print_plan
 from axonlaunch.config import ConfigError
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.planning.plan import experiment
 from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
-from axonlaunch.planning.reports.plan_table import why_slower
+from axonlaunch.planning.reports.plan_table import notes, why_slower
 
 GIB = 1024**3
 MODEL = [
@@ -166,6 +167,13 @@ def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) ->
     assert "note" not in text
     pasted = [line for line in text.splitlines() if "launch.nproc" in line]
     assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
+
+
+def test_plan_says_on_which_nodes_its_layouts_are() -> None:
+    plan = Plan(Workload(128, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
+    [note] = notes(plan)
+    assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes and ")
+    assert not [*notes(dataclasses.replace(plan, nodes=RunNodes(count=1, ranks=8)))]
 
 
 def test_plan_reports_layouts_that_do_not_fit() -> None:

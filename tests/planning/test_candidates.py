@@ -12,9 +12,10 @@ import axonlaunch as ax
 from axonlaunch import config
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import broken_world_rules, find_rule_violations
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.keys import SEARCHED
-from axonlaunch.planning.search.search import _overrides
+from axonlaunch.planning.search.planned_layouts import _overrides
 
 TINY = [
     "model.hidden_size=32",
@@ -54,7 +55,7 @@ def test_candidates_use_all_devices_and_are_valid() -> None:
 def test_candidate_overrides_for_several_nodes_give_same_layout() -> None:
     chosen = config.load(TINY)
     for c in listed():
-        overrides = _overrides(chosen, c, (2, 4))
+        overrides = _overrides(chosen, c, RunNodes(count=2, ranks=4))
         assert overrides[-2:] == ["launch.nnodes=2", "launch.nproc=4"]
         run = config.with_values(chosen, {**c.settings, "launch.nnodes": 2, "launch.nproc": 4})
         assert Layout.of(run, world_size=8) == c.layout

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from axonlaunch.config import ConfigError, RunConfig, load
+from axonlaunch.config import ConfigError, RunConfig, load, with_values
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.planning.records import TrainingForecast
 from axonlaunch.planning.reports.training_table import training_lines
 from axonlaunch.planning.throughput.goodput import (
@@ -51,7 +52,8 @@ def simulated_goodput(
 def trained(*overrides: str, devices: int = 64, **options: float) -> TrainingForecast:
     options = {"tokens": 3e12, "step_s": 2.0, "saved_bytes": 100_000_000_000, **options}
     config = load([*TOKENS, "hardware=h100_80gb", *overrides])
-    return training_forecast(config, devices=devices, **options)  # type: ignore[arg-type]
+    placed = with_values(config, RunNodes.of_devices(config, devices).settings)
+    return training_forecast(placed, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("restart_min", "goodput"), [(2, 94.3), (5, 92.8), (10, 90.5), (15, 88.2)])
@@ -145,10 +147,10 @@ def test_poisson_quantile_of_many_events_is_that_of_a_normal_distribution() -> N
 
 def test_background_saves_cost_less_and_are_written_before_the_next_one() -> None:
     figures = ["hardware=h100_80gb", "hardware.disk_gb_s=0.1", "launch.nproc=8"]
-    stalled = save_costs(load(figures), devices=8, saved_bytes=16e9)
+    stalled = save_costs(load(figures), saved_bytes=16e9)
     assert stalled.stalled_s == stalled.written_s == pytest.approx(160)
     config = load([*figures, "checkpoint.async_save=true"])
-    background = save_costs(config, devices=8, saved_bytes=16e9)
+    background = save_costs(config, saved_bytes=16e9)
     assert background.stalled_s == pytest.approx(2 / (63 * 0.79))
     assert background.written_s == stalled.written_s
     assert best_interval_s(background, mtbf_s=HOUR) >= background.unsaved_s
@@ -216,9 +218,9 @@ def test_rate_at_which_a_run_fails_before_it_saves_is_refused() -> None:
 
 
 def test_tokens_of_images_are_refused() -> None:
-    config: RunConfig = load(["data=digits", "model=mlp", "hardware=h100_80gb"])
+    config: RunConfig = load(["data=digits", "model=mlp", "hardware=h100_80gb", "launch.nproc=1"])
     with pytest.raises(ConfigError, match=r"--tokens.*are not sequences of tokens"):
-        training_forecast(config, devices=1, tokens=1e9, step_s=1.0, saved_bytes=1)
+        training_forecast(config, tokens=1e9, step_s=1.0, saved_bytes=1)
 
 
 def test_overheads_of_other_numbers_of_failures_are_in_proportion() -> None:

@@ -19,7 +19,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Plan
-from axonlaunch.planning.search import search
+from axonlaunch.planning.search import planned_layouts, search
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.low_precision import lower_layouts, master_settings
 from axonlaunch.preflight.checks import resolve_anywhere
@@ -81,7 +81,7 @@ def test_useless_layouts_of_lower_precision_are_not_estimated(
     found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     estimated: list[RunConfig] = []
-    monkeypatch.setattr(search, "host_memory", lambda run, _: estimated.append(run))
+    monkeypatch.setattr(planned_layouts, "host_memory", lambda run, _: estimated.append(run))
     found(*BF16, **SMALL)
     exact = len(estimated)
     found(*BF16, lowers=True, kept=["train.matmul_dtype"], **SMALL)

@@ -11,9 +11,9 @@ from axonlaunch import config
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning import plan
 from axonlaunch.planning.records import Plan
+from axonlaunch.planning.reports.workload import workload
 from axonlaunch.planning.search import search
 from axonlaunch.planning.search.assumed_figures import with_assumed_figures
-from axonlaunch.planning.search.workload import workload
 from axonlaunch.system.processes import forked_call, forkserver
 
 MODEL = ["data=synthetic_tokens", "data.sequence_length=16", "hardware=h100_80gb"]

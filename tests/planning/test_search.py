@@ -13,7 +13,8 @@ from simulated_search import found
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.engines.pipeline.split import balance
-from axonlaunch.planning.search import search
+from axonlaunch.planning.memory.pipeline_ranks import stage_layers
+from axonlaunch.planning.search import rounds
 from axonlaunch.planning.search.keys import SEARCHED
 
 __all__ = ["found"]
@@ -24,7 +25,7 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     best = plan.candidates[0]
     assert best.fits
     assert best.process_bytes == 3 * GIB  # not the smallest, which is slower
-    assert len(plan.candidates) <= search.TRIED
+    assert len(plan.candidates) <= rounds.TRIED
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_formulas_divide_layers_among_stages_as_training_does(
     depth: int, stages: int, head: float
 ) -> None:
     trained = balance([1.0] * depth, num_stages=stages, first=0.0, last=head)
-    assert list(search._layers(depth, stages, head)) == trained
+    assert list(stage_layers(depth, stages, head)) == trained
 
 
 def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
@@ -101,6 +102,11 @@ def test_search_names_impossible_setting_with_alternatives(
         (["launch.nnodes=2"], 16, ["launch.nproc=8"]),
         (["train.global_batch_size=48"], 12, ["launch.nnodes=2", "launch.nproc=6"]),
         (["train.global_batch_size=48"], 6, ["launch.nproc=6"]),
+        (
+            ["train.global_batch_size=48", "launch.nnodes=3", "launch.nproc=4"],
+            12,
+            ["launch.nproc=4"],
+        ),
     ],
 )
 def test_plan_sets_nodes_and_ranks(
@@ -109,6 +115,8 @@ def test_plan_sets_nodes_and_ranks(
     plan = found(*overrides, devices=devices)
     for planned in plan.candidates:
         assert [word for word in planned.overrides if word.startswith("launch.")] == ranks
+    assert ranks[-1] == f"launch.nproc={plan.nodes.ranks}"
+    assert plan.nodes.count * plan.nodes.ranks == devices
 
 
 def test_search_names_indivisible_batch(found: Any) -> None:

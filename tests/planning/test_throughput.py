@@ -146,6 +146,8 @@ def test_tensor_parallelism_over_nodes_is_slow() -> None:
         reported(run(*tensor, "hardware.devices_per_node=2"), work),
     )
     assert over.breakdown["communication tp"] > 2 * inside.breakdown["communication tp"]
+    four_nodes = run(*tensor[:-1], "launch.nnodes=4", "launch.nproc=2")
+    assert reported(four_nodes, work).breakdown == over.breakdown
 
 
 def test_hardware_without_figures_is_refused(fsdp: StepWork) -> None:

@@ -17,7 +17,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import quantizes_states
 from axonlaunch.planning.records import Plan
-from axonlaunch.planning.search import search
+from axonlaunch.planning.search import preselection, rounds, search
 
 MODEL = [
     *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
@@ -77,14 +77,14 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
             process_bytes=size,
             single_device=SimpleNamespace(layers=(4,)),
             experts=lambda *_: None,
-            head_layers=0.5,
+            stage_layers=lambda layout: (4,),
         )
         monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
         monkeypatch.setattr(search.Formulas, "of_each", lambda runs: [formulas for _ in runs])
-        monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
-        monkeypatch.setattr(search, "StepTime", Speed)
-        monkeypatch.setattr(search, "_fastest", timed)
-        monkeypatch.setattr(search, "estimate", estimate)
+        monkeypatch.setattr(preselection, "scaled", lambda *_, **__: None)
+        monkeypatch.setattr(preselection, "StepTime", Speed)
+        monkeypatch.setattr(rounds, "_fastest", timed)
+        monkeypatch.setattr(rounds, "estimate", estimate)
         run = config.load([*MODEL, *overrides, *(f"{k}={v}" for k, v in fixed.items())])
         return search.search_layouts(
             run,

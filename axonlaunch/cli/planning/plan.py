@@ -135,6 +135,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "workload": asdict(plan.workload),
         "searched": plan.searched,
         "untraced": plan.untraced,
+        "nodes": asdict(plan.nodes),
         "assumed": plan.assumed,
         "typical": plan.typical,
         "not_tried": plan.not_tried,

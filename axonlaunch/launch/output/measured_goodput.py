@@ -90,7 +90,7 @@ def _prediction(
         return {"assumed": {}, **nothing}
     config = with_values(config, {"hardware": hardware})
     devices = num_ranks(config)
-    costs = save_costs(config, devices=devices, saved_bytes=saved_bytes)
+    costs = save_costs(config, saved_bytes=saved_bytes)
     productive = measured.productive_s
     every = config.checkpoint.every
     interval = productive / max(1, measured.saves)

@@ -37,7 +37,8 @@ def moments(
     """Return the memory of a rank without activations at the possible peaks of a step.
 
     The moments are ``loss``, ``last block`` and ``first block`` of the last backward, in this
-    order, and ``update``.
+    order, and ``update``. In a pipeline, ``loss`` is before the first backward of its last round,
+    ``last block`` beside the gradients of all its stages.
 
     Args:
         config: Configuration of the run.
@@ -123,9 +124,11 @@ def _replicated_moments(
     """
     gradients = shares.gradients * total
     accumulated, buckets = (1.0 if _accumulates(layout) else 0.0), 0.0
+    before_loss = accumulated if layout.pipeline == 1 or layout.rounds > 1 else 0.0
     if _has_buckets(config, layout):
         # Gradients that accumulate without communication are separate from the buckets.
         is_separate = accumulated or not config.strategy.ddp.gradient_as_bucket_view
+        before_loss = accumulated if is_separate else 1.0
         accumulated, buckets = (accumulated, gradients) if is_separate else (1.0, 0.0)
     cast, cast_ends = _cast_bytes(config, total, ends, shares)
 
@@ -133,7 +136,7 @@ def _replicated_moments(
         return _moment(total, fraction * gradients, shares.states * total, buckets, temporary)
 
     return {
-        "loss": moment(accumulated, cast),
+        "loss": moment(before_loss, cast),
         "last block": moment(max(accumulated, _fraction(sum(ends), total)), cast - cast_ends),
         "first block": moment(1),
         "update": moment(1),
@@ -158,6 +161,7 @@ def _divided_update_moments(
     in_flight *= growth
     cast, cast_ends = _cast_bytes(config, total, ends, shares)
     accumulated = 1.0 if _accumulates(layout) else 0.0
+    before_loss = accumulated if layout.pipeline == 1 or layout.rounds > 1 else 0.0
 
     def moment(
         fraction: float, communication: float, temporary: float = 0.0
@@ -166,7 +170,7 @@ def _divided_update_moments(
         return _moment(total, fraction * gradients, optimizer, communication, temporary)
 
     return {
-        "loss": moment(accumulated, 0, cast),
+        "loss": moment(before_loss, 0, cast),
         "last block": moment(
             max(accumulated, shard * _fraction(sum(ends), total)),
             0 if accumulated and growth == 1 else in_flight,
@@ -208,9 +212,12 @@ def _sharded_moments(
     first_reduced = _fraction(sum(ends), total)
     if layout.pipeline > 1:
         # A round reduces gradients after its last backward. Until then, all of them are unsharded.
-        unreduced = all_gathered * unit_ratio
-        reduced = all_gathered * compute_ratio + layer
-        gathered = {"loss": unreduced, "last block": unreduced, "first block": reduced}
+        reduced = all_gathered * compute_ratio
+        gathered = {
+            "loss": reduced,
+            "last block": all_gathered * unit_ratio,
+            "first block": reduced + layer,
+        }
         accumulated, first_reduced = (1.0 if layout.rounds > 1 else 0.0), 0.0
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         gathered |= {

@@ -40,6 +40,9 @@ def build_plan_table(plan: Plan) -> Table:
 
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what the plan assumes, and what it left out."""
+    if plan.nodes.count > 1:
+        nodes = f"{plan.nodes.count:,} nodes with {plan.nodes.ranks} ranks each"
+        yield f"assumes {nodes}; for others set launch.nnodes and launch.nproc"
     if plan.assumed:
         figures = ", ".join(f"{key}={value:g}" for key, value in plan.assumed.items())
         yield f"not published for this hardware, so assumed: {figures}"

@@ -13,7 +13,7 @@ _USUAL_NODE = 8
 
 
 def with_assumed_figures(
-    hardware: HardwareConfig, *, devices: int
+    hardware: HardwareConfig, *, devices: int | None
 ) -> tuple[HardwareConfig, dict[str, Any]]:
     """Return hardware with defaults for figures that it lacks, and these figures by key.
 
@@ -22,12 +22,12 @@ def with_assumed_figures(
 
     Args:
         hardware: Description of the devices.
-        devices: Number of devices.
+        devices: Number of devices; None if the run describes its nodes.
     """
     assumed: dict[str, Any] = {
         name: value for name, value in DEFAULT_EFFICIENCY.items() if getattr(hardware, name) is None
     }
-    if hardware.devices_per_node is None and devices <= _USUAL_NODE:
+    if devices is not None and hardware.devices_per_node is None and devices <= _USUAL_NODE:
         assumed["devices_per_node"] = devices
     completed = dataclasses.replace(hardware, **assumed)
     return completed, {f"hardware.{name}": value for name, value in assumed.items()}

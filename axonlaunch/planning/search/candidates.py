@@ -17,7 +17,8 @@ from torch import nn
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import AXES, INNER, LIKE_DATA, OUTER
-from axonlaunch.config.consistency.layout import Layout, settings_for_ranks
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
@@ -93,7 +94,7 @@ def candidates(
         fixed: Settings from ``keys.SEARCHED`` that the user has set.
         offloads: Whether tensors can be offloaded to host memory.
     """
-    options = partial(_options, fixed)
+    options, nodes = partial(_options, fixed), RunNodes(devices // in_node, in_node)
     recomputation = [*_RECOMPUTATION, *([_OFFLOADED_INPUTS] if offloads else [])]
     batch, sizes = config.train.global_batch_size, source_of(config).scaled_sizes()
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
@@ -162,7 +163,7 @@ def candidates(
                 keys.RECOMPUTE: recompute,
             }
             if all(settings[key] == value for key, value in fixed.items()):
-                candidate_config = with_values(config, {**settings, **settings_for_ranks(devices)})
+                candidate_config = with_values(config, {**settings, **nodes.settings})
                 layout = Layout.of(candidate_config, world_size=devices)
                 if math.prod(layout.axes.values()) != devices:
                     continue  # replicas do not divide the ranks that read different samples

@@ -20,8 +20,8 @@ from axonlaunch.config.precision import EIGHT_BITS, SIXTEEN_BITS
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
+from axonlaunch.planning.reports.workload import host_memory
 from axonlaunch.planning.search.low_precision import master_settings
-from axonlaunch.planning.search.workload import host_memory
 
 Settings = Mapping[str, Any]
 

@@ -11,6 +11,7 @@ src/graph/tuning.cc.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from axonlaunch.config.options.hardware import HardwareConfig
@@ -22,16 +23,20 @@ from axonlaunch.planning.throughput.roofline import figure
 class Links:
     """Times of communication between the ranks of a mesh, whose ranks are numbered node by node."""
 
-    def __init__(self, hardware: HardwareConfig, *meshes: Mapping[str, int]) -> None:
+    def __init__(
+        self, hardware: HardwareConfig, *meshes: Mapping[str, int], ranks_per_node: int
+    ) -> None:
         """Describe the meshes of a run, which have the same ranks.
 
         Args:
-            hardware: Description of the devices, nodes and network.
+            hardware: Description of the devices and network.
             meshes: Sizes of the axes of each mesh, outermost first. Ranks along the innermost axis
                 are neighbors in a node.
+            ranks_per_node: Number of ranks on each node.
         """
         self._hardware = hardware
         self._meshes = [dict(axes) for axes in meshes]
+        self._ranks_per_node = ranks_per_node
 
     def seconds(self, collective: CollectiveOp, amount: Amount) -> float:
         """Return the time of all runs of a collective, in seconds."""
@@ -44,8 +49,7 @@ class Links:
         ):  # gloo's reduce-scatter all-reduces, and its gather takes two rounds
             has_two_rounds = collective.kind in ("all_reduce", "reduce_scatter")
         factor = 2 if has_two_rounds else 1
-        per_node = min(size, self._ranks_per_node(stride))
-        nodes = -(-size // per_node)
+        per_node, nodes = self._spread(size, stride)
         if collective.kind == "all_to_all":
             return self._exchange_time(amount, size, per_node)
         bandwidth = self._bandwidth(per_node, nodes)
@@ -89,7 +93,7 @@ class Links:
     def message(self, num_bytes: float, *, axis: str) -> float:
         """Return the time of a message to the neighbor along an axis, in seconds."""
         size, stride = self._extent((axis,))
-        is_in_node = size == 1 or self._ranks_per_node(stride) > 1
+        is_in_node = size == 1 or self._ranks_per_node // stride > 1
         kind = "link" if is_in_node else "network"
         latency = figure(self._hardware, f"{kind}_latency_us") * 1e-6
         return float(COLLECTIVE_S + latency + num_bytes / (self._rate(kind) * 1e9))
@@ -102,11 +106,25 @@ class Links:
         inner = names[max((names.index(axis) for axis in axes), default=-1) + 1 :]
         return size, math.prod(mesh[axis] for axis in inner)
 
-    def _ranks_per_node(self, stride: int) -> int:
-        """Return the number of ranks of a group in one node."""
-        if math.prod(self._meshes[0].values()) == 1:
-            return 1
-        return max(1, int(figure(self._hardware, "devices_per_node")) // stride)
+    def _spread(self, size: int, stride: int) -> tuple[int, int]:
+        """Return the ranks of a group in one node, and its number of nodes.
+
+        If nodes do not hold the same parts of all groups, these are the fewest ranks in a node of
+        the group that is spread most.
+        """
+        in_node, span = self._ranks_per_node, size * stride
+        if all(in_node % part == 0 or part % in_node == 0 for part in (stride, span)):
+            per_node = min(size, max(1, in_node // stride))
+            return per_node, size // per_node
+        groups = [
+            Counter((first + member * stride) // in_node for member in range(size))
+            for block in range(0, math.prod(self._meshes[0].values()), span)
+            for first in range(block, block + stride)
+        ]
+        return min(
+            ((min(group.values()), len(group)) for group in groups),
+            key=lambda spread: (-spread[1], spread[0]),
+        )
 
     def _bandwidth(self, per_node: int, nodes: int) -> float:
         """Return the lowest bandwidth along a ring, in bytes/s.

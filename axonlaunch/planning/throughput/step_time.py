@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import DATA_AXES, EXPERT, EXPERT_SHARD
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.consistency.run_precision import sums_as_stored
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
@@ -68,7 +69,12 @@ class StepTime:
         self._config = config
         self._layout = layout
         self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
-        self._links = Links(hardware, layout.axes, layout.expert_axes)
+        self._links = Links(
+            hardware,
+            layout.axes,
+            layout.expert_axes,
+            ranks_per_node=RunNodes.of(config, hardware).ranks,
+        )
 
     def parts(self, work: StepWork) -> Parts:
         """Return the seconds of a step by activity on the rank with the longest step."""

@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.measured_constants import (
     DISK_GB_S,
@@ -32,13 +34,12 @@ _LEAST_GOODPUT = 0.01
 
 
 def training_forecast(
-    config: RunConfig, *, devices: int, tokens: float, step_s: float, saved_bytes: int
+    config: RunConfig, *, tokens: float, step_s: float, saved_bytes: int
 ) -> TrainingForecast:
-    """Predict the training on a number of tokens.
+    """Predict the training on a number of tokens, with a device for each rank.
 
     Args:
-        config: Configuration with hardware.
-        devices: Number of devices, with one rank each.
+        config: Configuration with hardware, and ``launch.nproc`` resolved.
         tokens: Number of tokens to train on.
         step_s: Seconds per step.
         saved_bytes: Bytes of a checkpoint.
@@ -46,11 +47,11 @@ def training_forecast(
     Raises:
         ConfigError: The samples are not sequences of tokens, or the run fails before it saves.
     """
-    hardware = config.hardware
+    hardware, devices = config.hardware, num_ranks(config)
     assert hardware is not None
     steps = steps_of_tokens(config, tokens)
     useful_s = steps * step_s
-    costs = save_costs(config, devices=devices, saved_bytes=saved_bytes)
+    costs = save_costs(config, saved_bytes=saved_bytes)
     rates = failure_rates(hardware, devices=devices)
     mtbf_s = rates.expected * _HOUR_S / devices
     every = round(best_interval_s(costs, mtbf_s=mtbf_s) / step_s)
@@ -93,7 +94,7 @@ def training_forecast(
         stalled_s=costs.stalled_s,
         restart_s=costs.restart_s,
         spares=poisson_quantile(_DAY_H * _HOUR_S / mtbf_s, 1 - _TAIL),
-        devices_per_spare=min(devices, hardware.devices_per_node or 1),
+        devices_per_spare=RunNodes.of(config, hardware).ranks,
         price=None if price is None else price * device_hours,
         mwh=None if energy is None else energy * device_hours / 1000,
         configured_every=configured if isinstance(configured, int) and configured else None,
@@ -130,24 +131,23 @@ def failure_rates(hardware: HardwareConfig, *, devices: int) -> FailureRates:
     return FailureRates(low=low, expected=expected, high=high)
 
 
-def save_costs(config: RunConfig, *, devices: int, saved_bytes: float) -> SaveCosts:
+def save_costs(config: RunConfig, *, saved_bytes: float) -> SaveCosts:
     """Return the costs of saving and reading a checkpoint of a size.
 
     With ``checkpoint.async_save`` training waits only for the copy to host memory.
 
     Args:
-        config: Configuration with hardware.
-        devices: Number of devices.
+        config: Configuration with hardware, and ``launch.nproc`` resolved.
         saved_bytes: Bytes of a checkpoint.
     """
     hardware = config.hardware
     assert hardware is not None
-    nodes = math.ceil(devices / (hardware.devices_per_node or devices))
+    nodes = RunNodes.of(config, hardware)
     disk = DISK_GB_S if hardware.disk_gb_s is None else hardware.disk_gb_s
-    written_s = saved_bytes / (nodes * disk * 1e9)
+    written_s = saved_bytes / (nodes.count * disk * 1e9)
     stalled_s = written_s
     if config.checkpoint.async_save:
-        stalled_s = min(written_s, saved_bytes / devices / _copy_rate(hardware))
+        stalled_s = min(written_s, saved_bytes / num_ranks(config) / _copy_rate(hardware))
     restart_s = RESTART_S if hardware.restart_s is None else hardware.restart_s
     return SaveCosts(stalled_s=stalled_s, written_s=written_s, restart_s=restart_s + written_s)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.planning.records import Estimate, HostMemory, Workload
@@ -56,17 +57,13 @@ def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
         config: Configuration with ``launch.nproc`` resolved.
         estimate: Estimate of the run.
     """
-    hardware, nproc = config.hardware, config.launch.nproc
+    hardware = config.hardware
     bytes_per_rank = estimate.host_bytes
     if config.checkpoint.every and config.checkpoint.async_save:
         bytes_per_rank += estimate.saved_bytes
     if not bytes_per_rank or estimate_device(config) != "gpu":
         return None
-    assert nproc != "auto"
-    ranks_per_node = nproc
-    if hardware is not None and hardware.devices_per_node is not None:
-        ranks_per_node = min(nproc, hardware.devices_per_node)
-    bytes_per_node = bytes_per_rank * ranks_per_node
+    bytes_per_node = bytes_per_rank * RunNodes.of(config, hardware).ranks
     memory = None
     if hardware is not None and hardware.host_memory_gib is not None:
         memory = int(hardware.host_memory_gib * GIB)

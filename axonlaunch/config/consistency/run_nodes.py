@@ -1,0 +1,68 @@
+"""Places the ranks of a run on nodes, for predictions of time, memory and failures.
+
+A launcher starts equally many ranks on each node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.problems.errors import divisors
+from axonlaunch.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class RunNodes:
+    """Nodes of a run.
+
+    Attributes:
+        count: Number of nodes; the largest one of an elastic run.
+        ranks: Number of ranks on each node.
+    """
+
+    count: int = 1
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, hardware: HardwareConfig | None) -> Self:
+        """Return the nodes that ``launch.nnodes`` and ``launch.nproc`` describe.
+
+        ``launch.nproc`` is resolved. If it is more than ``devices_per_node`` of the hardware, its
+        ranks are on the smallest number of such nodes with equally many ranks: 64 ranks on 8 nodes
+        with 8 devices, 12 ranks on 2 of them with 6 ranks each.
+        """
+        nproc = config.launch.nproc
+        assert nproc != "auto"
+        ranks = _largest_part(nproc, hardware)
+        return cls(count=num_ranks(config) // ranks, ranks=ranks)
+
+    @classmethod
+    def of_devices(cls, config: RunConfig, devices: int) -> Self:
+        """Return the nodes of a run with one rank for each of a number of devices.
+
+        They are those of the configuration if it describes so many ranks, else as few nodes of
+        its hardware as hold equally many.
+        """
+        if describes_nodes(config, devices):
+            return cls.of(config, config.hardware)
+        ranks = _largest_part(devices, config.hardware)
+        return cls(count=devices // ranks, ranks=ranks)
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Settings that give a run these nodes."""
+        return {"launch.nnodes": self.count, "launch.nproc": self.ranks}
+
+
+def describes_nodes(config: RunConfig, devices: int) -> bool:
+    """Return whether ``launch.nnodes`` times ``launch.nproc`` is the number of devices."""
+    return config.launch.nproc != "auto" and num_ranks(config) == devices
+
+
+def _largest_part(ranks: int, hardware: HardwareConfig | None) -> int:
+    """Return the largest divisor of a number of ranks that a node of the hardware can hold."""
+    most = None if hardware is None else hardware.devices_per_node
+    return ranks if most is None else max(part for part in divisors(ranks) if part <= most)

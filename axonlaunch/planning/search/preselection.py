@@ -1,0 +1,76 @@
+"""Ranks layouts by formulas, from the work and the memory of the model on one device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.planning.memory.analytic import Formulas
+from axonlaunch.planning.search.candidates import Candidate
+from axonlaunch.planning.throughput.analytic_work import scaled
+from axonlaunch.planning.throughput.step_time import StepTime
+
+_CHANCES = 2
+"""Layouts of a family, which differ in recomputation and offload, that may be traced."""
+
+
+@dataclass(frozen=True, eq=False)
+class Preselected:
+    """A layout with its step time and memory from formulas."""
+
+    candidate: Candidate
+    step_s: float
+    bytes: float
+
+
+def preselect(
+    layouts: Iterable[Candidate],
+    *,
+    formulas: Mapping[tuple[str, ...], Formulas],
+    hardware: HardwareConfig,
+    memory: float,
+) -> list[Preselected]:
+    """Return two layouts of each family that fit by the formulas, fastest family first.
+
+    They are the fastest one, and the fastest one of those with less memory, in case that the
+    formulas are too low. If nothing fits, return the smallest layout.
+    """
+    families: dict[tuple[Any, ...], list[Preselected]] = {}
+    counts: Counter[tuple[Any, ...]] = Counter()
+    smallest: Preselected | None = None
+    for candidate in layouts:
+        layout, model = candidate.layout, formulas[candidate.numerics]
+        size = model.process_bytes(candidate.config, layout)
+        if size > memory:
+            if smallest is None or size < smallest.bytes:
+                smallest = Preselected(candidate, math.inf, size)
+            continue
+        group = (candidate.family, candidate.offload)
+        counts[group] += 1
+        if counts[group] > _CHANCES:
+            continue  # earlier ones of the group recompute less
+        work = scaled(
+            model.single_device,
+            candidate.config,
+            layout,
+            layers=model.stage_layers(layout),
+            experts=model.experts(candidate.config, layout),
+        )
+        seconds = StepTime(candidate.config, layout, hardware).approximate(work)
+        families.setdefault(candidate.family, []).append(Preselected(candidate, seconds, size))
+    if not families:
+        assert smallest is not None
+        return [smallest]
+    chosen = map(_fastest_and_smaller, families.values())
+    return [choice for pair in sorted(chosen, key=lambda pair: pair[0].step_s) for choice in pair]
+
+
+def _fastest_and_smaller(family: Sequence[Preselected]) -> list[Preselected]:
+    """Return the fastest layout of a family, and the fastest one with less memory, if any."""
+    fastest = min(family, key=lambda choice: choice.step_s)
+    smaller = [choice for choice in family if choice.bytes < fastest.bytes]
+    return [fastest, *sorted(smaller, key=lambda choice: choice.step_s)[: _CHANCES - 1]]
