@@ -302,12 +302,10 @@ def _unknown_name(
         return ConfigIssue(key, f"there is no such key; did you mean {here[meant]}?", shown)
     if message := message or _other_name(key, name, value):
         return ConfigIssue(key, message, shown)
-    meant = here.get(nearest(name, here) or "") or last.get(
-        nearest(name, last, cutoff=_ELSEWHERE) or ""
-    )
+    meant = here.get(nearest(name, here) or "")
     if not meant and "arguments" in fields:  # of a registered or custom class or function
         meant = f"{prefix}.arguments.{name}"
-    if meant:
+    if meant := meant or last.get(nearest(name, last, cutoff=_ELSEWHERE) or ""):
         return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
     listed = f"keys of {prefix}" if prefix else "top-level keys"
     return ConfigIssue(key, f"there is no such key; {listed}: {', '.join(sorted(fields))}", shown)
