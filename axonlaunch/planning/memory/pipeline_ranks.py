@@ -50,14 +50,14 @@ class PipelineRank:
             leading: Number of layers of the model that precede the repeated ones.
         """
         stages = _stages_of(layout, rank)
-        before = [sum(layers[:stage]) for stage in stages]
+        offsets = [sum(layers[:stage]) for stage in stages]
         has_first, has_last = 0 in stages, layout.num_stages - 1 in stages
         waiting = min(_waiting(layout, rank), layout.microbatches_per_round)
         return cls(
             layers=sum(layers[stage] for stage in stages),
             leading=sum(
                 min(layers[stage], max(0, leading - first))
-                for stage, first in zip(stages, before, strict=True)
+                for stage, first in zip(stages, offsets, strict=True)
             ),
             has_first=has_first,
             has_last=has_last,

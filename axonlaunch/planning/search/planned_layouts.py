@@ -31,9 +31,9 @@ def planned_layout(
     """Return the record of an estimated layout.
 
     Args:
-        candidate: The layout.
-        speed: Its speed.
-        result: Estimate of its memory.
+        candidate: Settings of the layout.
+        speed: Predicted speed of the layout.
+        result: Memory estimate of the layout.
         config: Configuration of the run as given by the user.
         nodes: Nodes of the run.
     """

@@ -118,7 +118,7 @@ def estimate_in_rounds(
     return Found(sorted(plans, key=lambda planned: not planned.fits), limit, untraced)
 
 
-def merge(exact: Found, lower: Found) -> Found:
+def merge_found(exact: Found, lower: Found) -> Found:
     """Return the exact layouts with the faster ones of lower precision; all if none fits."""
     if not any(planned.fits for planned in [*exact.plans, *lower.plans]):
         return Found(exact.plans + lower.plans, exact.limit, exact.untraced)

@@ -27,7 +27,7 @@ from axonlaunch.planning.search.low_precision import (
     smallest_run,
     worthwhile_time,
 )
-from axonlaunch.planning.search.rounds import estimate_in_rounds, merge
+from axonlaunch.planning.search.rounds import estimate_in_rounds, merge_found
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
 LISTED = 5
@@ -105,7 +105,9 @@ def search_layouts(
     found = estimate_layouts(layouts)
     if lower:
         try:
-            found = merge(found, estimate_layouts(lower, useless=worthwhile_time(found.plans)))
+            found = merge_found(
+                found, estimate_layouts(lower, useless=worthwhile_time(found.plans))
+            )
         except ConfigError as error:
             problems += error.problems
     searched = len(layouts) + len(lower)
