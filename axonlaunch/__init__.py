@@ -98,14 +98,14 @@ if TYPE_CHECKING:
     )
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule as PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats as PipelineMemoryStats
-    from axonlaunch.engines.tensor.divided_layers.layers import (
+    from axonlaunch.engines.tensor.outputs.loss import (
+        vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
+    )
+    from axonlaunch.engines.tensor.parallel_layers.layers import (
         ColumnParallelLinear as ColumnParallelLinear,
         RowParallelLinear as RowParallelLinear,
         TensorParallelAttention as TensorParallelAttention,
         VocabParallelEmbedding as VocabParallelEmbedding,
-    )
-    from axonlaunch.engines.tensor.outputs.loss import (
-        vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
     from axonlaunch.engines.tensor.parallelize import parallelize as parallelize
     from axonlaunch.launch.commands.build_engine import build_engine as build_engine
@@ -211,7 +211,7 @@ _NAMES_BY_MODULE = {
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
-    "axonlaunch.engines.tensor.divided_layers.layers": (
+    "axonlaunch.engines.tensor.parallel_layers.layers": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "TensorParallelAttention",

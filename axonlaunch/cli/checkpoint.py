@@ -13,8 +13,8 @@ import typer
 
 from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help
-from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
+from axonlaunch.config.values.optional_keys import num_data_workers
 from axonlaunch.data.datasets.registry import register_dataset
 
 if TYPE_CHECKING:

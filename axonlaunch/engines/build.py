@@ -7,7 +7,6 @@ replication. Each step takes the result of the previous one and does not depend 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
+from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.device_mesh import (
@@ -36,10 +35,13 @@ from axonlaunch.engines.data_parallel.device_mesh import (
     run_mesh,
     sharding_mesh,
 )
-from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, DividedExperts
+from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
-from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
+from axonlaunch.engines.data_parallel.torch_internals import (
+    compile_blocks_whole,
+    hide_working_folder,
+)
 from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
@@ -55,11 +57,11 @@ from axonlaunch.engines.pipeline.split import (
     Part,
     around_blocks,
     crossing_ties,
-    cut,
     ends_of,
     holds,
     parts,
     stage_blocks,
+    stage_module,
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision.lower_parameters import Forward
@@ -77,7 +79,7 @@ from axonlaunch.engines.recomputation.offloaded_inputs import OffloadedInputs
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.outputs.losses import losses_of
-from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize, without_modules
+from axonlaunch.engines.tensor.parallelize import parallelize, sharded_classes, without_modules
 from axonlaunch.engines.tensor.rounded_layers import round_products
 from axonlaunch.models.adapters.quantized_base import (
     quantized_names,
@@ -88,10 +90,10 @@ from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.metrics import build_metrics
 from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.specs.router_loss import RouterLoss
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.models.torch_dtypes import torch_dtype
 
@@ -123,7 +125,7 @@ class _Plan:
     """What the steps of building share.
 
     Attributes:
-        experts: Mesh of parameters of experts; None if experts are not divided.
+        experts: Mesh of parameters of experts; None if experts are not sharded.
         rounding: Decides in which steps products are rounded.
         context: The ranks that share sequences; None if sequences are not sharded.
         chunked: The chunked loss, if one is used.
@@ -219,7 +221,7 @@ def build_engine(
         assert sample is not None, "balancing pipeline stages requires a sample"
         counts = stage_blocks(config, layout, model, sample=sample)
     _parallelize(plan, model)
-    classes = divided_classes(model)
+    classes = sharded_classes(model)
     losses = losses_of(
         plan.spec,
         config.train,
@@ -328,7 +330,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
     products = precision_of(plan.config).products
     layers = None if products is None else scaled_layers(plan.config, plan.spec, model)
     if plan.context is not None:
-        plan.context.divide(plan.spec, model)
+        plan.context.shard_sequences(plan.spec, model)
     tensor = plan.config.strategy.tensor
     tensor_plan = tensor.plan or plan.spec.plan(model)
     if plan.experts is not None:
@@ -392,7 +394,7 @@ def _build_pipeline(
         if modules:
             model = plan.construct()
             _parallelize(plan, model)
-        modules[index] = cut(plan.spec, model, stages[index])
+        modules[index] = stage_module(plan.spec, model, stages[index])
     replicas = None
     sharded = [wrapped for stage in modules.values() for wrapped in _wrap_stage(plan, stage)]
     if not plan.layout.facts.shards_parameters:
@@ -467,9 +469,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     )
     if train.compile:
         compile_blocks_whole()
-        # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
-        # the current folder.
-        os.environ["PYTHONSAFEPATH"] = "1"
+        hide_working_folder()
         for block in blocks or [model]:
             # Compile only the forward, because fully_shard's hooks on the module call cannot be
             # compiled.
@@ -513,17 +513,17 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
         # and reshard it after its last, and require gathered parameters in between. With one stage
         # per rank, parameters would otherwise be gathered again for each micro-batch.
         keep_gathered=plan.layout.pipeline > 1,
-        experts=_divided_experts(plan, model),
+        experts=_sharded_experts(plan, model),
     )
     sharded.ignore_returned_view()
     _initialize(plan, model)
     return sharded
 
 
-def _divided_experts(plan: _Plan, model: nn.Module) -> DividedExperts | None:
+def _sharded_experts(plan: _Plan, model: nn.Module) -> ShardedExperts | None:
     if plan.experts is None:
         return None
-    return DividedExperts(
+    return ShardedExperts(
         modules=dispatched_experts(model),
         mesh=sharding_mesh(plan.experts, plan.layout, is_expert=True),
         gradient_ranks=plan.layout.gradient_ranks,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axonlaunch.data.datasets.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.expert.balance import ExpertLoad
 from axonlaunch.models.facts.flops import ModelFlops
 
 
@@ -29,21 +30,6 @@ class StepResult:
     tokens: Tensor
     grad_norm: Tensor | None
     skipped: Tensor | None
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """Load of the fullest expert of a layer in a step.
-
-    Attributes:
-        relative: Number of tokens of this expert, divided by the mean over the layer's experts.
-        share: The fraction of all tokens that chose it.
-        most: Largest possible ``relative``, rounded down.
-    """
-
-    relative: float
-    share: float
-    most: int
 
 
 class Engine(Protocol):

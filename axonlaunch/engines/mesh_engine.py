@@ -24,8 +24,8 @@ from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
-from axonlaunch.engines.engine import ExpertLoad, StepResult
-from axonlaunch.engines.expert.balance import ExpertCounts
+from axonlaunch.engines.engine import StepResult
+from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.step import Update

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, cast
 
 from axonlaunch.config import Composed, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes
-from axonlaunch.config.consistency.optional_keys import num_data_workers
 from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig, Launcher
-from axonlaunch.launch.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
+from axonlaunch.config.values.optional_keys import num_data_workers
+from axonlaunch.launch.environment.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
 from axonlaunch.verification.result import Proof

@@ -23,8 +23,7 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request, load_config
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import (
     LaunchOptions,
     check_function,
@@ -33,7 +32,8 @@ from axonlaunch.launch.launcher import (
     launcher_of,
 )
 from axonlaunch.launch.output import sweep
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.launch.request import Request, load_config
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.verification.proofs.runner import is_to_be_proved, prove_layout
 from axonlaunch.verification.result import Proof
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.consistency.layout import estimate_device, num_ranks
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DISPATCHES
 from axonlaunch.config.schema import REGISTRIES
+from axonlaunch.config.values.optional_keys import custom_target
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system.node import allocator_settings
 from axonlaunch.system.storage import cache

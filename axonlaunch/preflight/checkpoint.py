@@ -20,7 +20,6 @@ from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS
@@ -31,10 +30,12 @@ from axonlaunch.config.precision import (
     FP32,
     NUMBER_FORMATS,
     PRECISIONS,
+    master_format,
     state_format,
 )
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import CheckpointConfig
+from axonlaunch.config.values.optional_keys import optimizer_groups
 from axonlaunch.config.values.plain_values import flatten
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.describe_rows import describe_rows
@@ -44,7 +45,7 @@ from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
 from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.storage.files import why_no_folder
 
@@ -433,7 +434,7 @@ def _other_types(
 def _other_weights(config: RunConfig, saved: str) -> ConfigIssue:
     """Return the problem that weights were saved in another type than the run's."""
     stored = config.train.param_dtype
-    if getattr(config.optimizer, "master_weights", None) is None:
+    if master_format(config.optimizer) is None:
         use = "use that, or model.weights"
         if NUMBER_FORMATS[stored].is_low and saved.endswith(FP32.name):
             use = "use that, optimizer.master_weights=fp32, or model.weights"

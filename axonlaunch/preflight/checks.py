@@ -29,14 +29,14 @@ from axonlaunch.config.options.training_hooks import CustomCallbackConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.datasets.dataset import Dataset
-from axonlaunch.data.hub.pinning import fetch_data
 from axonlaunch.data.hub.repository import Downloading
+from axonlaunch.data.selection.pinning import fetch_data
 from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.untokenized import Untokenized
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares, stored_bytes
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.specs.trainable import frozen_problems
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings

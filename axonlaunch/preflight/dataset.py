@@ -16,21 +16,21 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
-from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.values.optional_keys import packing_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
-from axonlaunch.data.hub.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.hub.repository import OnDownload
+from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.untokenized import find_untokenized
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
@@ -128,7 +128,7 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
         how = "give it an attribute held_out" if is_stream else "hold samples out"
-        if hasattr(config.data, "held_out"):
+        if isinstance(config.data, TextRowsConfig):
             how = "data.held_out=0.05"
         message = f"there is no held-out split; use 0, or {how}"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
@@ -161,7 +161,7 @@ def with_packing(config: RunConfig) -> RunConfig:
     except ConfigError:
         return config  # problems of the model are reported later with all others
     divided = divisor(degrees_of(config.strategy), "sequences") > 1
-    if not spec.unpackable() and (spec.divides_documents or not divided):
+    if not spec.unpackable() and (spec.shards_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -220,7 +220,7 @@ def packing_problems(
         yield ConfigIssue(f"data.{field}", message, value)
     for axis in AXES:
         degree = axis.degree(config.strategy)
-        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+        if axis.divides != "sequences" or degree == 1 or spec.shards_documents:
             continue
         message = f"a row holds several documents, which model={config.model.name} can't keep "
         message += f"apart with {axis.word} parallelism; "

@@ -21,8 +21,8 @@ from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
 from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, expert_degrees, sharding_problems

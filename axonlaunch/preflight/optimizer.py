@@ -14,7 +14,6 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts, Sharding
 from axonlaunch.config.optimization.parameter_groups import (
@@ -31,6 +30,7 @@ from axonlaunch.config.precision import (
     state_format,
 )
 from axonlaunch.config.problems.did_you_mean import unknown
+from axonlaunch.config.values.optional_keys import custom_target
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.engines.optimizer.schedules import schedule_issues
 from axonlaunch.models.facts.parameter_facts import parameter_facts

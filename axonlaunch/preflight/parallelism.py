@@ -1,4 +1,4 @@
-"""Checks whether a strategy can divide a model: over context, data and tensor axes, and in stages.
+"""Checks whether a strategy can shard a model: over context, data and tensor axes, and in stages.
 
 The model is on the meta device or on the CPU; no rank is needed.
 """
@@ -21,11 +21,11 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     stages_per_rank,
 )
-from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import MatmulFormat, QuantizedFormat, quantizes_states
 from axonlaunch.config.problems.errors import divisors, one_of
+from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.expert.balance import CORRECTION_BIAS, router_with_bias
 from axonlaunch.engines.expert.experts import broken_expert_rows
@@ -50,9 +50,9 @@ from axonlaunch.engines.tensor.plan_checks import (
 from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers, selection_problems
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of
 
 _LARGEST_GROUP = 256
@@ -65,17 +65,17 @@ def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
     degree = config.strategy.context.degree
     if degree == 1:
         return
-    if why := spec.undivided_sequences():
+    if why := spec.unshardable_sequences():
         yield ConfigIssue("strategy.context.degree", why, degree)
         return
     if config.train.compile:
         message = "ring attention of strategy.context.degree can't be compiled; use false"
         yield ConfigIssue("train.compile", message, True)
     if not config.strategy.tensor.sequence_parallel:
-        yield from _undivided_length(config)
+        yield from _unshardable_length(config)
 
 
-def _undivided_length(config: RunConfig) -> Iterator[ConfigIssue]:
+def _unshardable_length(config: RunConfig) -> Iterator[ConfigIssue]:
     strategy, length = config.strategy, config.sequence_length
     pieces, sharers = 1, []
     if strategy.context.degree > 1:
@@ -94,7 +94,7 @@ def _undivided_length(config: RunConfig) -> Iterator[ConfigIssue]:
 def sharding_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield the reasons why ``fully_shard`` can't divide the model's parameters."""
+    """Yield the reasons why ``fully_shard`` can't shard the model's parameters."""
     if not data_parallel_facts(config.strategy).shards_parameters:
         return
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
@@ -196,7 +196,7 @@ def first_four(names: Sequence[str]) -> str:
 
 
 def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield the reasons why a tensor axis can't divide the model."""
+    """Yield the reasons why a tensor axis can't shard the model."""
     tensor = config.strategy.tensor
     if tensor.degree == 1:
         return
@@ -204,7 +204,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.degree", why, tensor.degree)
         return
     plan = tensor.plan or spec.plan(model)
-    if config.strategy.expert.degree > 1:  # experts are divided by expert_problems
+    if config.strategy.expert.degree > 1:  # experts are checked by expert_problems
         plan = without_modules(plan, model, spec.experts(model))
     if not plan:
         message = (
@@ -217,7 +217,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         message = f"model={config.model.name} has no sequence-parallel form; use false"
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
-    yield from _undivided_length(config)
+    yield from _unshardable_length(config)
     issues = plan_issues(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )
@@ -303,26 +303,26 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
 def state_problems(
     config: RunConfig, spec: ModelSpec, plan: Mapping[str, str], model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield a problem if the tensor axis would divide blocks of optimizer states in 8 bits."""
+    """Yield a problem if the tensor axis would split blocks of optimizer states in 8 bits."""
     degree = config.strategy.tensor.degree
     if quantizes_states(config.optimizer):
         names = broken_rows(model, plan, degree=degree)
-        yield from _cut_blocks(config, spec, model, names, by=f"strategy.tensor.degree={degree}")
+        yield from _split_blocks(config, spec, model, names, by=f"strategy.tensor.degree={degree}")
 
 
 def expert_state_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield a problem if ranks of experts would divide blocks of optimizer states in 8 bits."""
+    """Yield a problem if ranks of experts would split blocks of optimizer states in 8 bits."""
     degree = config.strategy.expert.degree
     if degree > 1 and quantizes_states(config.optimizer):
         shards = Layout.of(config, world_size=num_ranks(config)).ranks_along((EXPERT_SHARD,))
         experts = spec.experts(model)
         names = broken_expert_rows(model, experts, degree=degree, shards=shards)
-        yield from _cut_blocks(config, spec, model, names, by=f"{EXPERT_DEGREE}={degree}")
+        yield from _split_blocks(config, spec, model, names, by=f"{EXPERT_DEGREE}={degree}")
 
 
-def _cut_blocks(
+def _split_blocks(
     config: RunConfig, spec: ModelSpec, model: nn.Module, names: Iterable[str], *, by: str
 ) -> Iterator[ConfigIssue]:
     """Yield a problem for the first of these trained parameters that has states in 8 bits."""
@@ -403,4 +403,4 @@ AXIS_PROBLEMS: Mapping[str, Callable[[RunConfig, ModelSpec, nn.Module], Iterator
     "pp": pipeline_problems,
     "cp": context_problems,
 }
-"""Yields why a model cannot be divided over an axis, by the name of the axis."""
+"""Yields why a model cannot be sharded over an axis, by the name of the axis."""

@@ -18,8 +18,8 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import TextConfig
 from axonlaunch.data.files import json_array, rows, tables
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.included.text import Text
+from axonlaunch.data.selection.file_selection import FileSelection
 
 arrow: Any = pytest.importorskip("pyarrow")
 MIB = 1 << 20

@@ -18,9 +18,9 @@ from axonlaunch.config.options.documents import DocumentsConfig, HeldOutConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.files.rows import RowReader
-from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.hub import repository
-from axonlaunch.data.hub.pinning import commits_in, fetch_data, pinned_data
+from axonlaunch.data.selection.file_selection import FileSelection
+from axonlaunch.data.selection.pinning import commits_in, fetch_data, pinned_data
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 

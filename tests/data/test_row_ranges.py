@@ -14,8 +14,8 @@ from axonlaunch.config.values.split_text import SplitSlice, parse_splits
 from axonlaunch.data.files import row_ranges
 from axonlaunch.data.files.row_ranges import count_all_rows, take_rows
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.files.sources import SourceFile
+from axonlaunch.data.selection.file_selection import FileSelection
 
 TEXTS = [f"row {number}\nof two lines" for number in range(23)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from axonlaunch.config import ConfigError
 from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.files.selection import FileSelection
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.texts.chats.chat_rows import chat_columns
 
 pyarrow = pytest.importorskip("pyarrow")

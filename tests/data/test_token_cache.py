@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from axonlaunch.data.files.selection import FileSelection
 from axonlaunch.data.files.sources import SourceFile
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards import shard_maker, token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Corpus

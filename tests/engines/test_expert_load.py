@@ -24,8 +24,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
-from axonlaunch.engines.engine import ExpertLoad
-from axonlaunch.engines.expert.balance import ExpertCounts
+from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.registry import register_dispatch
 from axonlaunch.launch.output.console import RunConsole

@@ -17,7 +17,7 @@ from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.engines.tensor.divided_layers.local_parameters import TensorAxis
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import TensorAxis
 from axonlaunch.models.build import build_model, on_meta
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.verification.comparison import compare

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from axonlaunch.engines.recomputation.activation_checkpointing import (
 )
 
 EXPERTS, TOKENS = 4, 6
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Scaling(nn.Module):
@@ -32,18 +34,31 @@ class Scaling(nn.Module):
         return (hidden.unsqueeze(1) * (scales * weights).unsqueeze(-1)).sum(1)
 
 
+def best_two(scores: Tensor) -> tuple[Tensor, Tensor]:
+    values, experts = torch.topk(scores, 2)
+    return values, experts
+
+
+def one_after_another(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose two experts as Phimoe does."""
+    first = scores.max(dim=-1)[1].unsqueeze(-1)
+    second = scores.scatter(-1, first, float("-inf")).max(dim=-1)[1].unsqueeze(-1)
+    experts = torch.cat([first, second], dim=-1)
+    return scores.gather(-1, experts), experts
+
+
 class WaveringBlock(nn.Module):
     """A block whose router has nearly equal scores, rounded in turn up and down."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Choose) -> None:
         super().__init__()
         self.experts, self.router = Scaling(), nn.Parameter(torch.ones(2, EXPERTS))
-        self.rounding = 1e-6
+        self.rounding, self.choose = 1e-6, choose
 
     def forward(self, hidden: Tensor) -> Tensor:
         up_or_down = self.rounding * torch.linspace(-1, 1, EXPERTS)
         self.rounding = -self.rounding
-        values, experts = torch.topk((hidden @ self.router + up_or_down).softmax(-1), 2)
+        values, experts = self.choose((hidden @ self.router + up_or_down).softmax(-1))
         values /= values.sum(-1, keepdim=True)  # in place, like the routers of transformers
         return self.experts(hidden, experts, values)
 
@@ -61,11 +76,13 @@ class Counting(AllToAll):
         return rows, local_experts, routes
 
 
-def run_block(mode: Mode, num_experts: int) -> list[tuple[list[list[int]], list[Tensor]]]:
+def run_block(
+    mode: Mode, num_experts: int, choose: Choose = best_two
+) -> list[tuple[list[list[int]], list[Tensor]]]:
     """Return the sent rows of each forward and the gradients, for each of two ranks."""
 
     def run(world: World) -> Any:
-        block = WaveringBlock()
+        block = WaveringBlock(choose)
         mesh = world.lay_out({"ep": world.world_size}).device_mesh["ep"]
         dispatch_experts(block, ["experts"], mesh=mesh, make_dispatch=Counting)
         apply_activation_checkpointing([block], mode=mode, num_experts=num_experts)
@@ -79,10 +96,13 @@ def run_block(mode: Mode, num_experts: int) -> list[tuple[list[list[int]], list[
     return World.mock(2).run(run)
 
 
+@pytest.mark.parametrize("choose", [best_two, one_after_another])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputed_block_sends_tokens_to_the_experts_of_the_forward(mode: Mode) -> None:
-    expected = run_block("none", EXPERTS)
-    recomputed = run_block(mode, EXPERTS)
+def test_recomputed_block_sends_tokens_to_the_experts_of_the_forward(
+    mode: Mode, choose: Choose
+) -> None:
+    expected = run_block("none", EXPERTS, choose)
+    recomputed = run_block(mode, EXPERTS, choose)
     for ([sent], gradients), ([first, again], actual) in zip(expected, recomputed, strict=True):
         assert first == again == sent == [0, 2 * TOKENS]
         for one, other in zip(actual, gradients, strict=True):

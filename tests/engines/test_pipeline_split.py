@@ -19,11 +19,11 @@ from axonlaunch.engines.pipeline import split
 from axonlaunch.engines.pipeline.split import (
     balance,
     block_names,
-    cut,
     cuttable,
     kept_everywhere,
     parts,
     stage_counts,
+    stage_module,
 )
 from axonlaunch.models.build import build_model, construct, on_meta, spec_for
 from axonlaunch.models.specs.loss import cross_entropy_sum
@@ -51,7 +51,7 @@ def test_pipeline_stages_in_sequence_equal_model(
     full, spec = build_model(config), spec_for(config)
     x, names = inputs, []
     for part in parts(counts):
-        stage = cut(spec, build_model(config), part)
+        stage = stage_module(spec, build_model(config), part)
         names += [name for name, _ in stage.named_parameters()]
         x = stage(x)
     torch.testing.assert_close(x, full(inputs))
@@ -65,7 +65,7 @@ def test_sequential_is_split_between_modules_with_same_names() -> None:
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
     assert cuttable(spec, model)
     assert block_names(spec, model) == ["0", "1", "2"]
-    last = cut(spec, model, parts([1, 2])[1])
+    last = stage_module(spec, model, parts([1, 2])[1])
     assert [name for name, _ in last.named_parameters()] == [
         f"{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
     ]
@@ -139,7 +139,7 @@ def test_a_parameter_may_be_an_end() -> None:
     spec = spec_of(("embed",), ("scale", "head"))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     assert stage_counts(spec, Scaled(), num_stages=2, sample=tokens) == [1, 1]
-    first, last = (cut(spec, Scaled(), part) for part in parts([1, 1]))
+    first, last = (stage_module(spec, Scaled(), part) for part in parts([1, 1]))
     assert first.scale is None
     assert last(first(tokens)).shape == (1, 3, 8)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.models.adapters.quantized_base import quantized_names, recomputing_weights
-from axonlaunch.models.build import build_model
+from axonlaunch.models.build import build_model, construct
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.tensors import packed_blocks
 from axonlaunch.models.tensors.packed_blocks import BLOCK_FORMATS, BlockFormat
 
@@ -59,6 +60,15 @@ def test_quantized_weights_of_two_ranks_equal_those_of_bitsandbytes(strategy: st
         codes, state = quantize_4bit(plain.get_parameter(name).detach(), quant_type="nf4")
         values = BLOCK_FORMATS["nf4"].dequantize(stored[name], torch.float32)
         assert torch.equal(values, dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("base", BLOCK_FORMATS)
+def test_share_of_quantized_experts_is_that_of_their_stored_bytes(base: str) -> None:
+    chosen = ["model=moe_debug", "model.balance=none", "data=synthetic_tokens", "adapter=lora"]
+    config = run_config([*chosen, f"adapter.base={base}", "strategy=single", "launch.nproc=1"])
+    sizes = {name: p.nbytes for name, p in construct(config, seed=0).named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert TrainingShares.of(config).experts == experts / sum(sizes.values())
 
 
 @pytest.mark.parametrize("base", BLOCK_FORMATS)

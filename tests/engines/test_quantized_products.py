@@ -17,7 +17,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.precision import QuantizedFormat
 from axonlaunch.engines.precision.quantized_products import QuantizedProducts
-from axonlaunch.engines.tensor.divided_layers.layers import RowParallelLinear
+from axonlaunch.engines.tensor.parallel_layers.layers import RowParallelLinear
 from axonlaunch.engines.tensor.rounded_layers import round_products
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_layers import note_on_experts

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.engines.tensor.divided_layers import fused_region
-from axonlaunch.engines.tensor.divided_layers.local_parameters import to_local
+from axonlaunch.engines.tensor.parallel_layers import fused_region
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import to_local
 from axonlaunch.models.modules.attention import Attention, RotaryTable
 
 SIZES = pytest.mark.parametrize("size", [2, 4])

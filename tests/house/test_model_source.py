@@ -1,6 +1,6 @@
 """Counts the files that know of models of transformers.
 
-Other files ask a model's source (``models/specs/source.py``), so that a new kind of model, or a new
+Other files ask a model's source (``models/facts/source.py``), so that a new kind of model, or a new
 question about models, is added in one place.
 """
 
@@ -13,7 +13,7 @@ from package_source import sources
 NAMED_IN = {
     "config/options/model.py",  # the keys of model=hf
     "config/schema.py",  # path and initial weights of a run's model, also for the tokenizer
-    "models/specs/source_of.py",  # chooses the source of a model
+    "models/source_of.py",  # chooses the source of a model
     "models/hf/source.py",  # that source
     "models/hf/model_spec.py",  # weights are read or random
 }
@@ -37,4 +37,4 @@ def test_hf_package_is_imported_only_by_the_source_of_a_model() -> None:
         if not source.path.startswith("models/hf/")
         and any(module.startswith("axonlaunch.models.hf") for module in source.imports)
     }
-    assert importing == {"models/specs/source_of.py"}
+    assert importing == {"models/source_of.py"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch.cli.configuration import config
-from axonlaunch.launch.local.accelerators import count_accelerators
+from axonlaunch.launch.environment.accelerators import count_accelerators
 from axonlaunch.system.node import gpu_driver
 from axonlaunch.system.processes import forked_call, forkserver
 

@@ -12,9 +12,9 @@ import pytest
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigError, RunConfig, load
 from axonlaunch.launch import run_dir, runs
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.request import Request
 
 Begin = Callable[[RunConfig], AbstractContextManager[object]]
 

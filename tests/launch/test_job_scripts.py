@@ -14,7 +14,7 @@ import pytest
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.launch.external import slurm
+from axonlaunch.launch.external import save_time, slurm
 from axonlaunch.launch.launcher import LaunchOptions
 
 SCRIPTS = Path(__file__).with_name("job_scripts")
@@ -81,8 +81,8 @@ def test_signal_before_the_time_limit_leaves_time_for_a_checkpoint(
 ) -> None:
     """The 8 ranks of a node write at 100 MB/s together."""
     rank = SimpleNamespace(saved_bytes=saved_gb * 1e9, host_bytes=0)
-    monkeypatch.setattr(slurm, "resolve_for_node", lambda context, config: config)
-    monkeypatch.setattr(slurm, "forecast", lambda *arguments: SimpleNamespace(estimate=rank))
+    monkeypatch.setattr(save_time, "resolve_for_node", lambda context, config: config)
+    monkeypatch.setattr(save_time, "forecast", lambda *arguments: SimpleNamespace(estimate=rank))
     words = ["launch=slurm", "launch.nproc=8", "name=big", f"launch.slurm.grace_s={written}"]
     words.append(f"launch.slurm.time='{time}'" if time != "null" else "launch.slurm.time=null")
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
     def refuse(*arguments: Any) -> None:
         raise ConfigError([ConfigIssue("model", "can't be traced")])
 
-    monkeypatch.setattr(slurm, "resolve_for_node", refuse)
+    monkeypatch.setattr(save_time, "resolve_for_node", refuse)
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
     slurm.launch(configuration.load(["launch=slurm", "launch.nproc=8", "name=big"]), options)
     printed = capsys.readouterr()

@@ -13,17 +13,19 @@ import pytest
 from command import wait_for
 
 from axonlaunch.config import ConfigError
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
-from axonlaunch.launch.external import entry, join_ranks, launcher_process, rank
-from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.environment import launcher_process
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
+from axonlaunch.launch.external import entry, join_ranks, rank
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.request import Request
 
 PROGRAM = (
-    "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
+    "from axonlaunch.launch.environment.launcher_process import LauncherProcess as L;"
+    "print(L(%r).pid)"
 )
 
 
@@ -114,7 +116,7 @@ def test_failed_launcher_watch_ends_process(
 
 def test_rank_ends_if_mpirun_was_killed_before_watch() -> None:
     program = (
-        "from axonlaunch.launch.external import launcher_process as module;"
+        "from axonlaunch.launch.environment import launcher_process as module;"
         "import time; module.GRACE_S = 0.0; module._ancestor_without = lambda variables: None;"
         "module.LauncherProcess('mpirun').watch(); time.sleep(60)"
     )

@@ -10,11 +10,11 @@ from command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, compose, load, with_values
 from axonlaunch.launch import run_dir, runs
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
-from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.environment_variables import LaunchIdentity
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.output.summary import resuming_command
+from axonlaunch.launch.request import Request
 from axonlaunch.system.storage.files import folder_lock
 
 OVERWRITE, OFF = "checkpoint.overwrite=true", "checkpoint.overwrite=false"

@@ -15,11 +15,11 @@ import yaml
 from command import TINY, Command, wait_for
 
 from axonlaunch.config import ConfigError, load, with_values
-from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.commands import parallel_sweep
+from axonlaunch.launch.commands.node_shares import NodeShare, divide_node
+from axonlaunch.launch.commands.parallel_sweep import _remaining, _words, share_node
 from axonlaunch.launch.launcher import LaunchOptions
-from axonlaunch.launch.local import parallel_sweep
-from axonlaunch.launch.local.node_shares import NodeShare, divide_node
-from axonlaunch.launch.local.parallel_sweep import _remaining, _words, share_node
+from axonlaunch.launch.request import Request
 from axonlaunch.launch.runs import Run, RunResult
 
 CONTEXT = multiprocessing.get_context("forkserver")

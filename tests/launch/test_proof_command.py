@@ -7,7 +7,7 @@ from command import Command
 from hf_families import without_folder
 
 UNSUMMED = """
-from axonlaunch.engines.tensor.divided_layers import layers
+from axonlaunch.engines.tensor.parallel_layers import layers
 
 layers.leave = lambda x, group, *, sequence_parallel: x
 """

@@ -11,12 +11,12 @@ from command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, load
 from axonlaunch.launch import run_dir, runs
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
-from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.environment_variables import LaunchIdentity
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.external import entry, rank
-from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.request import Request
 from axonlaunch.system.storage.run_files import append_event
 
 NEVER = "checkpoint.resume=never"

@@ -16,8 +16,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, load, to_yaml, with_values
 from axonlaunch.config.composition.hydra_files import HydraFiles
 from axonlaunch.launch import run_dir, runs
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.kubernetes.checks import with_folder_of_pods
 from axonlaunch.launch.launcher import (
     LaunchOptions,
@@ -25,6 +24,7 @@ from axonlaunch.launch.launcher import (
     launch_function,
     launcher_of,
 )
+from axonlaunch.launch.request import Request
 from axonlaunch.launch.run_dir import with_run_dir
 from axonlaunch.launch.runs import Run, load_runs, prepare_runs
 

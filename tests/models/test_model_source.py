@@ -9,7 +9,7 @@ import pytest
 
 from axonlaunch.config.options.model import CustomConfig, GPTConfig, HuggingFaceConfig, MoEConfig
 from axonlaunch.config.problems.errors import ConfigIssue
-from axonlaunch.models.specs.source_of import model_in_folder, source_of
+from axonlaunch.models.source_of import model_in_folder, source_of
 
 HF = HuggingFaceConfig(path="someone/small", revision="v2")
 

@@ -10,6 +10,7 @@ from hf_families import FAMILIES
 
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
@@ -284,6 +285,8 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
         ["strategy.expert.degree=4"],
         ["strategy.expert.degree=4", "strategy.tensor.degree=2", "estimate.imbalance=1.5"],
         ["strategy.expert.degree=2", "train.activation_checkpointing=full"],
+        ["strategy.expert.degree=4", "model.router_aux_loss=0.01"],
+        ["strategy.expert.degree=2", "strategy.pipeline.degree=2", "model.router_aux_loss=0.01"],
     ],
 )
 def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> None:
@@ -295,16 +298,19 @@ def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> 
         forked_map.map_forked([lambda: step_work(single, world_size=1)])[0],
         {},
         TrainingShares.of(chosen),
+        has_router_loss=spec_for(chosen).mixes_samples == "batch",
     )
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=4)])
     reported = scaled(
         formulas.single_device,
         chosen,
         layout,
-        layers=(4,),
+        layers=counted.layers,
         experts=formulas.experts(chosen, layout),
     )
-    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=4)])
     expected, seen = reported.first.micro_layer.work, counted.first.micro_layer.work
+    for kind in (Product, AttentionOp):
+        assert flops(expected, kind) == pytest.approx(flops(seen, kind), rel=0.07)
     assert experts_flops(expected) == pytest.approx(experts_flops(seen), rel=0.07)
     assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.05)
     waits = [

@@ -84,6 +84,28 @@ def test_step_work_is_linear_in_layers_and_micro_batches(strategy: list[str]) ->
     assert same(summed(reported.first, layers=4, micro_batches=4), full(overrides))
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["launch.nproc=1", "train.activation_checkpointing=full"],
+        pytest.param(
+            ["strategy=fsdp", "strategy.expert.degree=2", "launch.nproc=2"], marks=pytest.mark.slow
+        ),
+        pytest.param(["strategy=zero1", "launch.nproc=2"], marks=pytest.mark.slow),
+    ],
+    ids=["one device", "expert", "zero1"],
+)
+def test_first_pass_of_a_router_loss_is_counted_for_each_micro_batch(strategy: list[str]) -> None:
+    """A run of one micro-batch needs no first pass, so it may not stand for one of several."""
+    family = without_folder("qwen3_moe", router_aux_loss_coef=0.01)
+    overrides = [*family, *strategy, "train.micro_batch_size=1", "train.global_batch_size=6"]
+    config = estimate_config(overrides)
+    ranks = num_ranks(config)
+    reported = step_work.step_work(config, world_size=ranks)
+    micro_batches = Layout.of(config, world_size=ranks).micro_batches
+    assert same(summed(reported.first, layers=2, micro_batches=micro_batches), full(overrides))
+
+
 @pytest.mark.slow
 def test_step_work_of_pipeline_ends_is_linear() -> None:
     overrides = [

@@ -14,7 +14,7 @@ from configured import run_config
 from axonlaunch.config import RunConfig, to_tree, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.verification.comparison import compare
-from axonlaunch.verification.references.comparison_inputs import cuts_sequences
+from axonlaunch.verification.references.comparison_inputs import shards_sequences
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.reference_runs import run_references
 from axonlaunch.verification.references.reference_values import Reference
@@ -68,7 +68,7 @@ def assert_trains_as_one_process(
 
 def _run_once(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
     """Run the reference unless another layout has already run it."""
-    key = f"{plan} {_matters(config)} {plan.beyond and cuts_sequences(config)}"
+    key = f"{plan} {_matters(config)} {plan.beyond and shards_sequences(config)}"
     if key not in _references:
         _references[key] = run_references(config, plan)
         while len(_references) > _KEPT:

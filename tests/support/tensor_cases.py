@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.options.model import GPTConfig, LlamaConfig, ViTConfig
-from axonlaunch.engines.tensor.parallelize import divided_classes
+from axonlaunch.engines.tensor.parallelize import sharded_classes
 from axonlaunch.models.build import build_model
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.tensors import dtensor_regions
@@ -57,7 +57,7 @@ def full(value: Tensor | None) -> Tensor:
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:
-    if (classes := divided_classes(model)) is None:
+    if (classes := sharded_classes(model)) is None:
         return cross_entropy_sum(model(inputs), targets)
     group = ax.ProcessGroup.from_torch(mesh.get_group())
     return ax.vocab_parallel_cross_entropy_sum(model(inputs), targets, group=group, classes=classes)

@@ -27,7 +27,7 @@ from axonlaunch.diagnostics.module_trace.difference import (
 )
 from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
 from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
-from axonlaunch.engines.tensor.divided_layers import layers
+from axonlaunch.engines.tensor.parallel_layers import layers
 from axonlaunch.preflight import module_trace
 from axonlaunch.training import worker
 from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR

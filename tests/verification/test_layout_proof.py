@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.config import ConfigError, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.data import SyntheticTokensConfig
-from axonlaunch.engines.tensor.divided_layers import fused_region, layers
+from axonlaunch.engines.tensor.parallel_layers import fused_region, layers
 from axonlaunch.models.hf.analysis import reduced
 from axonlaunch.verification.proofs import layout_proof
 from axonlaunch.verification.proofs.runner import is_to_be_proved

@@ -12,7 +12,7 @@ from parity_table import MODELS
 
 import axonlaunch as ax
 from axonlaunch.comm.averaging import gradient_bucket
-from axonlaunch.engines.tensor.divided_layers import layers
+from axonlaunch.engines.tensor.parallel_layers import layers
 from axonlaunch.verification.locating import locate
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 

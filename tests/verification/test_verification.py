@@ -24,7 +24,7 @@ from axonlaunch.engines.data_parallel import gradient_synchronizer
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer import clipping
 from axonlaunch.engines.pipeline import pipeline, tied_weights
-from axonlaunch.engines.tensor.divided_layers import layers
+from axonlaunch.engines.tensor.parallel_layers import layers
 from axonlaunch.models import build as models_build
 from axonlaunch.models.modules import attention
 from axonlaunch.verification.comparison import compare, comparison_config
@@ -183,13 +183,13 @@ def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
 
 
 def a_region_s_gradient_is_not_summed(patch: Patch) -> None:
-    from axonlaunch.engines.tensor.divided_layers import fused_region
+    from axonlaunch.engines.tensor.parallel_layers import fused_region
 
     patch.setattr(fused_region, "start_sum", lambda x, group: x)
 
 
 def norms_of_a_part_keep_their_own_gradients(patch: Patch) -> None:
-    from axonlaunch.engines.tensor.divided_layers import local_parameters
+    from axonlaunch.engines.tensor.parallel_layers import local_parameters
 
     patch.setattr(local_parameters, "sum_over", lambda x, group: x)
 

@@ -21,7 +21,7 @@ from axonlaunch.checkpoint.loading import reader
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.adapter import EXPERTS, MAGNITUDE, LoraConfig, is_of_adapter
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

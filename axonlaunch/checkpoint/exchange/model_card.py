@@ -19,7 +19,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.values.hub_reference import parse_hub_reference
 from axonlaunch.config.values.plain_values import LARGEST_YAML
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.system.storage.files import read_text
 from axonlaunch.system.storage.run_files import ORIGINS
 

@@ -94,9 +94,9 @@ def write_schema(folder: Path) -> None:
 
 def _accelerators() -> int:
     """Count accelerators; ``train`` resolves ``auto`` with this count."""
-    from axonlaunch.launch.local.accelerators import count_accelerators
-    from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.launch.environment.accelerators import count_accelerators
     from axonlaunch.system.processes import forkserver
+    from axonlaunch.system.text.spinner import spinner
 
     with spinner("detecting accelerators"), forkserver.on_demand() as server:
         return count_accelerators(server)

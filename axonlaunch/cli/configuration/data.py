@@ -19,7 +19,7 @@ from axonlaunch.cli.shared.options import (
     print_json,
     show_help,
 )
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _tokenized_dataset(config: RunConfig) -> tuple[AnyText, bool]:
         ConfigError: A file can't be read, or a row is invalid.
     """
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.hub.pinning import fetch_data, pinned_data
+    from axonlaunch.data.selection.pinning import fetch_data, pinned_data
     from axonlaunch.data.shards.encoding import Tokenizing
     from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 

@@ -20,7 +20,7 @@ from axonlaunch.cli.shared.options import (
 )
 from axonlaunch.cli.shared.plotting import check_plot, save
 from axonlaunch.launch.local.preload_rules import preloads
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from axonlaunch.cli.shared.options import (
 )
 from axonlaunch.cli.shared.output_files import writing
 from axonlaunch.launch.local.preload_rules import preloads
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:

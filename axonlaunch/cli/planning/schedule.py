@@ -9,7 +9,7 @@ import typer
 
 from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.shared.plotting import check_plot, save
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:

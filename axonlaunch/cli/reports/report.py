@@ -11,7 +11,7 @@ import typer
 from axonlaunch.cli.shared.options import Json, print_json
 from axonlaunch.cli.shared.output_files import check_file, writing
 from axonlaunch.cli.shared.run_folders import read_runs
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 
 if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.record.run_record import RunRecord

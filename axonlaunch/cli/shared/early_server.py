@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from axonlaunch.launch.environment_variables import may_be_rank
+from axonlaunch.launch.environment.environment_variables import may_be_rank
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.system.node import limits
 from axonlaunch.system.processes import forkserver

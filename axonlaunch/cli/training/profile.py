@@ -72,10 +72,10 @@ def command(
 def _predict_parts(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     """Return the seconds that ``plan`` predicts for each part of a step, or None and the reason."""
     from axonlaunch.config import ConfigError
-    from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.planning.records import StepPrediction
     from axonlaunch.planning.throughput.run_hardware import hardware_of_run
     from axonlaunch.system.processes import forked_call, forkserver
+    from axonlaunch.system.text.spinner import spinner
 
     hardware, reason = hardware_of_run(config)
     if hardware is None:

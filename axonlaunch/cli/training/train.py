@@ -31,7 +31,7 @@ from axonlaunch.cli.shared.options import (
     refuse,
 )
 from axonlaunch.launch.local.preload_rules import preloads
-from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.launch.commands.dry_run import DryRun
-    from axonlaunch.launch.local.node_shares import NodeShare
+    from axonlaunch.launch.commands.node_shares import NodeShare
 
 MOST_SAMPLES = 1000
 """Largest number of runs of a sweep."""
@@ -105,7 +105,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.launch.environment_variables import may_be_rank
+    from axonlaunch.launch.environment.environment_variables import may_be_rank
     from axonlaunch.system.node import limits
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.text import streams
@@ -129,11 +129,11 @@ def command(
         if not may_be_rank(os.environ):
             server()
         # Import these now, while the server imports torch on another core.
-        from axonlaunch.launch.cluster_environment import ClusterEnvironment
-        from axonlaunch.launch.commands.request import Request
-        from axonlaunch.launch.external.launcher_process import LauncherProcess
+        from axonlaunch.launch.environment.accelerators import count_accelerators
+        from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+        from axonlaunch.launch.environment.launcher_process import LauncherProcess
         from axonlaunch.launch.launcher import LaunchOptions
-        from axonlaunch.launch.local.accelerators import count_accelerators
+        from axonlaunch.launch.request import Request
         from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
 
         request = Request(
@@ -176,7 +176,7 @@ def command(
             runs = load_runs(request, environment.for_node(), options)
             shares: Sequence[NodeShare] = ()
             if parallel is not None:
-                from axonlaunch.launch.local.parallel_sweep import launch_at_once, share_node
+                from axonlaunch.launch.commands.parallel_sweep import launch_at_once, share_node
 
                 runs, shares = share_node(runs, at_once=parallel, server=server)
             runs = prepare_runs(runs)
@@ -228,10 +228,10 @@ def _dry_run(
     from axonlaunch.system.processes import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.commands.dry_run import dry_runs
-        from axonlaunch.launch.commands.request import Request
+        from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.launcher import LaunchOptions
+        from axonlaunch.launch.request import Request
 
         request = Request(
             overrides=overrides,

@@ -28,7 +28,6 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
-from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
@@ -43,6 +42,7 @@ from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.values.hub_reference import why_no_repo
 from axonlaunch.config.values.intervals import epochs_of
+from axonlaunch.config.values.optional_keys import packing_of
 from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.config.values.url import is_url
 from axonlaunch.system.node import host

@@ -1,1 +1,1 @@
-"""Plain values: YAML, URLs and values of environment variables."""
+"""Plain values: YAML, URLs, optional keys and values of environment variables."""

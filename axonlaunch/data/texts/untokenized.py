@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets.dataset import DatasetInfo, Kind
-from axonlaunch.data.files.selection import FileSelection
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.texts.encoders import make_encoder
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 

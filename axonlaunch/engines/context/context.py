@@ -76,17 +76,17 @@ class ContextAxis:
         """Gather keys or values of full sequences [B, heads, T, head_dim] from the ranks' parts."""
         return self._sequence_order(all_gather_from_group(heads, self._group, 2), dim=2)
 
-    def divide(self, spec: ModelSpec, model: nn.Module) -> None:
+    def shard_sequences(self, spec: ModelSpec, model: nn.Module) -> None:
         """Modify a model or pipeline stage in place to compute on parts of sequences."""
-        if spec.divide is not None:
+        if spec.shard_sequences is not None:
             ring: Any = partial(ring_attention, group=self._group)
             parts = SequenceParts(self._local_positions, self.gather, ring, self._group.size)
-            spec.divide(model, parts)
+            spec.shard_sequences(model, parts)
             return
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = partial(self._attend, module)  # type: ignore[method-assign]
-        if spec.divides_documents:
+        if spec.shards_documents:
             any_model: Any = model
             any_model.find_documents = self._find_documents
         for name in spec.positions or ():

@@ -93,8 +93,8 @@ class CPUOffload(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedExperts:
-    """Modules whose parameters are divided by experts before they are sharded.
+class ShardedExperts:
+    """Modules with experts sharded over the expert axis before they are sharded.
 
     Attributes:
         modules: The modules.
@@ -128,7 +128,7 @@ class FSDP(nn.Module):
         replicate: int = 1,
         mixed_precision: MixedPrecisionPolicy | bool | None = None,
         keep_gathered: bool = False,
-        experts: DividedExperts | None = None,
+        experts: ShardedExperts | None = None,
     ) -> None:
         """Shard a module in place.
 
@@ -157,8 +157,8 @@ class FSDP(nn.Module):
                 True gathers and computes in bf16 and reduces in fp32.
             keep_gathered: Keep parameters gathered after a forward, independent of ``sharding``.
                 For callers that gather and reshard explicitly, as pipeline schedules do.
-            experts: Modules inside of ``layers`` whose parameters are divided by experts, which are
-                sharded and gathered separately.
+            experts: Modules inside of ``layers`` whose experts are sharded over the expert axis;
+                they are sharded and gathered separately.
 
         Raises:
             ValueError: The group cannot be divided in this way.
@@ -324,7 +324,7 @@ def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPoli
 
 
 def _shard_experts(
-    experts: DividedExperts, *, mp_policy: MixedPrecisionPolicy, **options: Any
+    experts: ShardedExperts, *, mp_policy: MixedPrecisionPolicy, **options: Any
 ) -> None:
     """Shard experts over fewer ranks than other parameters, with gradients on the same scale.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.engines.engine import ExpertLoad
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -27,6 +27,21 @@ def router_with_bias(model: nn.Module, experts: str) -> nn.Module | None:
     layer = model.get_submodule(experts.rpartition(".")[0])
     routers = (part for part in layer.modules() if CORRECTION_BIAS in part._buffers)
     return next(routers, None)
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Load of the fullest expert of a layer in a step.
+
+    Attributes:
+        relative: Number of tokens of this expert, divided by the mean over the layer's experts.
+        share: The fraction of all tokens that chose it.
+        most: Largest possible ``relative``, rounded down.
+    """
+
+    relative: float
+    share: float
+    most: int
 
 
 class ExpertCounts:

@@ -14,9 +14,9 @@ from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch
 from axonlaunch.engines.expert.routing import InvalidRouteError
-from axonlaunch.engines.tensor.divided_layers.local_parameters import (
-    Cut,
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
+    ShardSpec,
     TensorAxis,
 )
 from axonlaunch.models.adapters.expert_lora import LoraExperts
@@ -117,29 +117,32 @@ def dispatch_experts(
         module.__dict__.update(
             _axis=axis,
             _sums_gradients=False,
-            cuts=dict.fromkeys(module._parameters, Cut(0)),
+            shard_specs=dict.fromkeys(module._parameters, ShardSpec(0)),
             num_experts=num_experts // axis.group.size,
             dispatch=make_dispatch(axis.group, num_experts=num_experts),
             tensor_group=tensor_group,
             layer=name,
         )
         if isinstance(module, LoraExperts):
-            _divide_adapters(module, axis, num_experts=num_experts)
+            _shard_adapters(module, axis, num_experts=num_experts)
         convert_module(module, DispatchedExperts)
         axis.distribute(module)
 
 
-def _divide_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:
+def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:
     """Give each rank the rows of A and the columns of B of its experts.
 
     In B, [outputs, rank x experts], the experts of one rank index are consecutive.
     """
     for matrices in module.matrices().values():
         rank = len(matrices.lora_A.weight) // num_experts
-        cuts = ((matrices.lora_A, Cut(0)), (matrices.lora_B, Cut(1, pieces=rank)))
-        for matrix, cut in cuts:
+        shard_specs = (
+            (matrices.lora_A, ShardSpec(0)),
+            (matrices.lora_B, ShardSpec(1, pieces=rank)),
+        )
+        for matrix, shard in shard_specs:
             convert_module(matrix, ReadsLocally)
-            matrix.__dict__.update(_axis=axis, _sums_gradients=False, cuts={"weight": cut})
+            matrix.__dict__.update(_axis=axis, _sums_gradients=False, shard_specs={"weight": shard})
 
 
 def sharded_dim(shape: Sequence[int], *, shards: int) -> int:
@@ -155,7 +158,7 @@ def sharded_dim(shape: Sequence[int], *, shards: int) -> int:
 def broken_expert_rows(
     model: nn.Module, names: Iterable[str], *, degree: int, shards: int
 ) -> Iterator[str]:
-    """Yield the matrices with rows that ranks of experts cut within blocks of ``BLOCK`` values.
+    """Yield the matrices with rows that ranks of experts split within blocks of ``BLOCK`` values.
 
     Args:
         model: The full model, on any device.

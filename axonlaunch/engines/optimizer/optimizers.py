@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config.code.plugins import import_callable
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     CustomOptimizerConfig,
 )
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import options_of, with_options
+from axonlaunch.config.values.optional_keys import custom_target
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -138,7 +138,7 @@ def _dtype(state: OptimizerState, parameter_dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a state as a DTensor that is sharded like its parameter.
 
     Dims that the state does not have are replicated: for a matrix sharded by rows, row means [m, 1]

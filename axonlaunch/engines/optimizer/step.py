@@ -28,7 +28,7 @@ from axonlaunch.config.precision import (
 from axonlaunch.engines.optimizer.clipping import clipping_factor, gradient_norm, scale_gradients
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
-    as_divided,
+    as_sharded,
     build_optimizers,
     chosen_options,
     facts_of,
@@ -99,7 +99,7 @@ class Update:
         elif self._quantizes:
             self._quantize_states()
         self._created: dict[str, dict[str, Any]] = {}
-        self._divided: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sharded: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold no trained parameters.
         self.optimizers = self._build()
         self._owners = {
@@ -204,7 +204,7 @@ class Update:
         if self._rounded is not None:
             self._rounded.step = step
         # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
-        self._created, self._divided = {}, {}
+        self._created, self._sharded = {}, {}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the masters by name, sharded like optimizer states; allocate missing ones.
@@ -213,7 +213,7 @@ class Update:
         """
         self._make_masters()
         return {
-            name: as_divided(_MASTER, self._masters[parameter], self.tensors[name])
+            name: as_sharded(_MASTER, self._masters[parameter], self.tensors[name])
             for name, parameter in self._updated.items()
             if parameter in self._masters
         }
@@ -401,11 +401,11 @@ class Update:
         """Return a state in checkpoint format: sharded like its parameter, numbers as tensors."""
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=torch.int64 if state.dtype == "int" else torch.float64)
-        part, divided = self._divided.get(key, (None, None))
-        if divided is None or part is not value:
-            divided = as_divided(state, value, self.tensors[key.rpartition(".")[0]])
-            self._divided[key] = (value, divided)
-        return divided
+        part, sharded = self._sharded.get(key, (None, None))
+        if sharded is None or part is not value:
+            sharded = as_sharded(state, value, self.tensors[key.rpartition(".")[0]])
+            self._sharded[key] = (value, sharded)
+        return sharded
 
     def _step_device(self, optimizer: Optimizer) -> torch.device:
         """Return the device on which an optimizer updates."""

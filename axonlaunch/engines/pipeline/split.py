@@ -149,14 +149,14 @@ def kept_everywhere(spec: ModelSpec, model: nn.Module) -> list[str]:
     ]
 
 
-def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
+def stage_module(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
     """Remove the modules that a stage does not keep from a full model, in place, and return it.
 
     The remaining modules keep their names, so a stage's state is a subset of the model's.
     """
     names = block_names(spec, model)
     if spec.flow is not None:
-        return placeholders.cut_out(
+        return placeholders.keep_blocks(
             model, spec.flow(), blocks=names, first=part.first, last=part.last
         )
     for index, name in enumerate(names):

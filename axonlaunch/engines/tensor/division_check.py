@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, TensorAxis
-from axonlaunch.engines.tensor.parallelize import divide
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import ShardSpec, TensorAxis
+from axonlaunch.engines.tensor.parallelize import shard_module
 from axonlaunch.engines.tensor.plan_checks import Styled, holders, style_modules
 from axonlaunch.models.adapters.lora import ADAPTER_PARTS
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
@@ -51,7 +51,7 @@ def division_problem(
     expected, failure = _run(whole_model, length, repeats)
     if failure is not None:
         return None
-    divide(rank_model, plan, _FirstRank(degree))
+    shard_module(rank_model, plan, _FirstRank(degree))
     actual, failure = _run(rank_model, length, repeats)
     if failure is not None:
         return f"{failure} after it is sharded over {degree} ranks, but not before"
@@ -92,8 +92,8 @@ def _needs_summed_gradients(entry: Styled) -> bool:
     if isinstance(entry.module, ADAPTER_PARTS):
         return False
     keys = [key for key, p in entry.module._parameters.items() if p is not None]
-    uncut = [key for key in keys if key not in entry.cuts]
-    return bool(uncut) and entry.style in (None, "replicated") and not entry.in_region
+    unsharded = [key for key in keys if key not in entry.shard_specs]
+    return bool(unsharded) and entry.style in (None, "replicated") and not entry.in_region
 
 
 class _FirstRank(TensorAxis):
@@ -103,8 +103,8 @@ class _FirstRank(TensorAxis):
         group: Any = _AbsentGroup(range(degree), None)
         super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
 
-    def _local_parameter(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
-        part = parameter.detach() if cut is None else self.part_of(parameter.detach(), cut)
+    def _local_parameter(self, parameter: nn.Parameter, shard: ShardSpec | None) -> nn.Parameter:
+        part = parameter.detach() if shard is None else self.part_of(parameter.detach(), shard)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 

@@ -22,11 +22,11 @@ from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatt
 from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.engines.tensor.divided_layers.adapters import divide_adapter, divide_experts
-from axonlaunch.engines.tensor.divided_layers.fused_region import ColumnParallelGroup
-from axonlaunch.engines.tensor.divided_layers.heads import key_value_heads, set_local_head_counts
-from axonlaunch.engines.tensor.divided_layers.layer_detection import LinearSizes, linear_sizes
-from axonlaunch.engines.tensor.divided_layers.layers import (
+from axonlaunch.engines.tensor.parallel_layers.adapters import shard_adapter, shard_experts
+from axonlaunch.engines.tensor.parallel_layers.fused_region import ColumnParallelGroup
+from axonlaunch.engines.tensor.parallel_layers.heads import key_value_heads, set_local_head_counts
+from axonlaunch.engines.tensor.parallel_layers.layer_detection import LinearSizes, linear_sizes
+from axonlaunch.engines.tensor.parallel_layers.layers import (
     ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelLinear,
@@ -34,9 +34,9 @@ from axonlaunch.engines.tensor.divided_layers.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from axonlaunch.engines.tensor.divided_layers.local_parameters import (
-    Cut,
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
+    ShardSpec,
     TensorAxis,
 )
 from axonlaunch.engines.tensor.plan_checks import (
@@ -51,7 +51,7 @@ from axonlaunch.engines.tensor.plan_checks import (
 )
 from axonlaunch.models.modules.convert_module import convert_module
 
-__all__ = ["STYLES", "divided_classes", "parallelize"]
+__all__ = ["STYLES", "sharded_classes", "parallelize"]
 
 
 def parallelize(
@@ -90,10 +90,12 @@ def parallelize(
         mesh = Mesh(sizes, rank=world.rank, device_type=device).device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass only the tensor axis")
-    divide(module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel)
+    shard_module(
+        module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel
+    )
 
 
-def divide(
+def shard_module(
     module: nn.Module, plan: Mapping[str, str], axis: TensorAxis, *, sequence_parallel: bool = False
 ) -> None:
     """Shard a module among the ranks of an axis, as ``parallelize`` does.
@@ -102,7 +104,7 @@ def divide(
         ValueError: A style does not exist or does not suit its module, or a size is not divisible.
     """
     styled = style_modules(module, plan)
-    # Experts that are divided among the ranks of another axis read their parameters themselves.
+    # Experts that are sharded over another axis read their parameters themselves.
     modules = [entry for entry in styled if not isinstance(entry.module, ReadsLocally)]
     issues = unknown_styles(plan)
     issues += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)
@@ -110,11 +112,11 @@ def divide(
         raise ValueError(
             "; ".join(f"{pattern}: {message}".lstrip(": ") for pattern, message in issues)
         )
-    _divide_heads(modules, axis.group.size)
+    _shard_heads(modules, axis.group.size)
     for entry in modules:
         _apply(entry, axis, sequence_parallel=sequence_parallel)
     for entry in modules:
-        _divide_adapter(entry, axis)
+        _shard_adapter(entry, axis)
     _share_regions(module, axis, sequence_parallel=sequence_parallel)
     axis.distribute(module)
 
@@ -143,7 +145,7 @@ def without_modules(
     }
 
 
-def divided_classes(module: nn.Module) -> int | None:
+def sharded_classes(module: nn.Module) -> int | None:
     """Return the number of classes of a head whose logits are sharded; None for full logits."""
     heads = (part for part in module.modules() if isinstance(part, VocabParallelHead))
     return next((head.out_features for head in heads), None)
@@ -205,14 +207,16 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Convert a module to the parallel class of its style."""
     module, style = entry.module, entry.style
     sizes = linear_sizes(module)
-    module.__dict__.update({"cuts": dict(entry.cuts)} if entry.cuts else {})
+    module.__dict__.update({"shard_specs": dict(entry.shard_specs)} if entry.shard_specs else {})
     if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
-        _cut_outputs(entry, sizes, axis, sequence_parallel=sequence_parallel)
+        _shard_outputs(entry, sizes, axis, sequence_parallel=sequence_parallel)
     elif style in ("row", "row_split") and sizes is not None:
         row = convert_module(_set_sizes(module, sizes), RowParallelLinear)
         row.axis, row.sequence_parallel = axis, sequence_parallel
         row.input_is_parallel, row.transposed = style == "row", sizes.transposed
-        row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, entry.pieces)}
+        row.__dict__["shard_specs"] = {
+            "weight": ShardSpec(0 if sizes.transposed else 1, entry.pieces)
+        }
     elif style == "vocabulary":
         embedding = convert_module(
             module, VocabParallelEmbedding, beneath=_has_custom_forward(module)
@@ -226,7 +230,7 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
         _read_locally(entry, axis, sequence_parallel=sequence_parallel)
 
 
-def _cut_outputs(
+def _shard_outputs(
     entry: Styled, sizes: LinearSizes, axis: TensorAxis, *, sequence_parallel: bool
 ) -> None:
     """Convert a linear layer to one that computes this rank's outputs."""
@@ -246,19 +250,19 @@ def _cut_outputs(
         assert heads is not None
         column.heads = heads
     else:
-        weight = Cut(1 if sizes.transposed else 0, entry.pieces)
-        column.__dict__["cuts"] = {"weight": weight, "bias": Cut(0, entry.pieces)}
+        weight = ShardSpec(1 if sizes.transposed else 0, entry.pieces)
+        column.__dict__["shard_specs"] = {"weight": weight, "bias": ShardSpec(0, entry.pieces)}
 
 
-def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
+def _shard_adapter(entry: Styled, axis: TensorAxis) -> None:
     """Shard a layer's adapter in the same way as the layer."""
-    divide_experts(entry.module, axis, cuts=entry.cuts)
+    shard_experts(entry.module, axis, shard_specs=entry.shard_specs)
     if isinstance(entry.module, SharedHeadsLinear):
-        divide_adapter(entry.module, axis)
+        shard_adapter(entry.module, axis)
     elif isinstance(entry.module, ColumnParallelLinear):
-        divide_adapter(entry.module, axis, outputs=Cut(0, entry.pieces))
+        shard_adapter(entry.module, axis, outputs=ShardSpec(0, entry.pieces))
     elif isinstance(entry.module, RowParallelLinear):
-        divide_adapter(entry.module, axis, inputs=Cut(1, entry.pieces))
+        shard_adapter(entry.module, axis, inputs=ShardSpec(1, entry.pieces))
 
 
 def _set_sizes(module: nn.Module, sizes: LinearSizes) -> nn.Module:
@@ -288,7 +292,7 @@ def _read_locally(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -
     convert_module(module, kind)
 
 
-def _divide_heads(modules: Sequence[Styled], degree: int) -> None:
+def _shard_heads(modules: Sequence[Styled], degree: int) -> None:
     """Set head counts and widths to this rank's in modules that hold column-parallel layers."""
     for holder, columns in holders(modules):
         outputs = [

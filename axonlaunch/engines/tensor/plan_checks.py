@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.config.problems.errors import divisor_of
-from axonlaunch.engines.tensor.divided_layers.adapters import cuts_of_matrices
-from axonlaunch.engines.tensor.divided_layers.heads import indivisible_heads, key_value_heads
-from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
-from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, empty_part
+from axonlaunch.engines.tensor.parallel_layers.adapters import matrix_shards
+from axonlaunch.engines.tensor.parallel_layers.heads import indivisible_heads, key_value_heads
+from axonlaunch.engines.tensor.parallel_layers.layer_detection import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import ShardSpec, empty_part
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.attention import Attention
@@ -66,7 +66,7 @@ that holds it must have the style ``experts`` or ``local``, or be in a region.
 COLUMN_STYLES = ("column", "packed_column", "key_value")
 """Styles of linear layers whose outputs stay sharded."""
 _ROW_STYLES = ("row", "row_split")
-_CUTS = ("column", "packed_column", "row", "packed_row")
+_SHARDING_STYLES = ("column", "packed_column", "row", "packed_row")
 
 
 def split_style(style: str) -> tuple[str, int]:
@@ -92,7 +92,8 @@ class Styled:
             that style.
         holder: Parent module; None for the root.
         pieces: Number of equal pieces packed in its outputs.
-        cuts: Cut of each sharded parameter that belongs directly to the module, by local name.
+        shard_specs: Shards of the sharded parameters that belong directly to the module, by local
+            name.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Styled:
     in_sequence: bool
     holder: nn.Module | None = None
     pieces: int = 1
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
 
 
 def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
@@ -127,27 +128,27 @@ def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
             or (style is None and parent is not None and parent.in_sequence),
             holder=parent.module if parent is not None else None,
             pieces=pieces,
-            cuts=_cuts(name, submodule, plan),
+            shard_specs=_shard_specs(name, submodule, plan),
         )
     return list(by_name.values())
 
 
-def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cut]:
-    """Return the cuts of parameters that belong to no linear layer and no embedding."""
-    cuts: dict[str, Cut] = {}
+def _shard_specs(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, ShardSpec]:
+    """Return how parameters that belong to no linear layer and no embedding are sharded."""
+    shard_specs: dict[str, ShardSpec] = {}
     if _is_layer(module):
-        return cuts
+        return shard_specs
     for key, parameter in module._parameters.items():
         full_name = f"{name}.{key}".lstrip(".")
         pattern = next((p for p in plan if fnmatchcase(full_name, p)), None)
         style, pieces = split_style(plan[pattern]) if pattern is not None else ("", 1)
-        if parameter is None or style not in _CUTS:
+        if parameter is None or style not in _SHARDING_STYLES:
             continue
         if style.endswith("column"):
-            cuts[key] = Cut(max(0, len(logical_shape(parameter)) - 2), pieces)
+            shard_specs[key] = ShardSpec(max(0, len(logical_shape(parameter)) - 2), pieces)
         elif parameter.ndim > 1:
-            cuts[key] = Cut(len(logical_shape(parameter)) - 1, pieces)
-    return cuts
+            shard_specs[key] = ShardSpec(len(logical_shape(parameter)) - 1, pieces)
+    return shard_specs
 
 
 def plan_issues(
@@ -168,7 +169,10 @@ def plan_issues(
     modules = style_modules(module, plan)
     matched_patterns = {entry.pattern for entry in modules}
     matched_patterns |= {
-        p for p in plan for entry in modules if entry.cuts and _matches(p, entry.name, entry.module)
+        p
+        for p in plan
+        for entry in modules
+        if entry.shard_specs and _matches(p, entry.name, entry.module)
     }
     issues = unknown_styles(plan)
     issues += [(p, _matches_nothing(p, modules)) for p in plan if p not in matched_patterns]
@@ -204,12 +208,12 @@ def misfits(
 def _matches(pattern: str, name: str, module: nn.Module, *, style: str = "") -> bool:
     """Return whether a pattern matches a module's name or the name of one of its parameters.
 
-    With a style that cuts single parameters, a parameter name of a module that is not a layer
+    With a style that shards single parameters, a parameter name of a module that is not a layer
     matches only the parameter, not the module.
     """
     if fnmatchcase(name, pattern):
         return True
-    if split_style(style)[0] in _CUTS and not _is_layer(module):
+    if split_style(style)[0] in _SHARDING_STYLES and not _is_layer(module):
         return False
     return any(
         fnmatchcase(parameter_name, pattern) for parameter_name in _parameter_names(name, module)
@@ -260,21 +264,25 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
     ):
         return f"{named}; a region needs layers of style column, and the plan has none in it"
     if entry.style == "experts":
-        uncut = [
-            k for k, p in entry.module._parameters.items() if p is not None and k not in entry.cuts
+        unsharded = [
+            k
+            for k, p in entry.module._parameters.items()
+            if p is not None and k not in entry.shard_specs
         ]
-        if uncut or not entry.cuts:
-            return f"{named}; the plan must shard all its parameters, but not {', '.join(uncut)}"
-    if entry.cuts and entry.style not in ("experts", "local") and not entry.in_region:
+        if unsharded or not entry.shard_specs:
+            return (
+                f"{named}; the plan must shard all its parameters, but not {', '.join(unsharded)}"
+            )
+    if entry.shard_specs and entry.style not in ("experts", "local") and not entry.in_region:
         return (
-            f"names {', '.join(entry.cuts)} of {entry.name}; give {entry.name} itself the style "
-            "experts if its results are to be summed over ranks, otherwise local"
+            f"names {', '.join(entry.shard_specs)} of {entry.name}; give {entry.name} itself the "
+            "style experts if its results are to be summed over ranks, otherwise local"
         )
     return None
 
 
 def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> Iterator[str]:
-    """Yield the parameters with rows that a plan cuts within blocks of ``BLOCK`` values.
+    """Yield the parameters with rows that a plan splits within blocks of ``BLOCK`` values.
 
     Args:
         module: The full model, on any device.
@@ -282,26 +290,28 @@ def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> I
         degree: Number of ranks on the tensor axis.
     """
     for entry in style_modules(module, plan):
-        for key, cut in _cuts_of_weights(entry).items():
+        for key, shard in _row_shards(entry).items():
             parameter = entry.module.get_parameter(key)
-            of_rank, rest = divmod(parameter.shape[-1], degree * cut.pieces)
-            is_row = cut.dim == parameter.ndim - 1 and parameter.ndim > 1
+            of_rank, rest = divmod(parameter.shape[-1], degree * shard.pieces)
+            is_row = shard.dim == parameter.ndim - 1 and parameter.ndim > 1
             if is_row and (rest or of_rank % BLOCK):
                 yield f"{entry.name}.{key}"
 
 
-def _cuts_of_weights(entry: Styled) -> dict[str, Cut]:
-    """Return the cuts of parameters that a style cuts along rows, with those of adapters."""
-    cuts = dict(entry.cuts)
-    if _cuts_rows(entry):
-        cuts["weight"] = Cut(1, entry.pieces)
+def _row_shards(entry: Styled) -> dict[str, ShardSpec]:
+    """Return how a style shards parameters along rows, with those of adapters."""
+    shard_specs = dict(entry.shard_specs)
+    if _splits_rows(entry):
+        shard_specs["weight"] = ShardSpec(1, entry.pieces)
     if isinstance(entry.module, LoraLayer) and entry.style in _ROW_STYLES:
-        cuts["lora_A.weight"] = Cut(1, entry.pieces)
+        shard_specs["lora_A.weight"] = ShardSpec(1, entry.pieces)
     if isinstance(entry.module, LoraExperts):
         for key, matrices in entry.module.matrices().items():
-            if key in entry.cuts and (of_inputs := cuts_of_matrices(matrices, cuts[key])[0]):
-                cuts[f"{key}{EXPERTS}.lora_A.weight"] = of_inputs
-    return cuts
+            if key in entry.shard_specs and (
+                of_inputs := matrix_shards(matrices, shard_specs[key])[0]
+            ):
+                shard_specs[f"{key}{EXPERTS}.lora_A.weight"] = of_inputs
+    return shard_specs
 
 
 def rank_divisors(
@@ -325,8 +335,8 @@ def rank_divisors(
     return divisors
 
 
-def _cuts_rows(entry: Styled) -> bool:
-    """Return whether the style of a linear layer or an embedding cuts the rows of its weight."""
+def _splits_rows(entry: Styled) -> bool:
+    """Return whether the style of a linear layer or an embedding splits the rows of its weight."""
     weight = entry.module._parameters.get("weight")
     if weight is None or isinstance(entry.module, nn.Embedding):
         return weight is not None and entry.style == "column_gathered"
@@ -338,19 +348,19 @@ def _cuts_rows(entry: Styled) -> bool:
 
 
 def _indivisible(entry: Styled, degree: int) -> str | None:
-    for key, cut in entry.cuts.items():
+    for key, shard in entry.shard_specs.items():
         parameter = entry.module._parameters[key]
         assert parameter is not None
-        if message := _divides_blocks(f"{entry.name}.{key}", parameter, cut, degree):
+        if message := _block_problem(f"{entry.name}.{key}", parameter, shard, degree):
             return message
-        size = logical_shape(parameter)[cut.dim]
-        if size % (degree * cut.pieces):
-            use = divisor_of(size // cut.pieces)
+        size = logical_shape(parameter)[shard.dim]
+        if size % (degree * shard.pieces):
+            use = divisor_of(size // shard.pieces)
             return (
-                f"{entry.name}.{key} has size {size} in dim {cut.dim}, which {degree} does not "
+                f"{entry.name}.{key} has size {size} in dim {shard.dim}, which {degree} does not "
                 f"divide; use {use}"
             )
-    size, unit = _divided_size(entry)
+    size, unit = _sharded_size(entry)
     if entry.style == "vocabulary":
         return empty_part(f"{entry.name}'s {unit}", size, degree)
     if message := _quantized_layer_problem(entry, degree):
@@ -363,28 +373,28 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
 
 
 def _quantized_layer_problem(entry: Styled, degree: int) -> str | None:
-    """Return an error message if the style of a linear layer would divide a quantized block."""
+    """Return an error message if the style of a linear layer would split a quantized block."""
     weight = entry.module._parameters.get("weight")
-    if weight is None or not _cuts_rows(entry):
+    if weight is None or not _splits_rows(entry):
         return None
-    return _divides_blocks(f"{entry.name}.weight", weight, Cut(1, entry.pieces), degree)
+    return _block_problem(f"{entry.name}.weight", weight, ShardSpec(1, entry.pieces), degree)
 
 
-def _divides_blocks(name: str, parameter: Tensor, cut: Cut, degree: int) -> str | None:
-    """Return an error message if a cut would divide a block of a quantized parameter."""
-    if format_of(parameter) is None or cut.dim != len(logical_shape(parameter)) - 1:
+def _block_problem(name: str, parameter: Tensor, shard: ShardSpec, degree: int) -> str | None:
+    """Return an error message if a shard would end within a block of a quantized parameter."""
+    if format_of(parameter) is None or shard.dim != len(logical_shape(parameter)) - 1:
         return None
-    blocks = parameter.shape[cut.dim]
-    if blocks % (degree * cut.pieces) == 0:
+    blocks = parameter.shape[shard.dim]
+    if blocks % (degree * shard.pieces) == 0:
         return None
-    use = divisor_of(blocks // cut.pieces)
+    use = divisor_of(blocks // shard.pieces)
     return (
         f"{name} has rows of {blocks} quantized blocks of {BLOCK} values, which {degree} does not "
         f"divide; use a degree of {use}, or adapter.base=null"
     )
 
 
-def _divided_size(entry: Styled) -> tuple[int, str]:
+def _sharded_size(entry: Styled) -> tuple[int, str]:
     """Return the size that a style shards, and its unit."""
     sizes = linear_sizes(entry.module)
     if isinstance(entry.module, nn.Embedding) and entry.style == "vocabulary":
@@ -442,7 +452,7 @@ def _tied_differently(modules: list[Styled]) -> Iterator[str]:
     """Report parameters shared by two modules that have different styles."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for entry in modules:
-        style = entry.style if _divided_size(entry)[0] else None
+        style = entry.style if _sharded_size(entry)[0] else None
         for name, parameter in zip(
             _parameter_names(entry.name, entry.module),
             entry.module._parameters.values(),

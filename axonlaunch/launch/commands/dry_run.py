@@ -14,9 +14,9 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function
+from axonlaunch.launch.request import Request
 from axonlaunch.launch.runs import Run, load_runs, refuse_mixed_launchers
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Forecast

@@ -21,11 +21,11 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.environment.accelerators import count_accelerators
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.failures.user_errors import config_errors
 from axonlaunch.launch.launcher import LaunchOptions
-from axonlaunch.launch.local.accelerators import count_accelerators
 from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy

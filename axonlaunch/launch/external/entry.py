@@ -12,9 +12,9 @@ from typing import Any
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.commands.request import Request, load_config
-from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
+from axonlaunch.launch.request import Request, load_config
 from axonlaunch.system.node import allocator_settings
 from axonlaunch.system.processes import forkserver
 

@@ -23,7 +23,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name

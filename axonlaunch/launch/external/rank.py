@@ -24,14 +24,14 @@ from axonlaunch.config.consistency.layout import frozen_threads
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import exit_status
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.external.join_ranks import (
     frozen_by_rank_0,
     join_ranks,
     message_key,
     with_node_counts,
 )
-from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash

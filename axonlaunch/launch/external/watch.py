@@ -13,7 +13,7 @@ import traceback
 from typing import NoReturn, TextIO
 
 from axonlaunch.config import RunConfig
-from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, FailureKind, Report, report_of_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
-from axonlaunch.config.values.url import is_url
+from axonlaunch.config.values.url import shortened
 from axonlaunch.diagnostics.failure_text import failure_place, fold_ranks
 from axonlaunch.events import (
     Evaluated,
@@ -298,11 +297,3 @@ def _shown_frames(text: str) -> str:
     while sum(map(len, rest)) > _SHOWN and len(rest) > 2:
         rest.pop(0)
     return "\n".join(line for frame in [first, *cut, *rest] for line in frame)
-
-
-def shortened(path: str) -> str:
-    """Return a path relative to the working folder if it is inside; leave URLs unchanged."""
-    if is_url(path):
-        return path
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -16,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint.loading.resume_source import resume_of
 from axonlaunch.config import Composed, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.values.url import is_url
+from axonlaunch.config.values.url import is_url, shortened
 from axonlaunch.events import (
     Event,
     Listener,
@@ -28,12 +28,10 @@ from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
 from axonlaunch.launch.output.console import (
     RunConsole,
-    shortened,
     show_crash,
     show_hint,
 )
 from axonlaunch.launch.output.measured_goodput import goodput_of_run
-from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
@@ -41,6 +39,7 @@ from axonlaunch.system.storage.files import append_text
 from axonlaunch.system.storage.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.storage.strict_json import finite
 from axonlaunch.system.text.formatting import quantity, size
+from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.units import Counted
 from axonlaunch.verification.result import Proof
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
-from axonlaunch.launch.output.console import shortened
+from axonlaunch.config.values.url import shortened
 from axonlaunch.system.text.formatting import quantity
 from axonlaunch.system.text.terminal import console_on
 from axonlaunch.system.text.units import rate_in

@@ -1,1 +1,1 @@
-"""Facts derived from a built model: parameters, sizes and FLOPs."""
+"""Facts of a model: its source, parameters, sizes and FLOPs."""

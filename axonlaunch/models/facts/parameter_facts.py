@@ -124,7 +124,7 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
     gradients = gradient * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     experts = sum(
-        p.numel() for n in spec.experts(model) for p in model.get_submodule(n).parameters()
+        stored_bytes(model.get_submodule(name), element=element) for name in spec.experts(model)
     )
     small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
     quantized = [p for p in model.parameters() if not p.is_floating_point()]
@@ -134,7 +134,7 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         states / total_bytes,
         small / total_bytes,
         looked_up / total_bytes,
-        element * experts / total_bytes,
+        experts / total_bytes,
         active_experts(model),
         sum(p.nbytes for p in quantized) / total_bytes,
         max((p.nbytes + compute * logical_numel(p) for p in quantized), default=0) / total_bytes,

@@ -73,6 +73,13 @@ def with_tensor_values() -> AbstractContextManager[Any]:
     return modes
 
 
+def fake_device(func: Any, args: Sequence[Any]) -> torch.device | None:
+    """Return the device if an operation asks a fake tensor for it; more than half of all do."""
+    if func is _DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
 def fake_tensor_mode() -> FakeTensorMode:
     """Return torch's fake tensor mode with a cache; it also accepts tensors with values.
 
@@ -95,8 +102,8 @@ class _Memory:
         self, mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Return an operation's result from the cache, or let the mode compute it."""
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # more than half of all operations
-            return args[0].fake_device
+        if (device := fake_device(func, args)) is not None:
+            return device
         keywords = kwargs or {}
         if func in _WITHOUT_TENSORS:
             return func(*args, **keywords)

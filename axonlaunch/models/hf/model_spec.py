@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.options.model import HuggingFaceConfig
-from axonlaunch.models.hf.analysis.divided_attention import divide_attention
+from axonlaunch.models.hf.analysis.context_attention import shard_attention
 from axonlaunch.models.hf.analysis.expert_modules import expert_modules, use_plain_experts
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
@@ -38,6 +38,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     """
     model_structure = structure(config)
     initializers: dict[str, Initializer] = dict(model_structure.initializers)
+    is_from_files = config.init == "pretrained" and config.weights is None
     if config.init == "pretrained" and config.path is not None:
         initializers = dict.fromkeys(initializers, Constant(0.0))  # a checkpoint fills all of them
     for other, first in model_structure.ties.items():
@@ -47,7 +48,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         spec,
         layers=model_structure.layers,
         flow=lambda: model_structure.flow,
-        undivided=lambda: model_structure.undivided,
+        unshardable=lambda: model_structure.unshardable,
         unpackable=lambda: model_structure.unpackable,
         tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
         experts=expert_modules,
@@ -58,6 +59,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         untraceable=untraceable(config),
         head=model_structure.head,
         mixes_samples=_mixed_samples(model_structure.model),
+        unquantized=model_structure.unquantized if is_from_files else frozenset(),
     )
 
 
@@ -71,7 +73,7 @@ SPEC = ModelSpec(
     build=build_causal_lm,
     loss=cross_entropy_sum,
     adapt=adapt,
-    divide=divide_attention,
-    divides_documents=True,
+    shard_sequences=shard_attention,
+    shards_documents=True,
     runs_without_values=True,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
-from axonlaunch.models.specs.source import ModelDivision, ModelSource, SmallModel
+from axonlaunch.models.facts.source import ModelDivision, ModelSource, SmallModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

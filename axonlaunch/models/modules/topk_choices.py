@@ -1,4 +1,4 @@
-"""Intercepts ``torch.topk`` of few scores, by which routers choose experts."""
+"""Intercepts ``torch.topk`` and ``torch.max`` of few scores, by which routers choose experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _TOPK = {torch.topk, Tensor.topk}
+_MAX = {torch.max, Tensor.max}
+"""Phimoe chooses one expert at a time. With ``keepdim``, a maximum is for scaling scores."""
 
 
 def is_choice(scores: Tensor, dim: int, *, most_scores: int) -> bool:
@@ -54,17 +56,25 @@ class TopkChoices(TorchFunctionMode):
         """Intercept one call."""
         del types
         call = partial(func, *args, **(kwargs or {}))
-        if func not in _TOPK:
+        if func not in _TOPK | _MAX:
             return call()
         scores: Tensor = args[0] if args else call.keywords["input"]
-        dim = call.keywords.get("dim", args[2] if len(args) > 2 else -1)
+        is_max = func in _MAX
+        position, default = (1, None) if is_max else (2, -1)
+        dim = call.keywords.get("dim", args[position] if len(args) > position else default)
+        keeps_dim = is_max and (call.keywords.get("keepdim") or len(args) > position + 1)
+        if keeps_dim or not isinstance(dim, int):
+            return call()
         if not is_choice(scores, dim, most_scores=self._most_scores):
             return call()
 
         def make() -> Tensor:
             with torch.no_grad():
                 indices: Tensor = call().indices
-            return indices
+            return indices.unsqueeze(-1) if is_max else indices
 
         chosen = self.choose(scores, make)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        values = scores.gather(-1, chosen)
+        if is_max:
+            return torch.return_types.max((values.squeeze(-1), chosen.squeeze(-1)))
+        return torch.return_types.topk((values, chosen))

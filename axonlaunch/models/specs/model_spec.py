@@ -109,12 +109,13 @@ class ModelSpec:
         refused_axes: ``{axis: reason}`` for axes (tensor, pipeline or context) that can't split any
             such model.
         positions: Attributes that depend on positions, an ``nn.Embedding`` of positions or a
-            ``RotaryTable``, in a model with causal ``Attention``. If None, ``divide`` is used.
-        divide: Lets a module or stage compute on parts of sequences. If ``divide`` and
+            ``RotaryTable``, in a model with causal ``Attention``. If None, ``shard_sequences`` is
+            used.
+        shard_sequences: Lets a module or stage compute on parts of sequences. If it and
             ``positions`` are None, sequences can't be split.
         head: Path of the module that maps hidden states to logits, position by position; None if
             unknown.
-        undivided: Returns why ``divide`` would change results; empty if it would not.
+        unshardable: Returns why ``shard_sequences`` would change results; empty if it would not.
         unpackable: Returns why a row can't hold several documents. Empty if the forward takes
             ``positions`` of tokens within their documents and keeps documents from attending to
             each other.
@@ -123,8 +124,11 @@ class ModelSpec:
             [T, H], experts [T, K] and their weights [T, K] to [T, H].
         use_plain_experts: Makes a model compute its experts one after another, if it has a faster
             way. Results stay the same, except for rounding.
-        divides_documents: Whether documents also stay separate in parts of a row, either through
-            ``divide`` or through the model's attribute ``find_documents``, which engines replace.
+        shards_documents: Whether documents also stay separate in parts of a row, either through
+            ``shard_sequences`` or through the model's attribute ``find_documents``, which engines
+            replace.
+        unquantized: Full names of modules that a quantized base leaves as they are, because their
+            weights in the pretrained, quantized files are not quantized.
     """
 
     build: Callable[[Any], nn.Module]
@@ -137,13 +141,14 @@ class ModelSpec:
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     flow: Callable[[], BlockFlow] | None = None
     positions: tuple[str, ...] | None = None
-    divide: Callable[[nn.Module, SequenceParts], None] | None = None
-    undivided: Callable[[], str] = lambda: ""
+    shard_sequences: Callable[[nn.Module, SequenceParts], None] | None = None
+    unshardable: Callable[[], str] = lambda: ""
     head: str | None = None
     unpackable: Callable[[], str] = lambda: "its forward takes no positions"
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     use_plain_experts: Callable[[nn.Module], None] = lambda _: None
-    divides_documents: bool = False
+    shards_documents: bool = False
+    unquantized: frozenset[str] = frozenset()
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: MixedSamples = "none"
     max_positions: int | None = None
@@ -171,10 +176,12 @@ class ModelSpec:
             children = ", ".join(name for name, _ in module.named_children()) or "nothing"
             message = f"{type(module).__name__} has no such module; at its top it has {children}"
             raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
+        from axonlaunch.models.modules.placeholder import Placeholder
+
         return {
             f"{self.layers}.{name}": block
             for name, block in container.named_children()
-            if not getattr(block, "is_stand_in", False)
+            if not isinstance(block, Placeholder)
         }
 
     def most_experts(self, module: nn.Module) -> int:
@@ -182,12 +189,12 @@ class ModelSpec:
         experts: list[Any] = [module.get_submodule(name) for name in self.experts(module)]
         return max((part.num_experts for part in experts), default=0)
 
-    def undivided_sequences(self) -> str:
+    def unshardable_sequences(self) -> str:
         """Return why ranks can't each compute a part of a sequence; empty if they can."""
         if reason := self.refused_axes.get("context"):
             return reason
-        if self.divide is not None:
-            reason = self.undivided()
+        if self.shard_sequences is not None:
+            reason = self.unshardable()
             return reason and f"its sequences can't be split: {reason}"
         if self.positions is None:
             return "the model can't compute on a part of a sequence; use 1"
@@ -195,11 +202,13 @@ class ModelSpec:
 
     def head_of(self, module: nn.Module) -> nn.Module | None:
         """Return the head of a module or stage, or None if it has no head."""
+        from axonlaunch.models.modules.placeholder import Placeholder
+
         try:
             head = module.get_submodule(self.head or "")
         except AttributeError:  # the attribute is None
             return None
-        if self.head is None or getattr(head, "is_stand_in", False):
+        if self.head is None or isinstance(head, Placeholder):
             return None
         return head
 

@@ -59,14 +59,14 @@ def needs_boxes(tensor: Tensor) -> bool:
     """Return whether torch can't find a rank's part: it has several boxes, or is uneven."""
     if not isinstance(tensor, DTensor):
         return False
-    return any(cut.pieces > 1 for cut in _cuts(tensor)) or _is_cut_unevenly(tensor)
+    return any(shard.pieces > 1 for shard in _shards(tensor)) or _is_sharded_unevenly(tensor)
 
 
 def local_boxes(tensor: Tensor) -> list[Box]:
     """Return the boxes of the full tensor that this rank holds.
 
     Raises:
-        NotImplementedError: The placements don't cut the tensor into boxes.
+        NotImplementedError: The placements don't split the tensor into boxes.
     """
     intervals = _local_intervals(tensor)
     offsets = product(*map(_starts, intervals))
@@ -101,15 +101,15 @@ def dtensor_of(
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank; all ranks of its mesh must call this.
 
-    The axis that was cut last is gathered first, which torch can do in one operation.
+    The axis that was sharded last is gathered first, which torch can do in one operation.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     if needs_boxes(tensor):  # torch 2.11 can't gather several boxes
         return _sum_of_boxes(tensor)
-    for cut in reversed(_cuts(tensor)):
+    for shard in reversed(_shards(tensor)):
         placements = list(tensor.placements)
-        placements[cut.axis] = Replicate()
+        placements[shard.axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
@@ -142,8 +142,8 @@ def squares_along(
         return total
     # Offloaded tensors are not on the device that is used for communication.
     summed = total.to(tensor.device_mesh.device_type)
-    for cut in _cuts(tensor):
-        summed = sum_over(summed, ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis)))
+    for shard in _shards(tensor):
+        summed = sum_over(summed, ProcessGroup.from_torch(tensor.device_mesh.get_group(shard.axis)))
     return summed.to(total.device)
 
 
@@ -169,16 +169,22 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
     ]
 
 
-def _is_cut_unevenly(tensor: DTensor) -> bool:
-    """Return whether tensor and FSDP axes cut a dimension with a size that they don't divide.
+def _is_sharded_unevenly(tensor: DTensor) -> bool:
+    """Return whether tensor and FSDP axes shard a dimension with a size that they don't divide.
 
-    FSDP cuts the remainder that the tensor axis has left. torch gathers as if it had cut the full
-    tensor from left to right, which is different for uneven parts: with 7 rows, two tensor ranks
-    and four data ranks, rows would be swapped.
+    FSDP shards the tensor axis's parts. torch gathers as if the full tensor had been sharded from
+    left to right, which is different for uneven parts: with 7 rows, two tensor ranks and four data
+    ranks, rows would be swapped.
     """
-    cuts = _cuts(tensor)
-    for dim in {cut.dim for cut in cuts if isinstance(tensor.placements[cut.axis], StridedShard)}:
-        parts = [cut.pieces * tensor.device_mesh.size(cut.axis) for cut in cuts if cut.dim == dim]
+    shards = _shards(tensor)
+    for dim in {
+        shard.dim for shard in shards if isinstance(tensor.placements[shard.axis], StridedShard)
+    }:
+        parts = [
+            shard.pieces * tensor.device_mesh.size(shard.axis)
+            for shard in shards
+            if shard.dim == dim
+        ]
         if tensor.shape[dim] % math.prod(parts):
             return True
     return False
@@ -190,20 +196,20 @@ def _sum_of_boxes(tensor: DTensor) -> Tensor:
     total = local.new_zeros(tensor.shape)
     for box in local_boxes(tensor):
         Box(box.region, tuple(start for start, _ in box.region)).view(total).copy_(box.view(local))
-    for cut in _cuts(tensor):
-        group = ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis))
+    for shard in _shards(tensor):
+        group = ProcessGroup.from_torch(tensor.device_mesh.get_group(shard.axis))
         total = sum_over(total, group)
     return total
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a mesh axis cuts a dimension.
+class _AxisShard:
+    """How a mesh axis shards a dimension.
 
     Attributes:
         axis: Mesh axis.
-        dim: Dimension that is cut.
-        pieces: Number of equal pieces of the dimension, each of them cut.
+        dim: Dimension that is sharded.
+        pieces: Number of equal pieces of the dimension, each of them sharded.
     """
 
     axis: int
@@ -219,15 +225,15 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return [[(0, 0)] for _ in intervals]
-    for cut in _cuts(tensor):
-        parts, index = mesh.size(cut.axis), coordinate[cut.axis]
-        intervals_so_far = intervals[cut.dim]
+    for shard in _shards(tensor):
+        parts, index = mesh.size(shard.axis), coordinate[shard.axis]
+        intervals_so_far = intervals[shard.dim]
         pieces = (
             [intervals_so_far]
-            if cut.pieces == 1
-            else [[interval] for interval in _pieces(intervals_so_far[0], cut.pieces)]
+            if shard.pieces == 1
+            else [[interval] for interval in _pieces(intervals_so_far[0], shard.pieces)]
         )
-        intervals[cut.dim] = [
+        intervals[shard.dim] = [
             interval for piece in pieces for interval in _chunk(piece, parts=parts, index=index)
         ]
     local = local_tensor(tensor).shape
@@ -239,17 +245,17 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     return intervals
 
 
-def _cuts(tensor: DTensor) -> list[_Cut]:
-    """Return the cuts of a tensor, in the order in which they were made.
+def _shards(tensor: DTensor) -> list[_AxisShard]:
+    """Return the shards of a tensor by axis, in the order in which they were made.
 
-    Shards cut from left to right. A strided shard cuts after the shards to its right, because
-    FSDP's data axis is to the left of the tensor axis and cuts the tensor axis's parts. A strided
-    shard without a shard to its right cuts each of the packed pieces of a dimension. A shard to the
-    left of such a strided shard also cuts after it, because torch 2.11's FSDP does not recognize a
-    packed dimension as sharded.
+    Axes shard from left to right. A strided shard is made after the shards to its right, because
+    FSDP's data axis is to the left of the tensor axis and shards the tensor axis's parts. A strided
+    shard without a shard to its right splits each of the packed pieces of a dimension. A shard to
+    the left of such a strided shard is also made after it, because torch 2.11's FSDP does not
+    recognize a packed dimension as sharded.
     """
-    plain: list[_Cut] = []
-    strided: list[_Cut] = []
+    plain: list[_AxisShard] = []
+    strided: list[_AxisShard] = []
     right: dict[int, int] = {}  # number of parts of each dimension made by the axes to the right
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement = tensor.placements[axis]
@@ -258,17 +264,17 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
         if isinstance(placement, StridedShard):
             factor, right_parts = int(placement.split_factor), right.get(placement.dim, 1)
             if factor == right_parts:
-                strided.append(_Cut(axis, placement.dim))
+                strided.append(_AxisShard(axis, placement.dim))
             elif right_parts == 1:
-                plain.insert(0, _Cut(axis, placement.dim, factor))
+                plain.insert(0, _AxisShard(axis, placement.dim, factor))
             else:
                 raise NotImplementedError(f"{placement} does not follow the shards to its right")
         elif isinstance(placement, Shard):
-            cut = _Cut(axis, placement.dim)
-            if any(other.pieces > 1 for other in plain if other.dim == cut.dim):
-                strided.append(cut)
+            shard = _AxisShard(axis, placement.dim)
+            if any(other.pieces > 1 for other in plain if other.dim == shard.dim):
+                strided.append(shard)
             else:
-                plain.insert(0, cut)
+                plain.insert(0, shard)
         else:
             raise NotImplementedError(f"a parameter can't be placed as {placement}")
         parts = tensor.device_mesh.size(axis)

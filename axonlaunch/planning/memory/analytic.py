@@ -31,7 +31,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.analytic_work import ExpertShare
 from axonlaunch.planning.throughput.operations import Product
@@ -85,11 +85,13 @@ class Formulas:
         single_device: Work of a step with ``SAMPLES`` samples.
         activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
+        has_router_loss: Whether routers have a loss of the global batch, see ``RouterLoss``.
     """
 
     single_device: StepWork
     activations: dict[str, ActivationBytes]
     shares: TrainingShares = field(default_factory=TrainingShares)
+    has_router_loss: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -120,7 +122,12 @@ class Formulas:
         )
         by_mode = traced[len(alone) :]
         return [
-            cls(work, by_mode[distinct.index(model)], TrainingShares.of(config))
+            cls(
+                work,
+                by_mode[distinct.index(model)],
+                TrainingShares.of(config),
+                has_router_loss=spec_for(config).mixes_samples == "batch",
+            )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
 
@@ -138,6 +145,7 @@ class Formulas:
         return ExpertShare(
             load=_expert_load(config.estimate.imbalance, layout, self.shares),
             parameters=_expert_parameters(self.single_device, self.shares),
+            has_router_loss=self.has_router_loss,
         )
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:

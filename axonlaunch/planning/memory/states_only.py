@@ -10,7 +10,7 @@ import math
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.parameter_groups import state_bytes
-from axonlaunch.engines.pipeline.split import cut, parts
+from axonlaunch.engines.pipeline.split import parts, stage_module
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.flops import looked_up_parameters
@@ -55,7 +55,9 @@ def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
     spec, modules = spec_for(config), [reduced.build()]
     if layout.pipeline > 1:
         stages = parts(reduced.counts)
-        modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(pp_rank)]
+        modules = [
+            stage_module(spec, reduced.build(), stages[n]) for n in reduced.stages_of(pp_rank)
+        ]
     element = config.train.parameter_bytes
     total = sum(stored_bytes(module, element=element) for module in modules)
     blocks = [

@@ -24,8 +24,8 @@ from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import (
@@ -107,7 +107,7 @@ def candidates(
             for degree in _power_of_two_divisors(in_node)
             if not _cuts_numbers(with_values(config, {keys.TENSOR: degree}), spec, plan, model)
         ]
-    if not spec.undivided_sequences():
+    if not spec.unshardable_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
     experts = expert_degrees(spec, model) or [1]

@@ -24,7 +24,7 @@ from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.models.facts.parameter_facts import checkpoint_bytes
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import (

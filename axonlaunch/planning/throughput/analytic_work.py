@@ -48,10 +48,12 @@ class ExpertShare:
     Attributes:
         load: Tokens of a rank's experts, relative to a balanced router.
         parameters: Share of experts in the parameters of a layer.
+        has_router_loss: Whether routers have a loss of the global batch, see ``RouterLoss``.
     """
 
     load: float = 1.0
     parameters: float = 0.0
+    has_router_loss: bool = False
 
 
 def scaled(
@@ -137,7 +139,18 @@ class _Scaled:
                 _add(work, operation, scaled_amount * fraction)
         for key, amount in communication.items():
             _add(work, key, amount)
+        if self._counts_choices:
+            # A first pass without gradients, with all that a forward needs.
+            forward = [(key, amount) for key, amount in work.items() if key.phase == "forward"]
+            for key, amount in forward:
+                _add(work, key, amount)
         return Share(work)
+
+    @property
+    def _counts_choices(self) -> bool:
+        """Whether routers choose experts for all micro-batches before the first one is learned."""
+        is_one_pass = self._layout.micro_batches == self._layout.pipeline == 1
+        return self._experts.has_router_loss and not is_one_pass
 
     def _phases(self, key: Operation) -> Iterable[Phase]:
         """Yield the phases of an operation; recomputed operations also run in backward."""

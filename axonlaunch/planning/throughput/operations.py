@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor, group_by_name
+from axonlaunch.models.fake.fake_tensor_cache import fake_device
 from axonlaunch.models.torch_internals import in_backward
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
@@ -27,7 +27,6 @@ Phase = Literal["forward", "recomputation", "backward", "update"]
 ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 _PRODUCTS = {
     _aten.mm: 0,
     _aten.bmm: 0,
@@ -250,8 +249,8 @@ class OperationTrace(UncompiledDispatchMode):
         self._count(HostWait(self._phase), Amount(1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all operations
-            return args[0].fake_device
+        if (device := fake_device(func, args)) is not None:
+            return device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # the tensors they contain are dispatched again
         out = func(*args, **(kwargs or {}))

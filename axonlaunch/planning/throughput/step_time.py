@@ -181,11 +181,10 @@ class StepTime:
             ]
             for phases in (_FORWARD, _BACKWARD)
         )
-        message_bytes = sum(
-            amount.num_bytes
-            for key, amount in work.first.micro_ends.work.items()
-            if isinstance(key, Send)
-        ) / min(2, layout.stages_per_rank)
+        sends = [
+            amount for key, amount in work.first.micro_ends.work.items() if isinstance(key, Send)
+        ]
+        message_bytes = sum(each.num_bytes for each in sends) / sum(each.count for each in sends)
         round_timeline = timeline(
             schedule,
             forward=[parts.total for parts in forward],

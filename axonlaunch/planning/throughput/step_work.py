@@ -28,10 +28,9 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.fake import fake_tensor_cache
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
@@ -425,16 +424,21 @@ def _trace(runs: list[tuple[list[RunConfig], int]], *, stage: int) -> list[list[
 def _trace_depth(configs: list[RunConfig], world: World, left_out: int) -> list[_TracedStep]:
     """Trace one step of each run, with one engine for all of them if their steps allow it.
 
-    A pipeline has a schedule for its micro-batches. With ZeRO-1, the second step of an engine
-    copies small parameters, and later ones do not. With experts, a second step has less work.
+    The engine is that of the run with most micro-batches, also for fewer of them. The work of a
+    router's loss is linear in them only then: an engine of one micro-batch computes the router's
+    choices once, and others compute them once more before the first micro-batch.
+
+    A pipeline has a schedule for its micro-batches, so each run has its own engine. With ZeRO-1,
+    the second step of an engine copies small parameters, and later ones do not.
     """
     layouts = [Layout.of(config, world_size=world.world_size) for config in configs]
-    steps = _Steps.of(configs[-1], world, left_out)
-    has_experts = spec_for(configs[-1]).most_experts(steps.reduced.model) > 0
-    if layouts[0].pipeline > 1 or layouts[0].facts.divides_update or has_experts:
-        others = [_Steps.of(config, world, left_out).trace() for config in configs[:-1]]
-        return [*others, steps.trace()]
-    return [steps.trace(layout.micro_batches) for layout in layouts]
+    if layouts[0].pipeline > 1:
+        return [_Steps.of(config, world, left_out).trace() for config in configs]
+    steps = partial(_Steps.of, configs[-1], world, left_out)
+    if layouts[0].facts.divides_update:
+        return [steps().trace(layout.micro_batches) for layout in layouts]
+    engine = steps()
+    return [engine.trace(layout.micro_batches) for layout in layouts]
 
 
 @dataclass(frozen=True)

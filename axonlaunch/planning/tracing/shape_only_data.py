@@ -10,7 +10,6 @@ import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.consistency.optional_keys import packing_of
 from axonlaunch.config.options.data import (
     DATASETS,
     ShapeOnlyTokensConfig,
@@ -20,6 +19,7 @@ from axonlaunch.config.options.data import (
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.registry import EntryPointError
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.config.values.optional_keys import packing_of
 
 _MISSING = "???"
 

@@ -23,8 +23,8 @@ from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.tensors.dtensor_regions import local_boxes
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention, gloo_buffers

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor
+from axonlaunch.models.fake.fake_tensor_cache import fake_device
 from axonlaunch.models.tensors import host_memory
 from axonlaunch.models.torch_internals import in_backward, local_tensor
 from axonlaunch.planning.tracing.devices import gloo_buffers
@@ -59,7 +60,6 @@ _TRANSIENT: frozenset[Category] = frozenset({"activations", "temporary"})
 # These operations send existing tensors, which keep their category. All other operations between
 # ranks use buffers that exist only for communication.
 _SENDS = frozenset({"c10d::send", "c10d::broadcast_", "c10d::allreduce_"})
-_DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
@@ -149,8 +149,8 @@ class StorageTrace(UncompiledDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all operations
-            return args[0].fake_device
+        if (device := fake_device(func, args)) is not None:
+            return device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # the tensors they contain are dispatched again
         self._remove_freed()

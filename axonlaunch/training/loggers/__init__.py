@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
-from axonlaunch.config.consistency.optional_keys import custom_target
 from axonlaunch.config.options.loggers import LOGGERS
 from axonlaunch.config.problems.errors import failure_text
+from axonlaunch.config.values.optional_keys import custom_target
 from axonlaunch.events import (
     Evaluated,
     Event,

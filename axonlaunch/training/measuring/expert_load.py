@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from axonlaunch.engines.engine import ExpertLoad
+from axonlaunch.engines.expert.balance import ExpertLoad
 
 _COLLAPSED, _PERSISTENT = 0.9, 3
 """Share of the tokens at one expert, and the number of successive logged steps with it."""

@@ -19,7 +19,7 @@ from axonlaunch.config.problems.errors import one_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
-from axonlaunch.models.specs.source_of import model_in_folder, source_of
+from axonlaunch.models.source_of import model_in_folder, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +70,7 @@ class TrainedText:
 
         The options are those of ``models.generation.generate``.
         """
-        from axonlaunch.models.generation import generate
+        from axonlaunch.training.text.generation import generate
 
         def logits_of_tokens(inputs: Tensor) -> Tensor:
             return self.model(inputs)[..., : self.tokenizer.vocab_size]

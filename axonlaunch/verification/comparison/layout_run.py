@@ -29,7 +29,7 @@ from axonlaunch.data.datasets.loader import Loader, full_loader, rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.engines.engine import Engine
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
 from axonlaunch.verification.comparison.compared_engine import ComparedEngine

@@ -33,8 +33,8 @@ from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.models.specs.source import ModelDivision, NotReducibleError
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.facts.source import ModelDivision, NotReducibleError
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing

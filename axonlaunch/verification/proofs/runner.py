@@ -13,7 +13,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.config.consistency.run_precision import with_precision
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_of
 from axonlaunch.system.processes.forkserver import Starter

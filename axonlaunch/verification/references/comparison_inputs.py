@@ -88,10 +88,10 @@ def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
         batch: Held-out samples.
     """
     samples = batch.inputs[:_PREDICTED]
-    return samples[:, :-1] if cuts_sequences(config) and samples.ndim == 2 else samples
+    return samples[:, :-1] if shards_sequences(config) and samples.ndim == 2 else samples
 
 
-def cuts_sequences(config: RunConfig) -> bool:
+def shards_sequences(config: RunConfig) -> bool:
     """Return whether a layout divides sequences and pads those with an indivisible length."""
     divided = divisor(degrees_of(config.strategy), "sequences") > 1
     return divided or config.strategy.tensor.sequence_parallel

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonlaunch.config.code.plugins import import_callable
-from axonlaunch.config.consistency.optional_keys import (
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
+from axonlaunch.config.optimization.schedules import SCHEDULERS
+from axonlaunch.config.values.optional_keys import (
     custom_arguments,
     custom_target,
     optimizer_groups,
 )
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
-from axonlaunch.config.optimization.schedules import SCHEDULERS
 from axonlaunch.models.specs.model_spec import ModelSpec
 
 PEAK = "initial_lr"

@@ -20,7 +20,6 @@ from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.consistency.optional_keys import balances_by_bias
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import (
     QuantizedFormat,
@@ -28,6 +27,7 @@ from axonlaunch.config.precision import (
     state_format,
     update_format,
 )
+from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.loader import full_loader
 from axonlaunch.data.datasets.samples import map_tensors
@@ -36,9 +36,9 @@ from axonlaunch.models.adapters.quantized_base import quantized_names
 from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.modules.module_state import evaluating
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.custom_loss import build_custom_loss
 from axonlaunch.models.specs.model_spec import ModelOutputs, not_a_tensor
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
 from axonlaunch.verification.decisions.random_draws import MaskRecorder

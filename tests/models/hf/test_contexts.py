@@ -13,7 +13,7 @@ from hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided
+from axonlaunch.models.hf.analysis.sequence_mixing import why_unshardable
 from axonlaunch.preflight.inspection import inspect
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -180,8 +180,10 @@ class _Model(nn.Module):
     ids=["sum", "mean", "shift", "product", "softmax", "roll", "loop", "attention", "count"],
 )
 def test_token_mixing_modules_are_named(beside: object, operation: str) -> None:
-    assert operation in why_undivided(_Model(beside), layers="layers")
+    assert operation in why_unshardable(_Model(beside), layers="layers")
 
 
 def test_per_token_modules_are_not_token_mixing() -> None:
-    assert why_undivided(_Model(lambda x: x.softmax(-1) + x.mean(-1, True)), layers="layers") == ""
+    assert (
+        why_unshardable(_Model(lambda x: x.softmax(-1) + x.mean(-1, True)), layers="layers") == ""
+    )

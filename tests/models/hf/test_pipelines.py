@@ -12,7 +12,7 @@ from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.engines.pipeline.placeholders import cut_out
+from axonlaunch.engines.pipeline.placeholders import keep_blocks
 from axonlaunch.engines.pipeline.split import stage_counts
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.hf.analysis import structure
@@ -128,7 +128,7 @@ def _cut(config: object, first: int, last: int) -> nn.Module:
     spec, full = spec_for(config), on_meta(config, seed=0)
     assert spec.flow is not None
     blocks = [*spec.blocks(full)]
-    return cut_out(full, spec.flow(), blocks=blocks, first=first, last=last)
+    return keep_blocks(full, spec.flow(), blocks=blocks, first=first, last=last)
 
 
 def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

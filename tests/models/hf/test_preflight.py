@@ -245,7 +245,7 @@ def test_one_rank_per_node_downloads_model_under_other_launchers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from axonlaunch.launch.cluster_environment import ClusterEnvironment
+    from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
     from axonlaunch.launch.external.rank import fetch_for_node
 
     snapshot = cached(tmp_path, monkeypatch)

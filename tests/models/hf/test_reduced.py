@@ -10,9 +10,9 @@ import pytest
 from hf_families import FAMILIES, SPECIAL
 
 from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.facts.source import ModelDivision, NotReducibleError
 from axonlaunch.models.hf.analysis.reduced import reduce_model, refuse_unlike, vocabulary
 from axonlaunch.models.hf.analysis.structure import structure
-from axonlaunch.models.specs.source import ModelDivision, NotReducibleError
 
 HYBRID = ModelDivision(stages=2, tensor=2, original_tensor=2)
 

@@ -16,7 +16,7 @@ from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.hf.analysis.structure import structure
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.search.candidates import candidates
 from axonlaunch.planning.throughput.step_work import step_work
 

@@ -20,8 +20,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.engines.tensor.divided_layers.layer_detection import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.division_check import division_problem
+from axonlaunch.engines.tensor.parallel_layers.layer_detection import is_embedding, linear_sizes
 from axonlaunch.models.hf.analysis import tensor_plans
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan

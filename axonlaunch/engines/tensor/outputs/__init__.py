@@ -1,1 +1,1 @@
-"""Loss over a divided vocabulary or in chunks."""
+"""Loss over a sharded vocabulary or in chunks."""

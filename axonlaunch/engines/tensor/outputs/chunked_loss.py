@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.comm.autograd import collect_from
 from axonlaunch.engines.precision.lower_parameters import reading_lower
-from axonlaunch.engines.tensor.divided_layers.fused_region import enter_region
-from axonlaunch.engines.tensor.divided_layers.layers import ColumnParallelLinear
 from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsRecorder
+from axonlaunch.engines.tensor.parallel_layers.fused_region import enter_region
+from axonlaunch.engines.tensor.parallel_layers.layers import ColumnParallelLinear
 from axonlaunch.models.specs.loss import with_auxiliary_loss
 from axonlaunch.models.specs.model_spec import ModelOutputs
 

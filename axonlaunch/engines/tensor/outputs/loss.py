@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, max_over, sum_over
-from axonlaunch.engines.tensor.divided_layers.local_parameters import local_entries, rank_part
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
 from axonlaunch.models.specs.loss import MOST_LIKELY, check_terms, entropy_weights
 from axonlaunch.models.specs.model_spec import IGNORE_INDEX
@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy_sum(
         logits_local: This rank's logits [..., C / ranks]. The last rank has fewer columns if the
             group's size does not divide C.
         targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
-        group: The ranks among which the classes are divided.
+        group: The ranks among which the classes are sharded.
         classes: Total number of classes; None if every rank has equally many.
         label_smoothing: Share of each target's probability that is spread evenly over the classes.
         z_loss: Factor of the squared log of the softmax's denominator.

@@ -112,7 +112,7 @@ def losses_of(
         spec: Specification of the model.
         train: Training options, with the name of a custom loss and the chunk size in tokens.
         classes: Total number of classes, if the logits are sharded; None if every rank has all.
-        group: The ranks among which the classes are divided.
+        group: The ranks among which the classes are sharded.
         evaluates_logits: Whether evaluations need all logits, for metrics.
     """
     chunked = None if train.loss_chunk is None else ChunkedLoss(chunk=train.loss_chunk)

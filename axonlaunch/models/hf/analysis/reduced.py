@@ -16,10 +16,10 @@ from torch import nn
 
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.errors import ConfigError
+from axonlaunch.models.facts.source import LARGEST_SMALL_MODEL, ModelDivision, NotReducibleError
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.architecture import architecture, canonical
 from axonlaunch.models.hf.reading import files
-from axonlaunch.models.specs.source import LARGEST_SMALL_MODEL, ModelDivision, NotReducibleError
 
 _Model = TypeVar("_Model", bound=TransformersModel)
 _HEAD_SIZE = 16

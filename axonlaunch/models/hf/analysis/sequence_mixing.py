@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.hf.analysis.divided_attention import divide_attention
+from axonlaunch.models.hf.analysis.context_attention import shard_attention
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
 from axonlaunch.models.specs.model_spec import ModelOutputs
+from axonlaunch.models.specs.router_loss import RouterLossModel
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
@@ -54,7 +55,7 @@ class _MixingError(Exception):
     """A model can't run on a part of a sequence; the message says why."""
 
 
-def why_undivided(model: nn.Module, *, layers: str) -> str:
+def why_unshardable(model: nn.Module, *, layers: str) -> str:
     """Return why a model's sequences can't be split over ranks; empty if they can.
 
     Args:
@@ -66,7 +67,8 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
         return f"its attention is {kernel}, which can't be split; use model.attention=sdpa or eager"
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
-    if isinstance(outputs, ModelOutputs) and not getattr(model, "shares_router_loss", False):
+    shares_loss = isinstance(model, RouterLossModel) and model.shares_router_loss
+    if isinstance(outputs, ModelOutputs) and not shares_loss:
         return "its auxiliary loss needs all tokens; use model.router_aux_loss=false"
     if isinstance(outputs, str):
         return outputs
@@ -104,7 +106,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
     """
     silence_fake_tensors()
     watch = _Watch(_length(model))
-    divide_attention(
+    shard_attention(
         model,
         SequenceParts(
             positions=watch.positions,

@@ -17,9 +17,10 @@ from torch import nn
 
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.models.fake.block_flow import block_flow
-from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided, why_unpackable
+from axonlaunch.models.hf.analysis.sequence_mixing import why_unpackable, why_unshardable
 from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.reading import files
+from axonlaunch.models.hf.reading.quantized_files import unquantized_modules
 from axonlaunch.models.modules.repeated_blocks import representative
 from axonlaunch.models.specs.model_spec import BlockFlow
 from axonlaunch.models.tensors.initialization import Initializer
@@ -42,6 +43,7 @@ class Structure:
             model.
         untraceable: Why the model can't run on tensors without values; empty if it can.
         head: Path of the output embeddings, which compute logits; None if unknown.
+        unquantized: Names of modules whose weights are not quantized in files of which others are.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class Structure:
     pipeline_plan: Mapping[str, Any]
     untraceable: str = ""
     head: str | None = None
+    unquantized: frozenset[str] = frozenset()
 
     def copy(self) -> nn.Module:
         """Return a copy of the model that may be changed."""
@@ -100,11 +103,11 @@ class Structure:
         return replace(flow, returns=(first, *[inner] * (left_out + 1), last))
 
     @functools.cached_property
-    def undivided(self) -> str:
+    def unshardable(self) -> str:
         """Why sequences can't be split over ranks; empty if they can."""
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
-        return why_undivided(self.representative, layers=self.layers)
+        return why_unshardable(self.representative, layers=self.layers)
 
     @functools.cached_property
     def unpackable(self) -> str:
@@ -139,6 +142,7 @@ def _derive(keys: str, content: str) -> Structure:
         pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
         untraceable=untraceable(config),
         head=_head(model),
+        unquantized=unquantized_modules(model, files.read_config(config), config),
     )
 
 

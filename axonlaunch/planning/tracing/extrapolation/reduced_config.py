@@ -10,7 +10,7 @@ from typing import Any
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, settings_for_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.models.specs.source_of import source_of
+from axonlaunch.models.source_of import source_of
 
 
 def reduced_config(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks, settings_for_ranks
-from axonlaunch.config.consistency.optional_keys import optimizer_groups
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.values.optional_keys import optimizer_groups
 from axonlaunch.data.datasets.dataset import Dataset, sample_inputs, sample_targets
 from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
@@ -31,8 +31,8 @@ from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.modules.repeated_blocks import with_first_blocks, without_first_blocks
+from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-from axonlaunch.models.specs.source_of import source_of
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.preflight.custom_data import first_batch
 

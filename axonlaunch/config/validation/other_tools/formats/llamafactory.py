@@ -337,6 +337,8 @@ def _set_data(translation: Translation) -> bool:
         translation.leave_out("dataset", text)
     kind = "documents" if is_pretraining else "chat"
     data_rules.set_sources(translation, sources or [{"data": kind}], "dataset")
+    if translation.has("stage"):
+        translation.option("data", kind, "stage")
     if translation.has("max_samples"):
         limit = int(translation.number("max_samples"))
         translation.set("data.limit", limit, "max_samples")

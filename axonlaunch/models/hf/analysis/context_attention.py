@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
 
-NAME = "axonlaunch_divided"
+NAME = "axonlaunch_context"
 """Name in transformers' registries, and of the configuration attribute with the ``_Division``."""
 
 
@@ -38,7 +38,7 @@ class _Division:
     needs_mask: bool
 
 
-def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = False) -> None:
+def shard_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = False) -> None:
     """Make a model or pipeline stage compute on parts of sequences, in place.
 
     Args:

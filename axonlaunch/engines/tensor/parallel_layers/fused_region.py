@@ -28,7 +28,7 @@ from axonlaunch.comm.autograd import (
     start_sum,
 )
 from axonlaunch.engines.precision.autocast import in_autocast_dtype
-from axonlaunch.engines.tensor.divided_layers.local_parameters import TensorAxis
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import TensorAxis
 
 SEQUENCE_DIM = 1
 """Dim of hidden states [B, T, H] that sequence parallelism shards."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from axonlaunch.config.problems.errors import divisors, one_of
-from axonlaunch.engines.tensor.divided_layers.layer_detection import linear_sizes
+from axonlaunch.engines.tensor.parallel_layers.layer_detection import linear_sizes
 from axonlaunch.models.modules.attention import Attention
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")

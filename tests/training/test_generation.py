@@ -3,7 +3,7 @@ import torch
 
 from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.models.build import build_model
-from axonlaunch.models.generation import generate
+from axonlaunch.training.text.generation import generate
 
 
 @pytest.fixture(scope="module")

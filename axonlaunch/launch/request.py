@@ -11,8 +11,8 @@ from pathlib import Path
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.local.accelerators import count_accelerators
+from axonlaunch.launch.environment.accelerators import count_accelerators
+from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.tracing.shape_only_data import with_file_placeholders
 

@@ -27,7 +27,7 @@ from axonlaunch.models.torch_internals import local_tensor
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How a parameter is sharded.
 
     Attributes:
@@ -72,38 +72,36 @@ class TensorAxis:
     def distribute(self, module: nn.Module) -> None:
         """Replace every parameter of a module tree with a DTensor that holds this rank's shard.
 
-        ``cuts`` of a module or of its class maps parameter names to a dim or a ``Cut``; other
-        parameters are replicated. Before the call, parameters must be the same on every rank, or on
-        ``meta``; nothing is communicated. Tied parameters stay tied.
+        ``shard_specs`` of a module or of its class maps parameter names to a dim or a
+        ``ShardSpec``; other parameters are replicated. Before the call, parameters must be the same
+        on every rank, or on ``meta``; nothing is communicated. Tied parameters stay tied.
 
         Raises:
-            ValueError: Two modules share a parameter but cut it differently.
+            ValueError: Two modules share a parameter but shard it differently.
         """
-        placed_by_parameter: dict[nn.Parameter, tuple[Cut | None, nn.Parameter]] = {}
+        placed_by_parameter: dict[nn.Parameter, tuple[ShardSpec | None, nn.Parameter]] = {}
         for submodule in module.modules():
-            cuts = submodule.__dict__.get("cuts") or getattr(type(submodule), "cuts", {})
             for key, parameter in list(submodule._parameters.items()):
                 if parameter is None or isinstance(parameter, DTensor):
-                    continue  # experts are divided among the ranks of another axis
-                dim_or_cut = cuts.get(key)
-                cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
+                    continue  # experts are sharded over another axis
+                shard = shard_spec(submodule, key)
                 if parameter not in placed_by_parameter:
-                    placed_by_parameter[parameter] = cut, self._local_parameter(parameter, cut)
-                first_cut, placed = placed_by_parameter[parameter]
-                if first_cut != cut:
+                    placed_by_parameter[parameter] = shard, self._local_parameter(parameter, shard)
+                first_shard, placed = placed_by_parameter[parameter]
+                if first_shard != shard:
                     raise ValueError(
                         f"{submodule} shares its {key} with a module that shards it differently"
                     )
                 setattr(submodule, key, placed)
 
-    def _local_parameter(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _local_parameter(self, parameter: nn.Parameter, shard: ShardSpec | None) -> nn.Parameter:
         full_tensor = parameter.detach()
         local_shard: Tensor = full_tensor
         placement: Placement = Replicate()
-        if cut is not None:
-            local_shard, placement = self.part_of(full_tensor, cut), Shard(cut.dim)
-            if cut.pieces > 1:
-                placement = packed_placement(cut.dim, pieces=cut.pieces)
+        if shard is not None:
+            local_shard, placement = self.part_of(full_tensor, shard), Shard(shard.dim)
+            if shard.pieces > 1:
+                placement = packed_placement(shard.dim, pieces=shard.pieces)
         dtensor = DTensor.from_local(
             local_shard,
             self.mesh,
@@ -113,15 +111,28 @@ class TensorAxis:
         )
         return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
-    def part_of(self, full_tensor: Tensor, cut: Cut) -> Tensor:
+    def part_of(self, full_tensor: Tensor, shard: ShardSpec) -> Tensor:
         """Return this rank's part of a full tensor, contiguous."""
         parts = [
-            piece.narrow(cut.dim, *rank_part(piece.shape[cut.dim], self.group))
-            for piece in full_tensor.chunk(cut.pieces, cut.dim)
+            piece.narrow(shard.dim, *rank_part(piece.shape[shard.dim], self.group))
+            for piece in full_tensor.chunk(shard.pieces, shard.dim)
         ]
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, cut.dim)
+        return torch.cat(parts, shard.dim)
+
+
+def shard_spec(module: nn.Module, key: str) -> ShardSpec | None:
+    """Return how a parameter of a module is sharded; None if it is replicated."""
+    specs = module.__dict__.get("shard_specs") or getattr(type(module), "shard_specs", {})
+    dim_or_spec: int | ShardSpec | None = specs.get(key)
+    return ShardSpec(dim_or_spec) if isinstance(dim_or_spec, int) else dim_or_spec
+
+
+def output_pieces(layer: nn.Module) -> int:
+    """Return the number of tensors that are packed in a layer's output and sharded separately."""
+    shard = shard_spec(layer, "weight")
+    return 1 if shard is None else shard.pieces
 
 
 def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 from axonlaunch.config.options.documents import HeldOutConfig, TextRowsConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, gathering
 from axonlaunch.config.values.hub_reference import parse_hub_reference
-from axonlaunch.data.files.selection import FileSelection, hub_reference
 from axonlaunch.data.hub import repository
 from axonlaunch.data.hub.repository import HubError, OnDownload
+from axonlaunch.data.selection.file_selection import FileSelection, hub_reference
 
 
 def pinned_data(config: TextRowsConfig, *, earlier: Mapping[str, str]) -> TextRowsConfig:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import sum_over
-from axonlaunch.engines.tensor.divided_layers.local_parameters import (
-    Cut,
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
+    ShardSpec,
     TensorAxis,
 )
 from axonlaunch.models.adapters.expert_lora import ExpertMatrices, LoraExperts
@@ -53,21 +53,25 @@ def with_adapter(
     return layer.adapt(output, x, read, output_range=output_range, total=total)
 
 
-def divide_adapter(
-    layer: nn.Module, axis: TensorAxis, *, inputs: Cut | None = None, outputs: Cut | None = None
+def shard_adapter(
+    layer: nn.Module,
+    axis: TensorAxis,
+    *,
+    inputs: ShardSpec | None = None,
+    outputs: ShardSpec | None = None,
 ) -> None:
     """Shard the adapter of a layer; do nothing if it has no adapter.
 
     Args:
         layer: The sharded layer.
         axis: The tensor axis.
-        inputs: Cut of A's inputs; None keeps A whole.
-        outputs: Cut of B's outputs; None keeps B whole.
+        inputs: Shard of A's inputs; None: A is replicated.
+        outputs: Shard of B's outputs; None: B is replicated.
     """
     if not isinstance(layer, LoraLayer):
         return
-    _cut(layer.lora_A, inputs, axis)
-    _cut(layer.lora_B, outputs, axis)
+    _shard(layer.lora_A, inputs, axis)
+    _shard(layer.lora_B, outputs, axis)
     for matrix in (layer.lora_A, layer.lora_B):
         matrix.gives_partial_sums = inputs is not None
         # In a column-parallel layer, each rank's part of B reads the full output of A. In a layer
@@ -75,38 +79,43 @@ def divide_adapter(
         is_read_in_parts = matrix is layer.lora_A or outputs is None
         matrix.gets_partial_gradients = inputs is None and is_read_in_parts
     if layer.lora_magnitude_vector is not None:
-        _cut(layer.lora_magnitude_vector, outputs, axis)
+        _shard(layer.lora_magnitude_vector, outputs, axis)
 
 
-def divide_experts(experts: nn.Module, axis: TensorAxis, *, cuts: Mapping[str, Cut]) -> None:
+def shard_experts(
+    experts: nn.Module, axis: TensorAxis, *, shard_specs: Mapping[str, ShardSpec]
+) -> None:
     """Shard the adapters of experts that are packed into 3-D parameters, if they have adapters.
 
     Args:
         experts: The sharded experts.
         axis: The tensor axis.
-        cuts: Cut of each sharded parameter. Adapters of the other parameters stay replicated.
+        shard_specs: Shards of the sharded parameters, by name. Adapters of other parameters are
+            replicated.
     """
     if not isinstance(experts, LoraExperts):
         return
     for key, matrices in experts.matrices().items():
-        if (cut := cuts.get(key)) is not None:
-            inputs, outputs = cuts_of_matrices(matrices, cut)
-            _cut(matrices.lora_A, inputs, axis)
-            _cut(matrices.lora_B, outputs, axis)
+        if (shard := shard_specs.get(key)) is not None:
+            inputs, outputs = matrix_shards(matrices, shard)
+            _shard(matrices.lora_A, inputs, axis)
+            _shard(matrices.lora_B, outputs, axis)
 
 
-def cuts_of_matrices(matrices: ExpertMatrices, cut: Cut) -> tuple[Cut | None, Cut | None]:
-    """Return the cuts of A and B of experts whose parameter has a cut; None keeps a matrix whole.
+def matrix_shards(
+    matrices: ExpertMatrices, shard: ShardSpec
+) -> tuple[ShardSpec | None, ShardSpec | None]:
+    """Return how A and B of experts with a sharded parameter are sharded; None: replicated.
 
     A parameter has shape [experts, outputs, inputs], or [experts, inputs, outputs].
     """
-    if (cut.dim == 1) != matrices.is_transposed:
-        return None, Cut(0, cut.pieces)
-    return Cut(1, cut.pieces), None
+    if (shard.dim == 1) != matrices.is_transposed:
+        return None, ShardSpec(0, shard.pieces)
+    return ShardSpec(1, shard.pieces), None
 
 
-def _cut(matrix: nn.Module, cut: Cut | None, axis: TensorAxis) -> None:
+def _shard(matrix: nn.Module, shard: ShardSpec | None, axis: TensorAxis) -> None:
     if not isinstance(matrix, ReadsLocally):
         convert_module(matrix, ReadsLocally)
     matrix.__dict__.update(_axis=axis, _sums_gradients=True)
-    matrix.__dict__["cuts"] = {} if cut is None else {"weight": cut}
+    matrix.__dict__["shard_specs"] = {} if shard is None else {"weight": shard}

@@ -26,16 +26,16 @@ from rich.text import Text
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
-from axonlaunch.launch.commands.request import Request
-from axonlaunch.launch.local.accelerators import count_accelerators
-from axonlaunch.launch.local.node_shares import (
+from axonlaunch.launch.commands.node_shares import (
     NodeShare,
     divide_node,
     needed_devices,
     share_problems,
 )
+from axonlaunch.launch.environment.accelerators import count_accelerators
 from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.launch.output.sweep import name_of_sweep
+from axonlaunch.launch.request import Request
 from axonlaunch.launch.run_dir import with_run_dir
 from axonlaunch.launch.runs import INTERRUPTED, Run, RunResult, stream_of
 from axonlaunch.system.processes.parent_death import end_with_parent

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
-from axonlaunch.engines.tensor.divided_layers.adapters import with_adapter
-from axonlaunch.engines.tensor.divided_layers.fused_region import ColumnParallelGroup, leave
-from axonlaunch.engines.tensor.divided_layers.local_parameters import (
+from axonlaunch.engines.tensor.parallel_layers.adapters import with_adapter
+from axonlaunch.engines.tensor.parallel_layers.fused_region import ColumnParallelGroup, leave
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     TensorAxis,
     empty_part,
     local_entries,
@@ -48,7 +48,7 @@ class ColumnParallelLinear(nn.Linear):
         product: Maps an input, this rank's weight and its bias to this rank's outputs.
     """
 
-    cuts: ClassVar = {"weight": 0, "bias": 0}
+    shard_specs: ClassVar = {"weight": 0, "bias": 0}
     product: Callable[..., Tensor] = staticmethod(F.linear)
     axis: TensorAxis
     region: ColumnParallelGroup
@@ -115,7 +115,7 @@ class SharedHeadsLinear(ColumnParallelLinear):
         heads: Number of key or value heads.
     """
 
-    cuts: ClassVar = {}
+    shard_specs: ClassVar = {}
     heads: int
 
     @property
@@ -158,7 +158,7 @@ class RowParallelLinear(nn.Linear):
         product: Maps this rank's part of an input and its weight to its term of the outputs.
     """
 
-    cuts: ClassVar = {"weight": 1}
+    shard_specs: ClassVar = {"weight": 1}
     product: Callable[..., Tensor] = staticmethod(F.linear)
     axis: TensorAxis
     input_is_parallel: bool = True
@@ -233,7 +233,7 @@ class VocabParallelEmbedding(nn.Embedding):
         sequence_parallel: Whether the embedding returns only this rank's part of the sequence.
     """
 
-    cuts: ClassVar = {"weight": 0}
+    shard_specs: ClassVar = {"weight": 0}
     axis: TensorAxis
     sequence_parallel: bool = False
 
@@ -292,7 +292,7 @@ class ColumnParallelEmbedding(nn.Embedding):
         axis: The tensor axis over which the table is sharded.
     """
 
-    cuts: ClassVar = {"weight": 1}
+    shard_specs: ClassVar = {"weight": 1}
     axis: TensorAxis
 
     def forward(self, tokens: Tensor) -> Tensor:

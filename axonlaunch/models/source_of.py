@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.facts.source import ModelSource
 from axonlaunch.models.hf.source import HuggingFaceSource
 from axonlaunch.models.specs.model_spec import model_of
-from axonlaunch.models.specs.source import ModelSource
 
 
 def source_of(config: Any) -> ModelSource:

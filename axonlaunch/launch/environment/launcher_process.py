@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM, LaunchIdentity
+from axonlaunch.launch.environment.environment_variables import OPEN_MPI, PMI, SLURM, LaunchIdentity
 from axonlaunch.system.processes.process_state import state
 
 GRACE_S = 8.0

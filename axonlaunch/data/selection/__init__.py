@@ -1,0 +1,1 @@
+"""Selects files and their rows, and fixes the commits of data sets of the Hub."""

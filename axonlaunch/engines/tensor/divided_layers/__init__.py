@@ -1,1 +1,0 @@
-"""Layers divided over a tensor axis."""

@@ -1,0 +1,1 @@
+"""Layers sharded over a tensor axis."""

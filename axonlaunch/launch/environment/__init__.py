@@ -1,0 +1,1 @@
+"""Describes the node of this process and the launcher that started it."""
