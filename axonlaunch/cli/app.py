@@ -197,7 +197,6 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     if format_message is None:
         return None
     message = " ".join(format_message().split())
-    option = getattr(error, "option_name", None)
-    if option and not getattr(error, "possibilities", None):
+    if getattr(error, "option_name", None):
         message += "; see --help for options; settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -17,6 +17,7 @@ from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.code.trust import foreign_code
 from axonlaunch.config.composition.compose import OVERRIDE_ORIGIN, Composed, Composer
 from axonlaunch.config.composition.unset_values import with_training_defaults, without_alternatives
+from axonlaunch.config.composition.user_file import split_file
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.schema import REGISTRIES, RunConfig
@@ -119,12 +120,13 @@ def _compose_with_plugins(
     Raises:
         ConfigError: The YAML files can't be composed.
     """
+    _, file = split_file(overrides, config_name)
     try:
         composed, unregistered = composer.compose_before_plugins(overrides, config_name=config_name)
     except ConfigError:  # possibly because an option does not exist
-        issues = _import_plugins(composer.compose(overrides, config_name=config_name).tree)
+        issues = _import_plugins(composer.compose(overrides, config_name=config_name).tree, file)
     else:
-        issues = _import_plugins(composed.tree)
+        issues = _import_plugins(composed.tree, file)
         if composer.are_registered(unregistered):
             return composed, issues
     return composer.compose(overrides, config_name=config_name), issues
@@ -207,11 +209,25 @@ def _with_file(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
     return dataclasses.replace(problem, message=message)
 
 
-def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
-    """Import the modules in ``plugins``, which register options; return the problems."""
+def _import_plugins(tree: dict[str, Any], file: Path | None = None) -> list[ConfigIssue]:
+    """Import the modules in ``plugins``, which register options; return the problems.
+
+    Args:
+        tree: Composed tree.
+        file: The user's file with the configuration; None if there is none. A module next to it is
+            found only by a command that is started in that folder.
+    """
     modules = tree.get("plugins")
     modules = [modules] if isinstance(modules, str) else modules
-    return import_plugins(modules) if isinstance(modules, list) else []
+    problems = import_plugins(modules) if isinstance(modules, list) else []
+    if file is None or not file.parent.parts:
+        return problems
+    return [
+        dataclasses.replace(problem, message=f"{problem.message}; start in its folder: cd {folder}")
+        if (folder := file.parent).joinpath(f"{problem.value}.py").exists()
+        else problem
+        for problem in problems
+    ]
 
 
 def import_code(config: RunConfig) -> None:

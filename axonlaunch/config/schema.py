@@ -525,7 +525,7 @@ class RunConfig:
 
     @property
     def model_path(self) -> str | None:
-        """Folder or model id of the model's files, with weights and tokenizer; None without."""
+        """Folder or model id of ``model=hf``; None for models that code describes."""
         return self.model.path if isinstance(self.model, HuggingFaceConfig) else None
 
     @property

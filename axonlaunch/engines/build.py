@@ -7,7 +7,6 @@ replication. Each step takes the result of the previous one and does not depend 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -39,7 +38,10 @@ from axonlaunch.engines.data_parallel.device_mesh import (
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
-from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
+from axonlaunch.engines.data_parallel.torch_internals import (
+    compile_blocks_whole,
+    hide_working_folder,
+)
 from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
@@ -467,9 +469,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     )
     if train.compile:
         compile_blocks_whole()
-        # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
-        # the current folder.
-        os.environ["PYTHONSAFEPATH"] = "1"
+        hide_working_folder()
         for block in blocks or [model]:
             # Compile only the forward, because fully_shard's hooks on the module call cannot be
             # compiled.

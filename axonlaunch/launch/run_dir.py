@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,11 @@ from axonlaunch.config.consistency.resumed_settings import (
     other_threads,
     settings_unlike_resumed,
 )
+from axonlaunch.config.values.optional_keys import weights_of
 from axonlaunch.config.values.plain_values import LARGEST_YAML
 from axonlaunch.config.values.url import is_url, shortened
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
-from axonlaunch.launch.environment.environment_variables import LaunchIdentity
+from axonlaunch.launch.environment.environment_variables import LaunchIdentity, submission_of
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
@@ -110,7 +111,7 @@ def open_run_dir(
     except OSError as error:
         path = "runs" if config.run_dir == "auto" else config.run_dir
         raise _cannot_create(error, Path(path)) from None
-    with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
+    with _hold(folder), _lock_checkpoints(config, makes=not is_submitted):
         if not is_submitted:  # the nodes of a job have other cores
             config = _with_threads(config, sharing, announce)
         requested, config = config.checkpoint.resume, _with_resume(config)
@@ -137,6 +138,13 @@ def open_run_dir(
         except OSError as error:
             raise _cannot_create(error, folder) from None
         yield config
+
+
+def _lock_checkpoints(config: RunConfig, *, makes: bool = False) -> AbstractContextManager[None]:
+    """Lock the folder of a run's checkpoints, for all starts of the run by its scheduler."""
+    scheduled = submission_of(os.environ) or socket.gethostname()
+    owner = f"{scheduled} {Path(config.run_dir).absolute()}"
+    return lock_checkpoints(config, owner=owner, makes=makes)
 
 
 @contextmanager
@@ -198,7 +206,7 @@ def check_run_dir(config: RunConfig) -> None:
         if (folder / "logs").exists():
             with _hold(folder):
                 pass
-    with lock_checkpoints(config):
+    with _lock_checkpoints(config):
         pass
     existing, _ = free_bytes(folder)
     reason = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
@@ -231,7 +239,7 @@ def _refuse_special_files(folder: Path) -> None:
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
         raise ConfigError([ConfigIssue("run_dir", message)])
-    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*.log"))):
+    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*"))):
         try:
             open_regular(file).close()
         except FileNotFoundError:
@@ -381,7 +389,7 @@ def _make_folder(config: RunConfig, announce: Callable[[str], object]) -> RunCon
     _refuse_overwriting(config)
     folder = Path(config.run_dir)
     if config.checkpoint.overwrite and (folder / CONFIG).exists():
-        with _hold(folder), lock_checkpoints(config):
+        with _hold(folder), _lock_checkpoints(config):
             kept = _free_path(folder)
             folder.rename(kept)
         announce(f"{config.name}: starting over; the earlier run was moved to {kept}")
@@ -475,7 +483,7 @@ def _paths_to_read(config: RunConfig) -> dict[str, str]:
     resume = config.checkpoint.resume
     paths = {
         "checkpoint.resume": None if resume in ("auto", "never") else resume,
-        "model.weights": getattr(config.model, "weights", None),
+        "model.weights": weights_of(config.model),
         "model.path": config.model_path,
         "adapter.path": None if config.adapter is None else config.adapter.path,
         "tokenizer.path": config.tokenizer.path,

@@ -30,6 +30,7 @@ from axonlaunch.config.precision import (
     FP32,
     NUMBER_FORMATS,
     PRECISIONS,
+    master_format,
     state_format,
 )
 from axonlaunch.config.problems.errors import plain
@@ -433,7 +434,7 @@ def _other_types(
 def _other_weights(config: RunConfig, saved: str) -> ConfigIssue:
     """Return the problem that weights were saved in another type than the run's."""
     stored = config.train.param_dtype
-    if getattr(config.optimizer, "master_weights", None) is None:
+    if master_format(config.optimizer) is None:
         use = "use that, or model.weights"
         if NUMBER_FORMATS[stored].is_low and saved.endswith(FP32.name):
             use = "use that, optimizer.master_weights=fp32, or model.weights"

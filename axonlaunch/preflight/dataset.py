@@ -128,7 +128,7 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
         how = "give it an attribute held_out" if is_stream else "hold samples out"
-        if hasattr(config.data, "held_out"):
+        if isinstance(config.data, TextRowsConfig):
             how = "data.held_out=0.05"
         message = f"there is no held-out split; use 0, or {how}"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)

@@ -19,6 +19,7 @@ from axonlaunch.config import RunConfig, to_interpolations, to_tree
 from axonlaunch.config.code.plugins import import_target
 from axonlaunch.config.options.training_hooks import CALLBACKS, CustomCallbackConfig
 from axonlaunch.config.problems.errors import failure_text
+from axonlaunch.config.values.optional_keys import custom_target
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 Moment = Literal["start", "step", "evaluation", "save", "end"]
@@ -161,7 +162,7 @@ def build_callbacks(config: RunConfig, world: World) -> Callbacks:
         CallbackError: A callback can't be created, or it lacks a method.
     """
     named = [
-        (f"callbacks[{number}]={getattr(callback, 'target', callback.name)}", callback)
+        (f"callbacks[{number}]={custom_target(callback) or callback.name}", callback)
         for number, callback in enumerate(config.callbacks)
     ]
     return Callbacks(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saving.saver import Saver
@@ -173,6 +173,8 @@ def fit(parts: LoopParts) -> Finished:
         is_over = loop.is_exhausted or engine.step >= config.num_steps
         if config.eval_at_start and config.eval_batches and not engine.step:
             loop.evaluate()
+        elif not is_over:
+            loop.try_metrics()
         interrupted = not is_over and _do_steps(loop, collection)
         parts.profiler.finish()
         if is_over and config.eval_batches:  # the earlier run was stopped before this evaluation
@@ -321,28 +323,12 @@ class _Loop:
     def evaluate(self) -> None:
         """Report the loss on the held-out data, in total and for each of its parts, and metrics."""
         started = time.perf_counter()
-        loader, engine, world = self.parts.loader, self.parts.engine, self.parts.world
-        dataset = loader.dataset
+        engine, dataset = self.parts.engine, self.parts.loader.dataset
         held_out, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
-        num_sums = 2 + sum(metric.num_sums for metric in self.parts.metrics)
-        sums = torch.zeros(
-            max(1, len(held_out)), num_sums, dtype=torch.float64, device=world.device
-        )
-        for number, part in enumerate([*held_out.values()] or [None]):
-            for batch in loader.eval_batches(self.parts.config.eval_batches, part=part):
-                self._begin("evaluating")
-                sums[number] += engine.evaluate(batch)
-        if world.world_size > 1:
-            dist.all_reduce(sums)
-        sums = sums.cpu()
+        sums = self._evaluation_sums(self.parts.config.eval_batches)
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
         total, count, *metric_sums = sums.sum(0).tolist()
-        loss = total / max(1.0, count)
-        values = iter(metric_sums)
-        metrics = {
-            metric.name: metric.compute([*itertools.islice(values, metric.num_sums)])
-            for metric in self.parts.metrics
-        }
+        loss, metrics = total / max(1.0, count), self._metrics_of(metric_sums)
         progress = self.progress
         progress.eval_loss, progress.metrics, progress.evaluated_at = loss, metrics, engine.step
         progress.evaluations.add({"loss": loss, **metrics}[self.parts.config.best_metric])
@@ -359,6 +345,39 @@ class _Loop:
         )
         self.call_back("evaluation")
         progress.exclude_since(started)
+
+    def try_metrics(self) -> None:
+        """Evaluate a batch with metrics that could not be tried before the start.
+
+        Metrics that fail would end the run at its first evaluation, and its steps would be lost.
+        """
+        config, dataset = self.parts.config, self.parts.loader.dataset
+        is_untried = dataset.kind == "structured" or config.loss is not None
+        if self.parts.metrics and is_untried and config.eval_batches:
+            started = time.perf_counter()
+            self._metrics_of(self._evaluation_sums(1).sum(0)[2:].tolist())
+            self.progress.exclude_since(started)
+
+    def _evaluation_sums(self, num_batches: int) -> Tensor:
+        """Return sums over all ranks: loss, targets and those of metrics for each held-out part."""
+        loader, world = self.parts.loader, self.parts.world
+        parts: list[range | None] = [*loader.dataset.info.eval_parts.values()] or [None]
+        num_sums = 2 + sum(metric.num_sums for metric in self.parts.metrics)
+        sums = torch.zeros(len(parts), num_sums, dtype=torch.float64, device=world.device)
+        for number, part in enumerate(parts):
+            for batch in loader.eval_batches(num_batches, part=part):
+                self._begin("evaluating")
+                sums[number] += self.parts.engine.evaluate(batch)
+        if world.world_size > 1:
+            dist.all_reduce(sums)
+        return sums.cpu()
+
+    def _metrics_of(self, sums: Sequence[float]) -> dict[str, float]:
+        values = iter(sums)
+        return {
+            metric.name: metric.compute([*itertools.islice(values, metric.num_sums)])
+            for metric in self.parts.metrics
+        }
 
     def save(self, saver: Saver, *, ends_early: bool, is_due: bool, ends: bool) -> None:
         """Save a checkpoint if it is due or training ends, and report completed saves.

@@ -152,11 +152,16 @@ def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _sampled_system(config: RunConfig, world: World) -> AbstractContextManager[object]:
-    """Return a context in which the main rank samples the use of its node."""
-    if not world.is_main:
+    """Return a context in which the first rank of each node samples the use of the node."""
+    if world.local_rank:
         return nullcontext()
     assert config.launch.nproc != "auto"
-    return sample_system(Path(config.run_dir), device=world.device, ranks=config.launch.nproc)
+    return sample_system(
+        Path(config.run_dir),
+        rank=world.rank,
+        device=world.device,
+        ranks=config.launch.nproc,
+    )
 
 
 def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:

@@ -1,10 +1,11 @@
-"""A gateway to the API server for tests: suspends Jobs, which that server is too old for.
+"""A gateway to the API server for tests: suspends Jobs, and keeps what that server is too old for.
 
 Commands send their requests here, the controllers and the node send theirs to the server. A request
 that suspends a Job sets its parallelism to 0 and marks it. So its controller deletes the pods, and
 creates new ones when the Job resumes, as that of Kubernetes since 1.21 does. In answers, a marked
-Job is suspended. All other requests pass unchanged. While the server does not answer, connections
-are closed without an answer.
+Job is suspended. The failure policy of a Job, which the server drops, becomes an annotation that
+the node reads. All other requests pass unchanged. While the server does not answer, connections are
+closed without an answer.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import ssl
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-MARK = "kube-up/suspended"
+MARK, POLICY = "kube-up/suspended", "kube-up/failure-policy"
 JOBS = re.compile(r"/apis/batch/v1/(?:namespaces/[^/]+/)?jobs(?:/[^/?]+)?(?:\?|$)")
 CONDITION = {"type": "Suspended", "status": "True", "reason": "JobSuspended"}
 HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"}
@@ -33,6 +34,14 @@ def suspend(change, completions: int):
     annotations[MARK] = "true" if is_suspended else None
     spec["parallelism"] = 0 if is_suspended else completions
     return change
+
+
+def keep_policy(job):
+    """Return a new Job with its failure policy as an annotation; a patch unchanged."""
+    policy = (job.get("spec") or {}).get("podFailurePolicy")
+    if policy is not None:
+        job["metadata"].setdefault("annotations", {})[POLICY] = json.dumps(policy)
+    return job
 
 
 def show(job):
@@ -80,7 +89,7 @@ class Gateway(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
 
     def translated(self, body: bytes) -> bytes:
-        change = json.loads(body)
+        change = keep_policy(json.loads(body))
         completions = change.get("spec", {}).get("completions")
         if completions is None:
             _, _, content = self.ask("GET", self.path, None)

@@ -6,8 +6,10 @@ machine. Claims are folders below FOLDER/claims, host names of pods lead to 127.
 
 The API server that scripts/kube/build compiles is older than Indexed Jobs, so this node also gives
 each pod of a Job the smallest index that no other pod of it has, as the job controller does since
-Kubernetes 1.21. A pod starts after deleted ones have ended, as with the failure policy of newer
-Jobs. The file FOLDER/late/NAME-INDEX has the seconds for which a pod waits for its start.
+Kubernetes 1.21. It applies the failure policy of Jobs as newer controllers do: FailJob marks the
+Job as failed and deletes its other pods, and an ignored pod is removed before the controller counts
+it. A pod starts after deleted ones have ended, as with the failure policy of newer Jobs. The file
+FOLDER/late/NAME-INDEX has the seconds for which a pod waits for its start.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 NODE = "local"
+POLICY = "kube-up/failure-policy"
 INDEX = "batch.kubernetes.io/job-completion-index"
 CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "50", "nvidia.com/gpu": "8"}
 LABELS = {"pool": "h100"}
@@ -110,6 +113,20 @@ def owner_of(pod) -> str:
     return next((owner["uid"] for owner in owners if owner["kind"] == "Job"), "")
 
 
+def action_of(rules, status: int, conditions) -> str:
+    """Return the action of the first rule that matches a pod; else ``Count``."""
+    true = {each["type"] for each in conditions if each["status"] == "True"}
+    for rule in rules:
+        codes = rule.get("onExitCodes")
+        if codes is not None:
+            matches = (status in codes["values"]) == (codes["operator"] == "In")
+        else:
+            matches = any(each["type"] in true for each in rule["onPodConditions"])
+        if matches:
+            return rule["action"]
+    return "Count"
+
+
 def is_ending(owner: str, pods) -> bool:
     """Whether a pod of a Job has been deleted and has not ended yet."""
     return bool(owner) and any(
@@ -162,10 +179,46 @@ class Container:
         code = self.process.wait()
         with contextlib.suppress(ProcessLookupError):  # nothing outlives the first process
             os.killpg(self.process.pid, signal.SIGKILL)
-        ended = {"exitCode": code if code >= 0 else 128 - code, "finishedAt": second()}
+        status = code if code >= 0 else 128 - code
+        action = self.action(status) if status else "Count"
+        if action == "Ignore":
+            self.remove()
+            return
+        if action == "FailJob":
+            self.fail_job(status)
+        ended = {"exitCode": status, "finishedAt": second()}
         self.post("Succeeded" if code == 0 else "Failed", {"terminated": ended})
         if self.stopping:
             self.remove()
+
+    def action(self, status: int) -> str:
+        """Return the action of the failure policy of the Job for an exit status of this pod."""
+        job, pod = self.send("GET", self.job), self.send("GET", path_of(self.pod))
+        policy = ((job or {}).get("metadata", {}).get("annotations") or {}).get(POLICY)
+        if policy is None or pod is None:
+            return "Count"
+        return action_of(json.loads(policy)["rules"], status, pod["status"].get("conditions", []))
+
+    @property
+    def job(self) -> str:
+        """Path of the Job of the pod."""
+        metadata = self.pod["metadata"]
+        jobs = f"/apis/batch/v1/namespaces/{metadata['namespace']}/jobs"
+        return f"{jobs}/{metadata.get('labels', {}).get('job-name')}"
+
+    def fail_job(self, status: int) -> None:
+        """Mark the Job as failed and delete its other pods."""
+        name = self.pod["metadata"]["name"]
+        message = f"Container {self.spec['name']} of pod {name} failed with exit code {status}"
+        failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy"}
+        change = {"status": {"conditions": [{**failed, "message": message}]}}
+        self.send("PATCH", f"{self.job}/status", change)
+        time.sleep(1)  # the controller must see it before it sees that the pod has failed
+        pods, owner = path_of(self.pod).rpartition("/")[0], owner_of(self.pod)
+        for pod in (self.send("GET", pods) or {"items": []})["items"]:
+            other, ended = pod["metadata"]["name"], ("Succeeded", "Failed")
+            if owner_of(pod) == owner and other != name and pod["status"].get("phase") not in ended:
+                self.send("DELETE", path_of(pod))
 
     def stop(self) -> None:
         """End the process as a kubelet does, and remove the pod."""
@@ -204,18 +257,16 @@ class Container:
         }
         self.send("PATCH", f"{path_of(self.pod)}/status", {"status": status})
 
-    def send(self, method: str, path: str, body) -> None:
-        """Repeat a request until the server answers; a pod that is gone needs none."""
+    def send(self, method: str, path: str, body=None):
+        """Repeat a request until the server answers; return None if the object is gone."""
         while True:
             try:
                 kind = "merge-patch+json" if method == "PATCH" else "json"
-                self.api.call(method, path, body, kind)
+                return self.api.call(method, path, body, kind)
             except urllib.error.HTTPError:
-                return
+                return None
             except OSError:
                 time.sleep(0.5)
-            else:
-                return
 
     def environment(self) -> dict[str, str]:
         metadata = self.pod["metadata"]

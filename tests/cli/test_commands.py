@@ -72,6 +72,12 @@ def test_a_mistake_is_one_line_and_status_2(
     assert len(ran.stderr.splitlines()) == 1
 
 
+def test_unknown_option_says_how_settings_are_written(run: Served) -> None:
+    error = run("train", "--nnodes", "2", status=2).stderr  # which resembles --render
+    assert error.startswith("error: No such option: --nnodes")
+    assert error.endswith("settings are written key=value, without dashes\n")
+
+
 def test_programs_get_a_mistake_as_an_object_too(run: Served) -> None:
     ran = run("config", "train.stepz=1", "optimizer.lr=fast", "--json", status=2)
     assert len(ran.stderr.splitlines()) == 2

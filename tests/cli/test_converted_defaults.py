@@ -194,7 +194,8 @@ def test_loss_of_routers_is_off_as_in_these_tools(tool: dict[str, Any], folder: 
         (AXOLOTL, {"model_config": {"output_router_logits": True}}, None),
         (LLAMAFACTORY, {"moe_aux_loss_coef": 0.02}, 0.02),
         (TRL, {}, None),
-        (TRL, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}, 0.001),
+        (TRL, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+        (TRL, {"router_aux_loss_coef": 0.01}, 0.01),
         (TRL, {"router_aux_loss_coef": 0.0}, False),
     ],
 )
@@ -272,3 +273,119 @@ def test_larger_weights_by_entropy_of_axolotl_are_clipped_alike(folder: Path) ->
     assert written["train.eaft"] == 2.0
     assert written["train.grad_clip"] == pytest.approx(1 / 9)
     assert left_out(converted(folder, AXOLOTL, use_eaft=True, eaft_k=5)) == ["eaft_k"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "key"),
+    [
+        (
+            TORCHTUNE,
+            {
+                "model": {
+                    "_component_": f"{MODELS}.llama3.lora_llama3_8b",
+                    "lora_attn_modules": ["q_proj"],
+                    "apply_lora_to_output": True,
+                }
+            },
+            "model.apply_lora_to_output",
+        ),
+        (
+            AXOLOTL,
+            {"adapter": "lora", "lora_target_modules": ["model.embed_tokens", "q_proj", "lm_head"]},
+            "lora_target_modules",
+        ),
+        (
+            LLAMAFACTORY,
+            {"finetuning_type": "lora", "lora_target": "q_proj,lm_head"},
+            "lora_target",
+        ),
+    ],
+    ids=["torchtune", "axolotl", "llamafactory"],
+)
+def test_adapters_of_heads_and_embeddings_are_left_out(
+    tool: dict[str, Any], keys: dict[str, Any], key: str, folder: Path
+) -> None:
+    translation = converted(folder, tool, **keys)
+    assert values(translation)["adapter.targets"] == ["q_proj"]
+    texts = [each.text for each in translation.remarks if each.key == key]
+    assert any("train.unfreeze=['*lm_head*'] trains it in full" in text for text in texts)
+    assert key in left_out(translation)
+
+
+EVALUATED = {
+    "eval_strategy": "steps",
+    "dataset_test_split": "test",
+    "load_best_model_at_end": True,
+    "early_stopping_patience": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "metric", "omitted"),
+    [
+        ({}, None, []),
+        ({"metric_for_best_model": "eval_loss", "greater_is_better": False}, None, []),
+        ({"metric_for_best_model": "eval_accuracy", "greater_is_better": True}, "accuracy", []),
+        ({"metric_for_best_model": "eval_mean_token_accuracy"}, "accuracy", []),
+        ({"metric_for_best_model": "rouge"}, None, ["metric_for_best_model"]),
+        (
+            {"metric_for_best_model": "accuracy", "greater_is_better": False},
+            None,
+            ["greater_is_better"],
+        ),
+        ({"greater_is_better": True}, None, ["greater_is_better"]),
+    ],
+)
+def test_best_metric_is_translated_or_left_out(
+    keys: dict[str, Any], metric: str | None, omitted: list[str], folder: Path
+) -> None:
+    translation = converted(folder, TRL, **EVALUATED, **keys)
+    written = values(translation)
+    assert written["train.early_stop"] == 3
+    assert written.get("train.best_metric") == metric
+    assert written.get("metrics") == (metric and [metric])
+    assert left_out(translation) == omitted
+
+
+def test_metric_without_early_stop_or_best_checkpoint_is_ignored(folder: Path) -> None:
+    assert left_out(converted(folder, TRL, metric_for_best_model="rouge")) == []
+
+
+def test_export_of_the_best_checkpoint_is_a_note(folder: Path) -> None:
+    keys = {"push_to_hub": True, "hub_model_id": "org/tuned"}
+    translation = converted(folder, TRL, **EVALUATED, **keys)
+    [remark] = [each for each in translation.remarks if each.key == "load_best_model_at_end"]
+    assert remark.kind == "note"
+    assert "checkpoint export" in remark.text
+    assert "--push" in remark.text
+    assert values(translation)["checkpoint.push"] == "org/tuned"
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "kept"),
+    [
+        (TRL, {}, {"keep_every_n_steps": 1}),
+        (TRL, {"save_total_limit": 0}, {"keep_every_n_steps": 1}),
+        (TRL, {"save_total_limit": 3}, {"keep_last": 3}),
+        (TRL, {"save_strategy": "no"}, {}),
+        (LLAMAFACTORY, {}, {"keep_every_n_steps": 1}),
+        (AXOLOTL, {}, {"keep_last": 4}),
+        (AXOLOTL, {"saves_per_epoch": 0}, {}),
+        (TORCHTUNE, {}, {"keep_every_n_steps": 1}),
+        (
+            TORCHTUNE,
+            {"checkpointer": {"checkpoint_dir": "model", "keep_last_n_checkpoints": 2}},
+            {"keep_last": 2},
+        ),
+    ],
+)
+def test_as_many_checkpoints_are_kept_as_by_the_tool(
+    tool: dict[str, Any], keys: dict[str, Any], kept: dict[str, int], folder: Path
+) -> None:
+    written = values(converted(folder, tool, **keys))
+    prefix = "checkpoint.keep_"
+    assert {
+        key.removeprefix("checkpoint."): value
+        for key, value in written.items()
+        if key.startswith(prefix)
+    } == kept

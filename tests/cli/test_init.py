@@ -64,3 +64,12 @@ def test_init_refuses_to_overwrite_and_names_the_existing_file(
 
 def read(folder: Path, name: str) -> str:
     return (folder / "mine" / name).read_text()
+
+
+def test_error_of_a_file_in_another_folder_says_where_to_start(
+    tmp_path: Path, server: Server
+) -> None:
+    command = Served(tmp_path, server)
+    command("init", "mine")
+    error = command("config", "mine/run.yaml", status=2).stderr
+    assert "and the installed packages; start in its folder: cd mine" in " ".join(error.split())

@@ -14,6 +14,7 @@ from axonlaunch.cli.shared.braille import braille_line
 from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
+from axonlaunch.system.storage.run_files import events_of_rank
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,27 @@ def test_memory_loss_and_node_are_readable_at_each_width(width: int, tmp_path: P
     first = lines[lines.index("loss") + 1]
     assert 4.0 < float(first[:11]) < 4.25  # the highest loss
     assert set(first[11:]) & {chr(code) for code in range(0x2801, 0x2900)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "height", "line"),
+    [
+        (2, 24, "node node-1   processor 10%   memory 1 GiB of 4 GiB"),
+        (7, 24, "processor 0% on node-0 to 60% on node-6, median 30%"),
+        (20, 24, "processor 0% on node-0 to 190% on node-19, median 95%"),
+    ],
+)
+def test_nodes_have_a_line_each_or_the_extremes_are_named(
+    nodes: int, height: int, line: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "demo", steps=30)
+    for node in range(nodes):
+        use = {"cpu": node / 10, "memory_bytes": 2**30, "memory_total_bytes": 2**32}
+        sample = {"time": 1002.0, "event": "system", "host": f"node-{node}", **use}
+        with (folder / events_of_rank(node)).open("a") as stream:
+            stream.write(json.dumps(sample) + "\n")
+    output = StringIO()
+    run = page_data([read_run(folder)])["runs"][0]
+    Console(file=output, width=100).print(screen_of(run, ConsoleDimensions(100, height)))
+    assert line in output.getvalue().splitlines()
+    assert len(output.getvalue().splitlines()) <= height

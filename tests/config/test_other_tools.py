@@ -51,6 +51,24 @@ def test_settings_in_answers_are_keys_of_the_configuration() -> None:
     assert not unknown
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("deepspeed", "ds.json", "write strategy=zero1, zero2 or fsdp"),
+        ("deepspeed", True, "write strategy=zero1, zero2 or fsdp"),
+        ("deepspeed", "zero3.json", "write strategy=fsdp"),
+        ("datasets", "x", "did you mean data=chat or data=documents with data.files?"),
+        ("stage", "sft", "write data=chat"),
+        ("stage", "pt", "write data=documents"),
+        ("stage", "dpo", "losses for preferences"),
+        ("fsdp_config", "x", "did you mean strategy.fsdp?"),
+    ],
+)
+def test_value_of_another_tools_key_decides_the_answer(key: str, value: Any, expected: str) -> None:
+    [problem] = validate({key: value}, RunConfig).problems
+    assert expected in problem.message
+
+
 def rows() -> list[tuple[str, str]]:
     """Return the settings on the page for users of other tools, and what it says to write."""
     page = (Path(axonlaunch.__file__).parent / "docs" / "coming-from.md").read_text()
@@ -75,5 +93,6 @@ def test_names_of_converted_tools_are_in_one_table() -> None:
         "batch_size",
         "bnb_4bit_quant_type",
         "dataset",
+        "datasets",
         "mixed_precision",
     }

@@ -36,6 +36,9 @@ def test_interval_is_uniform_or_uniform_in_the_logarithm() -> None:
     assert abs(sum(logs) / len(logs) + 3) < 0.06
     whole = {run["a"] for run in drawn("a=int(interval(2,4))")}
     assert whole == {"2", "3", "4"}
+    sizes = [int(run["a"]) for run in drawn("a=tag(log,int(interval(16,4096)))", samples=2000)]
+    assert 16 <= min(sizes) < max(sizes) <= 4096
+    assert abs(sum(math.log2(size) for size in sizes) / len(sizes) - 8) < 0.2
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,11 @@ def test_interval_is_uniform_or_uniform_in_the_logarithm() -> None:
 def test_interval_that_can_not_be_drawn_from_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         drawn(override)
+
+
+def test_samples_of_settings_that_do_not_vary_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--samples: no key has several values"):
+        drawn("train.steps=2")
 
 
 def test_interval_without_samples_names_the_option() -> None:

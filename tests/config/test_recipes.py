@@ -13,6 +13,8 @@ from chat_templates import CHATML
 from command import Served
 from served import Server
 
+from axonlaunch.config import load
+
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,7 @@ FULL: dict[str, list[str]] = {
     "gpt2_124m": [BINARY],
     "llama3_8b": [BINARY],
     "llama3_70b": [BINARY],
+    "tiny_llama": [],
 }
 """Overrides by which recipes need no Hub: models of the same sizes."""
 
@@ -171,6 +174,15 @@ def estimates_of_page() -> dict[str, tuple[int, float, int]]:
         name: (int(gpus), float(memory), int(tokens.replace(",", "")))
         for name, gpus, memory, tokens in rows
     }
+
+
+IMAGES = {
+    name: (float(memory), float(step), float(steps))
+    for name, memory, step, steps in re.findall(
+        r"^\| `(\w+)` \| 1 \| ([\d.]+) GiB \| ([\d.]+) ms \| ([\d.]+) s \|", PAGE.read_text(), re.M
+    )
+}
+"""GiB, milliseconds of a step, and seconds of all steps, in the page's table of images."""
 
 
 @pytest.mark.slow
@@ -189,7 +201,24 @@ def test_estimate_at_full_size_is_that_of_the_page(recipe: str, command: Served)
     assert step / printed["training"]["step_s"] == pytest.approx(tokens, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", IMAGES)
+def test_planned_time_of_images_is_that_of_the_page(recipe: str, command: Served) -> None:
+    memory, step, steps = IMAGES[recipe]
+    overrides = ["--devices", "1", "hardware=h100_80gb", "--json"]
+    process = command.start("plan", f"experiment={recipe}", *overrides)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    best, *_ = json.loads(output)["candidates"]
+    assert best["process_bytes"] / 2**30 == pytest.approx(memory, abs=0.06)
+    assert best["step_s"] * 1000 == pytest.approx(step, abs=0.06)
+    assert 0.001 * step * load([f"experiment={recipe}"]).train.steps == pytest.approx(
+        steps, abs=0.06
+    )
+
+
 def test_the_page_shows_every_recipe() -> None:
     assert set(re.findall(r"experiment=(\w+)", PAGE.read_text())) == set(RECIPES)
     assert set(TINY) == set(RECIPES)
     assert set(estimates_of_page()) == set(FULL)
+    assert set(IMAGES) == {"digits_vit", "digits_mlp"}

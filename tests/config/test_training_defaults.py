@@ -37,6 +37,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
         ([*PRETRAINED, "optimizer=null", "scheduler=null"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         ([*PRETRAINED, "adapter=lora"], {"optimizer.lr": 2e-4, **FINE_TUNING}),
         (["model=gpt", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
+        (["model=moe_debug", "model.weights=runs/a"], {"optimizer.lr": 2e-5, **FINE_TUNING}),
         (
             ["model=vit", "model.weights=runs/a", "data=digits"],
             {"optimizer.lr": 2e-5, **FINE_TUNING, "train.precision": "fp32"},
@@ -62,6 +63,7 @@ def values_of(*overrides: str, **options: Any) -> dict[str, Any]:
         "no option",
         "adapter",
         "weights",
+        "weights of a mixture of experts",
         "images",
         "from scratch",
         "preset",
@@ -196,6 +198,8 @@ def test_data_without_held_out_samples_is_not_evaluated() -> None:
     assert kept.train.eval_batches == 3  # refused when the data is read
     mix = ["data=documents", "data.mix={a: {files: a.jsonl, held_out: 0.1}, b: {files: b.jsonl}}"]
     assert config.load([*mix, "data.held_out=0"]).train.eval_batches == 16
+    with_split = ["data=chat", "data.files=org/rows", "data.validation_split=test"]
+    assert config.load([*with_split, "data.held_out=0"]).train.eval_batches == 16
 
 
 def test_one_text_is_a_list_of_one() -> None:

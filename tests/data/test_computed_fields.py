@@ -94,6 +94,23 @@ def test_computed_field_that_is_no_jinja_is_refused(more: dict[str, str], tmp_pa
     assert problem.message.startswith("does not compile: ")
 
 
+@pytest.mark.parametrize("key", ["data.fields.completion", "data.prompt_format"])
+def test_endless_constant_of_jinja_is_ended(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jinja computes constants when it compiles a text."""
+    monkeypatch.setattr("axonlaunch.data.texts.chats.computed_fields._COMPILE_SECONDS", 1.0)
+    endless = "{{ 9**(9**7) }}"
+    keys: dict[str, Any] = {"fields": {**OF_SQUAD, "completion": endless}}
+    if key == "data.prompt_format":
+        keys = {"prompt_format": endless}
+    with pytest.raises(ConfigError) as refused:
+        built(tmp_path, [SQUAD], **keys)
+    [problem] = refused.value.problems
+    assert (problem.key, problem.value) == (key, endless)
+    assert problem.message == "does not compile: took more than 1 s and was ended"
+
+
 def test_endless_computed_field_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.data.tokenizers.tokenizer._LEAST_SECONDS", 2)
     loops = "".join(f"{{% for a{n} in range(99999) %}}" for n in range(3))

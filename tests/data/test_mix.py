@@ -16,6 +16,7 @@ from configured import run_config
 from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.data.texts.mix import TextMix
@@ -66,6 +67,15 @@ def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
     assert of["a"] == [1] * 20
     assert sorted(of["b"]) == [2] * 5 + [3] * 5
     assert dataset.info.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
+
+
+def test_notes_on_sources_have_their_names_and_a_note_on_the_tokenizer_is_printed_once(
+    folder: Path,
+) -> None:
+    tokenizer = TokenizerConfig(path=str(corpus.save_tokenizer(folder / "t")), add_tokens=["<new>"])
+    dataset = build_dataset(config.load(overrides_of(folder)).data, tokenizer)
+    first_words = [note.partition(": ")[0] for note in dataset.info.notes]
+    assert first_words == ["data.mix", "data.mix.a", "data.mix.b", "tokenizer"]
 
 
 def test_a_part_of_a_source_is_another_one_in_the_next_pass(folder: Path) -> None:

@@ -193,6 +193,24 @@ def test_a_named_chat_template_counts_each_answer_up_to_its_end(name: str, build
     assert text.index("Hi") < text.index("Hello")
 
 
+PHI3 = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""Like the template of Phi-3, it writes the end token after the last message; other names."""
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+def test_end_of_a_chat_after_the_end_of_its_last_turn_does_not_count(
+    num_answers: int, build: Build
+) -> None:
+    talk = {"messages": TALK["messages"] * num_answers}
+    text, counted = written(build([talk], chat_template=PHI3))
+    assert f"Hello<|im_end|>\n{corpus.END}" in text
+    assert counted == "Hello<|im_end|>" * num_answers
+
+
 def test_a_named_chat_template_is_what_published_models_write(build: Build) -> None:
     text, _ = written(build([TALK], chat_template="chatml"))
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>")

@@ -43,7 +43,7 @@ from axonlaunch.models.specs.loss import cross_entropy_sum
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, GPT])
 @pytest.mark.parametrize("recomputation", ["none", "full", "selective"])
-def test_fully_shard_wraps_divided_layers(
+def test_fully_shard_wraps_tensor_parallel_layers(
     config: Any, sequence_parallel: bool, recomputation: Any
 ) -> None:
     tokens, targets = tokens_and_targets()

@@ -12,6 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 from command import Command, wait_for
+from launchers import logged
+
+from axonlaunch.checkpoint.format.storage import storage_path
+from axonlaunch.checkpoint.loading import bucket_lease
+from axonlaunch.checkpoint.loading.bucket_lease import LeaseHeldError
 
 ACCESS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -93,3 +98,34 @@ def test_missing_bucket_is_reported_before_start(
     assert error.startswith("error: checkpoint.path=gs://nowhere/run: Please install gcsfs")
     assert "pip install 'axonlaunch[remote]'" in error
     assert not (served.folder / "runs").exists()
+
+
+def test_lease_in_s3_is_created_once_and_compared_by_the_clock_of_the_server(bucket: str) -> None:
+    folder = storage_path(bucket)
+    first, second = (bucket_lease._Lease(folder, owner, "/runs/x") for owner in ("first", "second"))
+    first.take()
+    with pytest.raises(FileExistsError):  # a run that has seen no lease a moment before
+        second._write(mode="create")
+    with pytest.raises(LeaseHeldError, match="the run of /runs/x"):
+        second.take()
+    first.release()
+    second.take()
+    assert [path.name for path in folder.iterdir()] == ["lease.json"]
+
+
+@pytest.mark.slow
+def test_killed_run_in_a_bucket_starts_again_at_once_and_another_run_is_refused(
+    served: Command, faulty: list[str], bucket: str
+) -> None:
+    overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
+    overrides += [f"checkpoint.path={bucket}", "checkpoint.every=2"]
+    first = served.start(*overrides, "name=first", "model.arguments={pause:0.5}")
+    logged(served.folder / "runs/first/metrics.jsonl", 3)
+    refused = f"checkpoint.path={bucket}: the run of {served.folder}/runs/first on "
+    assert refused in served(*overrides, "name=second", status=75).stderr
+    first.kill()
+    first.communicate(timeout=60)
+    assert refused in served(*overrides, "name=second", status=75).stderr
+    served(*overrides, "name=first")
+    assert len(served.losses("first")) == 6
+    assert refused not in served(*overrides, "name=second").stderr

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from axonlaunch.config import compose
+from axonlaunch.launch.environment import environment_variables
 from axonlaunch.launch.environment.cluster_environment import (
     ClusterEnvironment,
     apply_to_config,
 )
+from axonlaunch.launch.environment.environment_variables import submission_of
 from axonlaunch.launch.environment.variable_reader import first_host
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
@@ -43,14 +46,14 @@ SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_RANK": "1",
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
     "SKYPILOT_TASK_ID": "sky-2026-11-28_job_0",
 }
 DSTACK = {
     "DSTACK_NODES_NUM": "2",
     "DSTACK_NODE_RANK": "1",
     "DSTACK_MASTER_NODE_IP": "10.0.0.1",
-    "DSTACK_GPUS_PER_NODE": "8",
+    "DSTACK_GPUS_PER_NODE": "4",
     "DSTACK_RUN_ID": "b7c4",
 }
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1"}
@@ -294,8 +297,28 @@ def test_configured_number_of_ranks_that_trainer_contradicts_is_refused() -> Non
 
 
 def test_configured_number_of_nodes_leaves_all_gpus_of_each_node_to_its_ranks() -> None:
-    launch, problems = settled(SKYPILOT, accelerators=8, nnodes=2)
-    assert (launch["nnodes"], launch["nproc"], problems) == (2, 8, [])
+    launch, problems = settled(SKYPILOT, accelerators=4, nnodes=2)
+    assert (launch["nnodes"], launch["nproc"], problems) == (2, 4, [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "tool"), [(SKYPILOT, "SkyPilot"), (DSTACK, "dstack")], ids=["sky", "dstack"]
+)
+def test_number_of_ranks_that_contradicts_the_gpus_of_each_node_is_refused(
+    variables: dict[str, str], tool: str
+) -> None:
+    _, problems = settled(variables, nproc=8)
+    assert problems == [
+        f"launch.nproc=8: {tool} says 4; remove this setting, or start without {tool}"
+    ]
+    assert settled(variables, nproc=8, device="cpu")[0]["nproc"] == 8
+    assert settled(variables, nproc=8, backend="gloo")[1] == []
+    name = next(name for name in variables if "GPUS" in name)
+    assert settled({**variables, name: "0"}, nproc=8)[1] == []
+    single = {**variables, f"{name.partition('_')[0]}_NODE_RANK": "0"}
+    single |= {key: "1" for key in variables if key.endswith(("NODES", "NODES_NUM"))}
+    single |= {key: "10.0.0.1" for key in variables if "IP" in key}
+    assert found(single) == ClusterEnvironment()  # a shell on a node: it may use some of its GPUs
 
 
 def test_single_node_of_trainer_starts_its_ranks_as_on_a_laptop() -> None:
@@ -387,3 +410,21 @@ def test_incomplete_or_contradictory_node_variables_are_refused(
     variables: dict[str, str], reported: list[str]
 ) -> None:
     assert problems(variables) == reported
+
+
+def test_starts_of_a_run_by_its_scheduler_have_one_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any node; the first node may be replaced."""
+    monkeypatch.setattr(environment_variables, "POD_SUBMISSION", str(tmp_path / "submission"))
+    again = {"SLURM_RESTART_COUNT": "1", "SLURM_CLUSTER_NAME": "big"}
+    named = submission_of({**SLURM, "SLURM_CLUSTER_NAME": "big"})
+    assert submission_of({**SLURM, **again, "SLURM_NODEID": "0"}) == named != ""
+    assert submission_of({**SLURM, "SLURM_CLUSTER_NAME": "other"}) != named
+    for variables in (SKYPILOT, DSTACK):
+        run = next(name for name in variables if name.endswith(("TASK_ID", "RUN_ID")))
+        assert variables[run] in submission_of(variables)
+    assert submission_of({"AXONLAUNCH_SUBMISSION": "5f"}) == "AXONLAUNCH_SUBMISSION 5f"
+    assert submission_of({"JOB_COMPLETION_INDEX": "0"}) == ""
+    (tmp_path / "submission").write_text("c0ffee")
+    assert submission_of({"JOB_COMPLETION_INDEX": "0"}) == "pods c0ffee"

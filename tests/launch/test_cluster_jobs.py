@@ -22,8 +22,10 @@ class Canned:
     Attributes:
         job: The object of the run; None if it has been deleted.
         pods: Pods of the run.
-        workloads: Workloads of Kueue.
+        workloads: Workloads of Kueue; None without Kueue.
+        failures: Events by name of the object.
         refusal: Raised by the next request; None if it succeeds.
+        unreadable: Raised by requests for the log of a pod, by its name.
     """
 
     namespace, server, context = "research", "https://cluster.example", "work"
@@ -31,11 +33,16 @@ class Canned:
     def __init__(self, **spec: Any) -> None:
         self.job: dict[str, Any] | None = {"spec": spec, "metadata": {"name": "big"}}
         self.pods: list[dict[str, Any]] = []
-        self.workloads: list[dict[str, Any]] = []
-        self.failures: list[dict[str, Any]] = []
+        self.workloads: list[dict[str, Any]] | None = []
+        self.failures: dict[str, list[dict[str, Any]]] = {}
+        self.unreadable: dict[str, Exception] = {}
         self.lines: list[str] = []
         self.refusal: Exception | None = None
         self.knows_suspend = True
+
+    @property
+    def has_kueue(self) -> bool:
+        return self.workloads is not None
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         if self.refusal is not None:
@@ -45,20 +52,27 @@ class Canned:
 
     def find(self, kind: str, labels: str) -> list[dict[str, Any]]:
         assert kind == "Pod" or labels == "kueue.x-k8s.io/job-uid=uid-of-big"
-        return self.pods if kind == "Pod" else self.workloads
+        return self.pods if kind == "Pod" else self.workloads or []
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return self.failures
+        return self.failures.get(name, [])
 
     def log(self, pod: str, container: str, *, since: str) -> str:
+        if pod in self.unreadable:
+            raise self.unreadable[pod]
         return "".join(line for line in self.lines if line[:19] >= since[:19])
 
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
         assert self.job is not None
         if kind == "Workload":
+            assert self.workloads
             self.workloads[0]["spec"] |= change["spec"]
-        elif self.knows_suspend:
-            self.job["spec"] |= change["spec"]
+            return self.workloads[0]
+        about = self.job["metadata"].setdefault("annotations", {})
+        about |= change["metadata"]["annotations"]
+        self.job["metadata"]["annotations"] = {k: v for k, v in about.items() if v is not None}
+        if self.knows_suspend:
+            self.job["spec"] |= change.get("spec", {})
         return self.job
 
     def to_issue(self, refused: RefusedError, name: str) -> Any:
@@ -131,11 +145,44 @@ def test_waiting_pod_gives_its_reason(status: dict[str, Any], reason: str) -> No
     assert job_of(cluster).state() == JobState("PENDING", f"Job big waits: big-1-x: {reason}")
 
 
-def test_exceeded_quota_is_the_reason_of_missing_pods() -> None:
+@pytest.mark.parametrize(
+    ("kind", "creator"),
+    [("Job", "big"), ("JobSet", "big-node-0"), ("TrainJob", "big-node-0"), ("JobSet", "big")],
+)
+def test_exceeded_quota_is_the_reason_of_missing_pods(kind: str, creator: str) -> None:
+    """The pods of a JobSet, and so those of a TrainJob, are made by a Job below it."""
     cluster = Canned()
     message = "pods big-0 is forbidden: exceeded quota: team, limited: pods=1"
-    cluster.failures = [{"reason": "FailedCreate", "message": message}]
-    assert job_of(cluster).state() == JobState("PENDING", f"Job big waits: {message}")
+    cluster.failures[creator] = [warning("FailedCreate", message)]
+    job = job_of(cluster)
+    job.kind = kind
+    assert job.state() == JobState("PENDING", f"{kind} big waits: {message}")
+
+
+def warning(reason: str, message: str, kind: str = "Warning") -> dict[str, Any]:
+    return {"type": kind, "reason": reason, "message": message}
+
+
+def test_volume_that_cannot_be_mounted_is_why_a_pod_waits() -> None:
+    cluster = Canned()
+    creating = container(waiting={"reason": "ContainerCreating"})
+    cluster.pods = [pod(phase="Running"), pod(1, phase="Pending", containerStatuses=creating)]
+    assert job_of(cluster).state() == JobState("RUNNING")
+    message = 'MountVolume.SetUp failed for volume "token" : secret "big-token" not found'
+    cluster.failures["big-1-x"] = [warning("FailedMount", message)]
+    assert job_of(cluster).state().note == f"Job big waits: big-1-x: {message}"
+    cluster.failures["big-1-x"].append(warning("Pulling", "Pulling image", "Normal"))
+    assert job_of(cluster).state() == JobState("RUNNING")
+
+
+def test_role_that_may_not_list_events_follows_a_pending_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Pending")]
+    refused = RefusedError(403, {"message": "cannot list events"}, "list events", "")
+    monkeypatch.setattr(cluster, "events", Mock(side_effect=refused))
+    assert job_of(cluster).state() == JobState("PENDING", "Job big is pending")
 
 
 def test_suspended_job_names_its_queue() -> None:
@@ -155,8 +202,8 @@ def test_suspended_job_of_a_queue_waits_for_it_until_a_workload_says_otherwise(
 ) -> None:
     cluster = Canned(suspend=True)
     queue(cluster)
-    cluster.workloads = []
-    if status is not None:
+    cluster.workloads = None if status == 404 else []
+    if status == 403:
         refused = RefusedError(status, {"message": "cannot list"}, "list Workloads", "")
         monkeypatch.setattr(cluster, "find", Mock(side_effect=refused))
     assert job_of(cluster).state().name == name
@@ -185,14 +232,18 @@ def test_job_of_a_queue_is_stopped_and_resumed_by_its_workload(is_admitted: bool
         with pytest.raises(ConfigError, match="waits for the queue gpus"):
             job.resume()
     job.stop()
+    assert cluster.workloads
     assert cluster.workloads[0]["spec"] == {"active": False}
     assert cluster.job is not None
     assert cluster.job["spec"] == {"suspend": not is_admitted}
     cluster.job["spec"]["suspend"] = True  # by Kueue
-    with pytest.raises(ConfigError, match="is suspended; resume it with axonlaunch resume"):
+    cluster.pods = []
+    assert job.state().name == "STOPPED"
+    with pytest.raises(ConfigError, match="is stopped; resume it with axonlaunch resume big"):
         job.stop()
     job.resume()
     assert cluster.workloads[0]["spec"] == {"active": True}
+    assert job.state().name == "QUEUED"
 
 
 def test_complete_job_succeeded() -> None:
@@ -214,6 +265,29 @@ def test_failed_job_has_the_exit_status_of_its_pods(code: int, status: int) -> N
     now = job_of(cluster).state()
     note = "Job big: failed (PodFailurePolicy: Container node exited)"
     assert now == JobState("FAILED", note, status)
+
+
+@pytest.mark.parametrize(("codes", "status"), [((137, 75), 1), ((130, 75), 75), ((137, 2), 2)])
+def test_killed_pod_of_a_failed_job_leaves_no_status_to_try_again(
+    codes: tuple[int, ...], status: int
+) -> None:
+    """A script that starts the job again would do so for ever if memory runs out."""
+    cluster = Canned()
+    assert cluster.job is not None
+    cluster.job["status"] = {"conditions": [condition("Failed", reason="BackoffLimitExceeded")]}
+    cluster.pods = [
+        pod(index, phase="Failed", containerStatuses=container(terminated={"exitCode": code}))
+        for index, code in enumerate(codes)
+    ]
+    assert job_of(cluster).state().status == status
+
+
+def test_failed_job_is_resumed_by_the_command_that_started_it() -> None:
+    cluster = Canned()
+    assert cluster.job is not None
+    cluster.job["status"] = {"conditions": [condition("Failed", reason="BackoffLimitExceeded")]}
+    with pytest.raises(ConfigError, match="the same axonlaunch train command resumes it"):
+        job_of(cluster).resume()
 
 
 def test_deleted_job_ends_the_follower() -> None:
@@ -241,6 +315,77 @@ def test_follower_reconnects_and_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         "Job big: connected again",
         "Job big: completed",
     ]
+
+
+@pytest.mark.parametrize("lasts", [29, 31])
+def test_follower_ends_only_after_many_refusals(
+    lasts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted server refuses valid credentials until it has read its rules."""
+    monkeypatch.setattr(followed_job, "_POLL_S", 0.0)
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running")]
+    refused = RefusedError(401, {"message": "Unauthorized"}, "get the Job big", "Job")
+    done = {"conditions": [condition("Complete")]}
+    answers = [cluster.job, *[refused] * lasts, {**(cluster.job or {}), "status": done}]
+    monkeypatch.setattr(cluster, "get", Mock(side_effect=answers))
+    said: list[str] = []
+    if lasts < 30:
+        assert follow_job(job_of(cluster), said.append) == (0, "COMPLETED")
+        assert said[0].endswith("credentials of the context work; log in again; trying again")
+    else:
+        with pytest.raises(ConfigError, match="Job big is still running; axonlaunch logs big -f"):
+            follow_job(job_of(cluster), said.append)
+
+
+def test_command_for_one_answer_is_refused_at_once() -> None:
+    cluster = Canned()
+    cluster.refusal = RefusedError(403, {"message": "no"}, "get the Job big", "Job")
+    with pytest.raises(ConfigError, match="does not allow to get the Job big: no"):
+        job_of(cluster).state()
+
+
+def test_stopped_job_ends_the_follower_when_its_pods_have_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Canned()
+    cluster.pods = [pod(phase="Running")]
+    job = job_of(cluster)
+    job.stop()
+    saves = JobState("STOPPING", "Job big saves a checkpoint and is suspended")
+    assert job.state() == saves
+    cluster.pods = [pod(phase="Failed")]
+    ended = (130, "STOPPED")
+    assert follow_job(job, Mock()) == ended
+    assert not job.has_ended()  # its folder is in use
+    job.resume()
+    cluster.pods = [pod(phase="Running")]
+    assert job.state() == JobState("RUNNING")
+
+
+def test_job_that_a_queue_suspends_is_followed_until_it_comes_back() -> None:
+    cluster = Canned(suspend=True)
+    assert job_of(cluster).state().status is None
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RefusedError(400, {"message": "container not found"}, "read the log of big-0-x", ""),
+        UnreachableError("Read timed out"),
+    ],
+    ids=["evicted", "on a lost node"],
+)
+def test_pod_without_a_log_hides_no_other_log(failure: Exception) -> None:
+    cluster = Canned()
+    replaced = pod(phase="Failed")
+    replaced["metadata"]["name"] = "big-0-evicted"
+    after = pod(phase="Failed")
+    after["metadata"]["name"] = "big-0-later"
+    cluster.pods = [replaced, pod(phase="Running"), after]
+    cluster.unreadable = {"big-0-evicted": failure, "big-0-later": failure}
+    cluster.lines = ["2026-11-28T10:00:00.1Z step 1\n"]
+    assert job_of(cluster).read_log() == "step 1\n"
 
 
 def test_lines_of_a_log_are_printed_once_also_within_a_second() -> None:
@@ -307,7 +452,7 @@ def test_stop_suspends_and_resume_continues() -> None:
     cluster.pods = [pod(phase="Running")]
     job = job_of(cluster)
     assert job.stop() == "Job big saves a checkpoint and is suspended; axonlaunch resume big"
-    with pytest.raises(ConfigError, match="is suspended"):
+    with pytest.raises(ConfigError, match="saves a checkpoint and is suspended"):
         job.stop()
     assert job.resume() == "Job big resumes; axonlaunch logs big -f follows it"
     with pytest.raises(ConfigError, match="is running"):
@@ -369,3 +514,24 @@ def test_refusal_names_the_setting_to_change(
 ) -> None:
     refused = RefusedError(status, content, "create the Job big", "Job")
     assert [str(issue) for issue in Canned().to_issue(refused, "Big")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("field", "is_version"),
+    [
+        ("spec.runtimePatches", True),
+        (
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template."
+            "spec.template.spec.terminationGracePeriodSeconds",
+            True,
+        ),
+        ("spec.trainer.imag", False),
+    ],
+)
+def test_older_kubeflow_trainer_is_told_from_a_wrong_patch(field: str, is_version: bool) -> None:
+    message = f'strict decoding error: unknown field "{field}"'
+    refused = RefusedError(400, {"message": message}, "create the TrainJob big", "TrainJob")
+    (issue,) = Canned().to_issue(refused, "big")
+    expected = "launch.kubernetes.kind=trainjob: needs Kubeflow Trainer 2.3 or later; use jobset"
+    assert str(issue).startswith(expected) == is_version
+    assert field in str(issue)

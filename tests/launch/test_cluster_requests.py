@@ -15,6 +15,7 @@ import yaml
 from pod_runs import loaded
 
 from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.kubernetes import launcher
 from axonlaunch.launch.external.kubernetes.cluster import Cluster, RefusedError, UnreachableError
 from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retry
 from axonlaunch.launch.external.kubernetes.launcher import create_all
@@ -32,6 +33,7 @@ class Requests(BaseHTTPRequestHandler):
         refused: Kinds that are refused with HTTP status 403.
         lost: Methods and kinds that are executed without an answer.
         unlisted: Plural names of kinds whose lists are refused with HTTP status 403.
+        kueue: Version of Kueue's API; empty without Kueue.
         status: Status of all answers if not 0.
     """
 
@@ -40,7 +42,12 @@ class Requests(BaseHTTPRequestHandler):
     refused: set[str]
     unlisted: set[str]
     lost: set[tuple[str, str]]
+    kueue: str
     status: int
+
+    @property
+    def workloads(self) -> str:
+        return f"/apis/kueue.x-k8s.io/{self.kueue or 'none'}/"
 
     def reply(self, method: str) -> None:
         parsed = urlparse(self.path)
@@ -54,7 +61,10 @@ class Requests(BaseHTTPRequestHandler):
             self.answer(self.status, {"message": "overloaded"})
         elif method == "GET" and parsed.path.rpartition("/")[2] in self.unlisted:
             self.answer(403, {"message": "User eve cannot list", "details": {}})
-        elif not parsed.path.startswith(("/api/v1", "/apis/batch/v1")):
+        elif parsed.path == "/apis/kueue.x-k8s.io" and self.kueue:
+            served = {"groupVersion": f"kueue.x-k8s.io/{self.kueue}"}
+            self.answer(200, {"preferredVersion": served})
+        elif not parsed.path.startswith(("/api/v1", "/apis/batch/v1", self.workloads)):
             self.answer(404, "404 page not found")
         elif method == "POST":
             self.create(f"{parsed.path}/{body['metadata']['name']}", body, query)
@@ -62,6 +72,10 @@ class Requests(BaseHTTPRequestHandler):
             return
         elif method == "DELETE":
             self.objects.pop(parsed.path, None)
+            for path, each in [*self.objects.items()]:
+                owners = each["metadata"].get("ownerReferences", [])
+                if any(owner["uid"] == f"uid of {parsed.path}" for owner in owners):
+                    del self.objects[path]
             self.answer(200, {})
         elif method == "PATCH":
             self.objects[parsed.path]["metadata"] |= body.get("metadata", {})
@@ -119,6 +133,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Req
         "refused": set(),
         "unlisted": set(),
         "lost": set(),
+        "kueue": "",
         "status": 0,
     }
     handler: type[Requests] = type("Handler", (Requests,), state)
@@ -251,6 +266,72 @@ def test_job_of_the_same_name_is_refused(server: type[Requests]) -> None:
     assert line.startswith("name=big: research has one of this name already")
 
 
+def end(server: type[Requests], name: str = "Failed") -> dict[str, Any]:
+    """Give the submitted job a condition and return it."""
+    job: dict[str, Any] = server.objects["/apis/batch/v1/namespaces/research/jobs/big"]
+    job["status"] = {"conditions": [{"type": name, "status": "True"}]}
+    return job
+
+
+@pytest.mark.parametrize("condition", ["Failed", "Complete"])
+def test_job_that_has_ended_is_replaced_by_a_later_start_of_its_run(
+    server: type[Requests], condition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_POLL_S", 0.0)
+    submitted(server)
+    first = end(server, condition)["metadata"]["annotations"]["axonlaunch/submission"]
+    submitted(server)
+    assert len(server.objects) == 4
+    for made in server.objects.values():
+        assert made["metadata"]["annotations"]["axonlaunch/submission"] != first
+    (deleted,) = [body for method, _, _, body in server.seen if method == "DELETE"]
+    assert deleted["propagationPolicy"] == "Foreground"
+    assert deleted["preconditions"]["uid"].startswith("uid of ")
+
+
+def test_job_that_has_ended_in_another_run_folder_is_kept(server: type[Requests]) -> None:
+    submitted(server, "run_dir=/runs/other")
+    end(server)
+    (line,) = refusals(server)
+    assert line.startswith("name=big: research has one of this name already")
+    assert len(server.objects) == 4
+
+
+def test_ended_job_is_kept_if_the_server_refuses_the_new_one(server: type[Requests]) -> None:
+    submitted(server)
+    end(server)
+    server.refused.add("Job")
+    refusals(server)
+    assert len(server.objects) == 4
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_workloads_of_kueue_are_read_in_the_version_that_the_server_prefers(
+    server: type[Requests], version: str
+) -> None:
+    server.kueue = version
+    cluster = Cluster()
+    assert cluster.has_kueue
+    for _ in range(2):
+        assert cluster.find("Workload", "a=b") == []
+    paths = [path for _, path, _, _ in server.seen]
+    listed = f"/apis/kueue.x-k8s.io/{version}/namespaces/research/workloads"
+    assert paths == ["/apis/kueue.x-k8s.io", listed, listed]
+
+
+def test_cluster_without_kueue_is_told_from_one_that_refuses(server: type[Requests]) -> None:
+    assert not Cluster().has_kueue
+    with pytest.raises(RefusedError, match="401"):
+        _ = Cluster("old").has_kueue
+
+
+def test_missing_page_of_a_proxy_is_no_deleted_job(server: type[Requests]) -> None:
+    cluster = Cluster()
+    assert cluster.get("Job", "big") is None
+    with pytest.raises(RefusedError, match="404"):
+        cluster.get("JobSet", "big")
+
+
 def test_role_for_jobs_only_submits_and_lists_jobs(server: type[Requests]) -> None:
     """The API server authorizes a request before it looks for the kind."""
     server.unlisted |= {"jobsets", "trainjobs"}
@@ -309,13 +390,60 @@ def test_unreachable_server_hides_no_other_jobs(
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
     (folder / "job.number").write_text("7\n")
-    assert [job.scheduler for job in find_jobs(folder.parent, Cluster())] == ["SLURM job 7"]
+    jobs, read = find_jobs(folder.parent, Cluster())
+    assert [job.scheduler for job in jobs] == ["SLURM job 7"]
+    assert read == []  # so that no message says that the namespace has none
     note = "note: jobs on Kubernetes are left out: launch.kubernetes.context: http://127.0.0.1:1 "
     assert capsys.readouterr().err.startswith(f"{note}does not answer")
-    with pytest.raises(ConfigError, match="gone: no run folder has a job of SLURM of this name"):
+    with pytest.raises(ConfigError, match="gone: there is no job of this name in a run folder;"):
         find_job("gone", Cluster())
     with pytest.raises(ConfigError, match="does not answer"):
         find_jobs(folder.parent, Cluster(), needs_cluster=True)
+
+
+def add_job(server: type[Requests], name: str) -> None:
+    """Add a suspended Job of axonlaunch to the namespace."""
+    job = {"kind": "Job", "metadata": {"name": name, "uid": "1"}, "spec": {"suspend": True}}
+    server.objects[f"/apis/batch/v1/namespaces/research/jobs/{name}"] = job
+
+
+def test_pods_can_read_the_submission_of_their_job(server: type[Requests]) -> None:
+    submitted(server)
+    path = "/api/v1/namespaces/research/configmaps/big-config"
+    submission = server.objects["/apis/batch/v1/namespaces/research/jobs/big"]["metadata"][
+        "annotations"
+    ]["axonlaunch/submission"]
+    assert server.objects[path]["data"]["submission"] == submission != ""
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_job_that_has_ended_hides_no_other_job_of_its_name(
+    server: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    state = "COMPLETED" if ended else "RUNNING"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho JobState={state} ExitCode=0:0\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/big").mkdir(parents=True)
+    Path("runs/big/job.number").write_text("7\n")
+    assert find_job("big", Cluster()).scheduler == "SLURM job 7"
+    add_job(server, "big")
+    found = "Job in research" if ended else "SLURM job 7"
+    assert find_job("big", Cluster()).scheduler == found
+    assert find_job("big", Cluster(), needs_cluster=True).scheduler == "Job in research"
+    with pytest.raises(ConfigError, match="there is no job of this name in the namespace research"):
+        find_job("old", Cluster(), needs_cluster=True)
+
+
+@pytest.mark.parametrize(("run", "name"), [("Llama3_8B", "llama3-8b"), ("sweep/0", "sweep-0")])
+def test_job_on_kubernetes_is_found_by_the_name_of_its_run(
+    server: type[Requests], run: str, name: str
+) -> None:
+    add_job(server, name)
+    assert find_job(run, Cluster()).name == name
+    with pytest.raises(ConfigError, match="no job of this name"):
+        find_job("--", Cluster())
 
 
 def test_missing_kubeconfig_and_unknown_context_are_reported(

@@ -10,6 +10,7 @@ import pytest
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external import followed_job, slurm
+from axonlaunch.launch.external.submitted_jobs import find_job
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 UNREACHABLE = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
@@ -72,6 +73,39 @@ def test_failed_job_has_the_exit_status_of_the_run(
 ) -> None:
     ended = submitted(programs, scontrol=says("FAILED", code))
     assert ended == (status, "FAILED", [f"job 7: {note}"])
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CONFIGURING"])
+def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopped(
+    state: str, programs: Path
+) -> None:
+    submitted(programs, scontrol=says("COMPLETED"), scancel="echo $@ >> scancelled")
+    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert job is not None
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    assert job.state().status == 1  # by scancel
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says(state)}\n")
+    assert job.stop() == "job 7 is cancelled before its start; axonlaunch resume job"
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    note = "job 7: is stopped; resume it with axonlaunch resume job"
+    assert job.state() == followed_job.JobState("CANCELLED", note, 130)
+    assert Path("scancelled").read_text() == "7\n"
+    Path("runs/job/job.number").write_text("8\n")  # a later job
+    later = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert later is not None
+    assert later.state().status == 1
+
+
+def test_job_that_slurm_refuses_to_stop_does_not_count_as_stopped(programs: Path) -> None:
+    refuses = "echo 'scancel: error: Kill job error: Access denied' >&2; exit 1"
+    submitted(programs, scontrol=says("COMPLETED"), scancel=refuses)
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('PENDING')}\n")
+    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    assert job is not None
+    with pytest.raises(ConfigError, match="Access denied"):
+        job.stop()
+    (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
+    assert job.state().status == 1
 
 
 def test_two_commands_submit_no_two_jobs_of_a_run(programs: Path) -> None:
@@ -167,3 +201,12 @@ def test_hanging_slurm_programs_time_out(programs: Path, monkeypatch: pytest.Mon
     answers = f"if [ ! -e {once} ]; then : > {once}; {lasting}; fi; {says('COMPLETED')}"
     _, _, lines = submitted(programs, scontrol=answers)
     assert lines[0].startswith("job 7: SLURM can't be queried (scontrol does not answer); ")
+
+
+def test_run_without_a_job_is_an_error_that_names_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/demo/logs").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"the log of rank N is runs/demo/logs/rank_N\.log"):
+        find_job("demo", None)

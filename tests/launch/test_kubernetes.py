@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from command import Command, wait_for
 from launchers import By, logged
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
-from axonlaunch.launch.external.kubernetes.cluster_job import ClusterJob, waiting_reason
+from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -152,24 +153,57 @@ def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     secret = api.get("Secret", "steady-token")
     assert secret is not None
     assert secret["metadata"]["ownerReferences"][0]["name"] == "steady"
-    log = (submit.cluster / "pods").glob("steady-*/log")
-    token = secret["data"]["token"]
-    assert not any(token in file.read_text() for file in log)
+    token = base64.b64decode(secret["data"]["token"]).decode()
+    logs = [file.read_text() for file in (submit.cluster / "pods").glob("steady-*/log")]
+    assert len(logs) == 2
+    assert not any(token in text for text in (*logs, ran.stdout, ran.stderr))
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(("victim", "restarts"), [(1, 3), (0, 3), (1, 0)])
 def test_killed_pod_is_replaced_and_the_run_continues_from_its_checkpoint(
-    submit: Submission, api: Cluster, victim: int
+    submit: Submission, api: Cluster, victim: int, restarts: int
 ) -> None:
-    name = f"killed-{victim}"
-    follower = submit.start(
-        *(name, "launch.max_restarts=3", "model.arguments={pause:0.2}", "checkpoint.every=5")
-    )
+    """Without restarts the other pod ends too, and both are replaced once."""
+    name, allowed = f"killed-{victim}-{restarts}", f"launch.max_restarts={restarts}"
+    follower = submit.start(name, allowed, "model.arguments={pause:0.2}", "checkpoint.every=5")
     logged(submit.folder / "runs" / name / "metrics.jsonl", 12, seconds=300)
     submit.kill(pods_of(api, name)[victim])
     output, errors = follower.communicate(timeout=300)
     assert follower.returncode == 0, f"{output}\n{errors}"
     assert submit.local.losses(name) == submit.whole()
+
+
+def test_pods_that_are_killed_while_pre_empted_do_not_count_as_failures(
+    submit: Submission, api: Cluster
+) -> None:
+    patch = yaml.safe_load((submit.folder / "patch.yaml").read_text())
+    patch["spec"]["backoffLimit"] = 0
+    (submit.folder / "patch.yaml").write_text(yaml.safe_dump(patch))
+    follower = submit.start("evicted", "model.arguments={pause:0.2}", "checkpoint.every=5")
+    logged(submit.folder / "runs/evicted/metrics.jsonl", 12, seconds=300)
+    victims = pods_of(api, "evicted")
+    for pod in victims:
+        # Those who pre-empt or drain do this.
+        conditions = [{"type": "DisruptionTarget", "status": "True"}]
+        name = pod["metadata"]["name"]
+        api.patch("Pod", f"{name}/status", {"status": {"conditions": conditions}})
+    for pod in victims:
+        submit.kill(pod)
+    output, errors = follower.communicate(timeout=300)
+    assert follower.returncode == 0, f"{output}\n{errors}"
+    assert submit.local.losses("evicted") == submit.whole()
+
+
+@pytest.mark.parametrize(
+    ("override", "status"),
+    [("launch.kubernetes.patch=null", 2), ("model.arguments={fault:exception}", 1)],
+    ids=["without the module of the model", "failed rank"],
+)
+def test_run_that_fails_by_itself_ends_the_job_at_once(
+    submit: Submission, override: str, status: int
+) -> None:
+    ran = submit(f"wrong-{status}", override, "launch.max_restarts=1", status=status)
+    assert "failed (PodFailurePolicy: Container node of pod wrong-" in ran.stdout
 
 
 def test_pod_that_starts_late_is_awaited(submit: Submission) -> None:
@@ -200,20 +234,24 @@ def test_follower_survives_an_api_server_that_stops_for_20_seconds(
     assert submit.local.losses(name) == submit.whole()
 
 
-def test_suspended_job_saves_a_checkpoint_and_resumes_to_the_same_losses(
+def test_stopped_and_suspended_job_saves_checkpoints_and_resumes_to_the_same_losses(
     submit: Submission, api: Cluster
 ) -> None:
     follower = submit.start("paused", "model.arguments={pause:0.5}", "checkpoint.every=100")
     folder = submit.folder / "runs" / "paused"
     logged(folder / "metrics.jsonl", 5, seconds=300)
-    job = ClusterJob.of_object(api, api.get("Job", "paused") or {})
-    assert "saves a checkpoint and is suspended" in job.stop()
+    stopped = submit.command("stop", "paused").stdout
+    assert "saves a checkpoint and is suspended" in stopped
+    output, errors = follower.communicate(timeout=100)
+    assert follower.returncode == 130, f"{output}\n{errors}"
+    assert "Job paused is stopped; resume it with axonlaunch resume paused" in output
     wait_for(lambda: not api.find("Pod", "axonlaunch/run=paused"), seconds=60)
     first = submit.local.summary("paused")
     assert first["status"] == "interrupted"
     assert (folder / "checkpoints" / f"step_{first['steps']}").is_dir()
-    assert "is suspended" in submit.command("stop", "paused", status=2).stderr
+    assert "is stopped" in submit.command("stop", "paused", status=2).stderr
     assert "Job paused resumes" in submit.command("resume", "paused").stdout
+    follower = submit.command.start("logs", "paused", "--follow")
     logged(folder / "metrics.jsonl", first["steps"] + 5, seconds=300)
     # A queue that pre-empts a job does this.
     api.patch("Job", "paused", {"spec": {"suspend": True}})
@@ -221,10 +259,10 @@ def test_suspended_job_saves_a_checkpoint_and_resumes_to_the_same_losses(
     listed = json.loads(submit.command("jobs", "--json").stdout)["jobs"]
     assert [row["state"] for row in listed if row["name"] == "paused"] == ["SUSPENDED"]
     api.patch("Job", "paused", {"spec": {"suspend": False}})
-    output, errors = follower.communicate(timeout=400)
-    assert follower.returncode == 0, f"{output}\n{errors}"
-    assert output.count("Job paused is suspended; resume it with axonlaunch resume") == 2
-    assert errors.count("resumed from") == 2, errors
+    log, notes = follower.communicate(timeout=400)
+    assert follower.returncode == 0, f"{log}\n{notes}"
+    assert notes.count("Job paused is suspended; resume it with axonlaunch resume paused") == 1
+    assert log.count("resumed from") == 2, log
     assert submit.local.losses("paused") == submit.whole()
 
 
@@ -323,7 +361,10 @@ def test_refusals_of_the_server_name_the_setting(submit: Submission) -> None:
     who = submit("refused", image, status=2).stderr
     assert "does not allow to create the Secret refused-token" in who
     assert 'User "viewer" cannot create resource' in who
-    assert submit.command("jobs", status=2).stderr.startswith("error: ")
+    left_out = submit.command("jobs").stderr
+    assert left_out.startswith("note: jobs on Kubernetes are left out: ")
+    requested = submit.command("jobs", "--namespace", "default", status=2).stderr
+    assert requested.startswith("error: launch.kubernetes.namespace=default: ")
 
 
 @pytest.mark.parametrize(

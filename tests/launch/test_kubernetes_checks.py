@@ -176,12 +176,86 @@ def test_patch_that_breaks_the_object_is_refused(tmp_path: Path, patch: Any, pro
     assert problem in patched(tmp_path, patch)
 
 
-def test_variables_of_the_trainer_are_refused_in_a_trainjob(tmp_path: Path) -> None:
-    env = [{"name": "PET_NNODES", "value": "2"}]
-    patch = {"spec": {"trainer": {"env": env}}}
-    assert patched(tmp_path, patch, "trainjob") == [
-        "sets PET_NNODES, which Kubeflow Trainer sets itself"
-    ]
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_object_of_a_custom_kind_follows_its_schema(tmp_path: Path, kind: str) -> None:
+    assert patched(tmp_path, {"metadata": {"labels": {"team": "vision"}}}, kind) == []
+
+
+def trainer_pod(**pod: Any) -> dict[str, Any]:
+    """Return a patch of the pods of a TrainJob."""
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    spec = {"template": {"spec": {"replicatedJobs": [job]}}}
+    return {"runtimePatches": [{"manager": "axonlaunch/launcher", "trainingRuntimeSpec": spec}]}
+
+
+def test_patch_of_the_pods_of_a_trainjob_keeps_their_volumes(tmp_path: Path) -> None:
+    assert patched(tmp_path, {"spec": trainer_pod(nodeSelector={"pool": "h100"})}, "trainjob") == []
+    file = tmp_path / "patch.yaml"
+    words = [RUNS, "launch.kubernetes.kind=trainjob", f"launch.kubernetes.patch={file}"]
+    config = loaded("launch.nproc=1", *words)
+    pod = resources.PodResources(memory="4Gi", cpus=1, gpus=1, grace_s=60)
+    patch = checks.read_patch(config.launch.kubernetes)
+    job = manifests.build_objects(config, pod, patch).job
+    template = checks.pod_template(job, "trainjob")
+    assert template is not None
+    assert template["spec"]["nodeSelector"] == {"pool": "h100"}
+    assert len(template["spec"]["volumes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "problem"),
+    [
+        (
+            "jobset",
+            {"failurePolicy": {"maxRestart": 2}},
+            "spec.failurePolicy.maxRestart: there is no such key; did you mean maxRestarts?",
+        ),
+        (
+            "jobset",
+            {"ttlSecondsAfterFinished": "1h"},
+            "spec.ttlSecondsAfterFinished='1h': expected int",
+        ),
+        (
+            "jobset",
+            {
+                "startupPolicy": {"startupPolicyOrder": "InOrder"},
+                "replicatedJobs": [{"name": "node", "dependsOn": [{"name": "data"}]}],
+            },
+            "sets startupPolicyOrder=InOrder and dependsOn, of which a JobSet can have only one",
+        ),
+        (
+            "trainjob",
+            {"trainer": {"env": [{"name": "PET_NNODES", "value": "2"}]}},
+            "sets PET_NNODES, which Kubeflow Trainer sets itself",
+        ),
+        (
+            "trainjob",
+            {"trainer": {"numProcPerNode": 0}},
+            "sets numProcPerNode=0; it must be at least 1",
+        ),
+        (
+            "trainjob",
+            {"managedBy": "me"},
+            "sets managedBy=me; use trainer.kubeflow.org/trainjob-controller or "
+            "kueue.x-k8s.io/multikueue",
+        ),
+        (
+            "trainjob",
+            {"ttlSecondsAfterFinished": 60},
+            "spec.ttlSecondsAfterFinished: there is no such key",
+        ),
+        (
+            "trainjob",
+            trainer_pod(hostNetwork=True),
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template."
+            "spec.template.spec.hostNetwork: there is no such key",
+        ),
+    ],
+)
+def test_patch_that_a_custom_kind_does_not_allow_is_refused(
+    tmp_path: Path, kind: str, spec: dict[str, Any], problem: str
+) -> None:
+    assert patched(tmp_path, {"spec": spec}, kind) == [problem]
 
 
 def test_unknown_key_in_the_pods_of_a_jobset_is_refused(tmp_path: Path) -> None:
@@ -215,6 +289,13 @@ def test_memory_of_a_pod_on_the_cpu_has_all_tensors() -> None:
     config = loaded("launch.nproc=2", RUNS, "launch.device=cpu")
     memory = resources.pod_memory_bytes(config, estimate(peak=3 * GIB, read=GIB))
     assert memory == pytest.approx((0.25 + 2 * (0.25 + 3 + 1) * 1.1) * GIB)
+
+
+def test_memory_of_a_pod_has_the_data_workers_of_each_rank() -> None:
+    dataset = ["data=custom", "data.target=images:Images", "data.workers=8", "model=mlp"]
+    config = loaded("launch.nproc=8", RUNS, *dataset)
+    memory = resources.pod_memory_bytes(config, estimate())
+    assert memory == pytest.approx((0.25 + 8 * (2 + 8 * 0.25) * 1.1) * GIB)
 
 
 def test_grace_period_grows_with_the_checkpoint() -> None:

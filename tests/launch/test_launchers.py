@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -235,12 +236,13 @@ def test_job_script_follows_configuration(served: Command) -> None:
         "--job-name=big",
         "--nodes=4",
         "--ntasks-per-node=1",
-        f"--output={folder}/slurm-%j.out",
+        f"--output={served.folder}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
         "--signal=B:USR1@120",
         "--gpus-per-node=8",
         "--exclusive",
+        "--mem=0",
         "--partition=gpu",
         "--time=8:00:00",
         "--qos=high",
@@ -272,6 +274,27 @@ def test_job_without_ranks_per_node_is_refused(
     ran = served.train("launch=slurm", status=2)
     reported = "error: launch.nproc=auto: is required for a job; "
     assert ran.stderr == reported + "write the number of devices per node\n"
+
+
+@pytest.mark.slow
+def test_rendered_script_trains_without_files_of_a_submission(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    job = [word for word in faulty if not word.startswith("launch.")]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
+    job += ["launch.slurm.grace_s=120"]  # needs no estimate
+    script = axonlaunch.folder / "printed.sbatch"
+    there = By(axonlaunch.folder, [], cluster)
+    script.write_text(there("train", *job, "strategy=fsdp", "name=job", "--render").stdout)
+    subprocess.run(
+        ["sbatch", "--wait", str(script)],
+        cwd=axonlaunch.folder,
+        env={**os.environ, **cluster},
+        check=True,
+        timeout=120,
+    )
+    assert axonlaunch.summary("job")["status"] == "done"
+    assert stat.S_IMODE((axonlaunch.folder / "runs/job/token").stat().st_mode) == 0o600
 
 
 @pytest.mark.slow
@@ -324,12 +347,44 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     assert "saves a checkpoint and ends" in there("stop", "job").stdout
     follower.communicate(timeout=60)
     assert axonlaunch.summary("job")["status"] == "interrupted"
-    assert "has ended" in there("stop", "job", status=2).stderr
+    assert "is stopped; resume it with" in there("stop", "job", status=2).stderr
     assert "it resumes in" in there("resume", "job").stdout
     log = there("logs", "job", "--follow").stdout
     assert "step 30" in log
     assert axonlaunch.losses("job") == axonlaunch.losses("whole")
     assert there("logs", "job", "--rank", "1").stdout
+
+
+@pytest.mark.slow
+def test_job_of_slurm_that_is_stopped_in_its_prologue_does_not_train(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    job = [*(word for word in faulty if not word.startswith("launch.")), "launch.nproc=1"]
+    job += ["launch=slurm", "launch.backend=gloo", "name=job"]
+    there = By(axonlaunch.folder, [], cluster)
+    follower = there.start("train", *job, "launch.slurm.prologue=['touch begun; sleep 5']")
+    wait_for(lambda: (axonlaunch.folder / "begun").exists(), seconds=60)
+    assert "saves a checkpoint and ends" in there("stop", "job").stdout
+    [(status, output, _)] = ended([follower], timeout=120)
+    assert status == 130
+    assert "is stopped; resume it with axonlaunch resume job" in output
+    assert not (axonlaunch.folder / "runs/job/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_job_of_slurm_exits_with_the_status_of_the_node_that_failed_first(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    """The other node is ended by SLURM, and has a higher status."""
+    job = [*(word for word in faulty if not word.startswith(("launch.", "plugins")))]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
+    job.append("plugins=[faulty_plugin,broken_on_a_node]")
+    (axonlaunch.folder / "broken_on_a_node.py").write_text(
+        "import os\nif os.environ.get('SLURM_NODEID') == '1':\n    raise RuntimeError('broken')\n"
+    )
+    there = By(axonlaunch.folder, [], cluster)
+    ran = there("train", *job, status=2)
+    assert "failed (configuration error)" in ran.stdout
 
 
 @pytest.mark.slow

@@ -15,11 +15,12 @@ from pod_runs import loaded
 
 from axonlaunch import config as configuration
 from axonlaunch.launch.external.kubernetes import launcher, manifests
-from axonlaunch.launch.external.kubernetes.checks import read_patch
+from axonlaunch.launch.external.kubernetes.checks import pod_template, read_patch
 from axonlaunch.launch.external.kubernetes.launcher import to_text
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.launcher import LaunchOptions
 
+PAGES = Path(configuration.__file__).parents[1] / "docs"
 FOLDER = Path(__file__).with_name("manifests")
 PODS = ["launch.nproc=8", "launch.nnodes=4", "train.global_batch_size=32", "strategy=hsdp"]
 OPTIONS = [
@@ -69,10 +70,34 @@ def test_failed_run_ends_the_job_and_lost_pods_are_replaced() -> None:
     settings += ["launch.max_restarts=3", "launch.kubernetes.volumes=['runs:/runs']"]
     spec = built(*settings).job["spec"]
     assert spec["backoffLimit"] == 12
-    ended, disrupted, stopped = spec["podFailurePolicy"]["rules"]
+    disrupted, ended, stopped = spec["podFailurePolicy"]["rules"]
     assert (ended["action"], ended["onExitCodes"]["values"]) == ("FailJob", [1, 2])
     assert disrupted["action"] == stopped["action"] == "Ignore"
     assert stopped["onExitCodes"]["values"] == [130]
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_lost_pod_is_replaced_once_without_restarts(kind: str) -> None:
+    """With it end the other pods, of which each counts."""
+    words = [*PODS, "launch.kubernetes.volumes=['runs:/runs']", f"launch.kubernetes.kind={kind}"]
+    spec = built(*words).job["spec"]
+    if kind == "job":
+        assert spec["backoffLimit"] == 4
+    else:
+        assert spec["failurePolicy"]["maxRestarts"] == 1
+    pod = spec if kind == "job" else spec["replicatedJobs"][0]["template"]["spec"]
+    tolerated = {each["key"]: each for each in pod["template"]["spec"]["tolerations"]}
+    for trouble in ("not-ready", "unreachable"):
+        assert tolerated[f"node.kubernetes.io/{trouble}"]["tolerationSeconds"] == 30
+
+
+def test_services_set_no_variables_in_pods() -> None:
+    """A Service named ``master`` would set ``MASTER_PORT``, which names the meeting point."""
+    for kind, expected in (("job", False), ("trainjob", None)):
+        words = ["launch.kubernetes.volumes=['runs:/runs']", f"launch.kubernetes.kind={kind}"]
+        template = pod_template(built("launch.nproc=8", *words).job, kind)
+        assert template is not None
+        assert template["spec"].get("enableServiceLinks") == expected
 
 
 def test_manifests_of_several_runs_are_separate_documents(
@@ -116,6 +141,36 @@ def test_manifest_has_no_token() -> None:
     documents = [each for each in yaml.safe_load_all(text) if each]
     assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
     assert "kubectl create secret generic big-token" in text
+
+
+def test_only_pods_with_a_service_account_get_a_token_of_the_api_server() -> None:
+    claim = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']"]
+    pod = built(*claim).job["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    pod = built(*claim, "launch.kubernetes.service_account=lab").job["spec"]["template"]["spec"]
+    assert "automountServiceAccountToken" not in pod
+
+
+def test_patch_of_the_page_makes_pods_legal_in_a_restricted_namespace(tmp_path: Path) -> None:
+    """The rules are those of https://kubernetes.io/docs/concepts/security/pod-security-standards."""
+    page = (PAGES / "launchers.md").read_text()
+    patch = page.partition("# patch.yaml\n")[2].partition("```")[0]
+    (tmp_path / "patch.yaml").write_text(patch)
+    claim = ["launch.nproc=8", "launch.kubernetes.volumes=['runs:/runs']"]
+    objects = built(*claim, f"launch.kubernetes.patch={tmp_path}/patch.yaml")
+    kubernetes_validate.validate(objects.job, "1.37", strict=True)
+    pod = objects.job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    kinds = {key for volume in pod["volumes"] for key in volume} - {"name"}
+    assert kinds <= {"configMap", "emptyDir", "secret", "persistentVolumeClaim"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -288,6 +289,13 @@ def test_address_without_ray_cluster_is_an_error_at_once(address: str, message: 
     assert message in str(refused.value)
 
 
+def test_each_start_of_a_run_on_ray_by_a_user_is_another_submission() -> None:
+    words = ["name=job", "launch=ray", "launch.nnodes=2", "launch.nproc=1", "run_dir=/runs/job"]
+    spec = RunSpec.of(configuration.load([*words, "launch.backend=gloo"]))
+    assert spec.submission == pickle.loads(pickle.dumps(spec)).submission
+    assert spec.submission != spec.with_new_token().submission
+
+
 def test_ray_is_not_imported_without_an_address() -> None:
     program = (
         "import sys; import axonlaunch.launch.external.submitted_jobs as jobs; "
@@ -304,7 +312,7 @@ def test_unusable_address_in_environment_hides_no_other_jobs(
     with pytest.raises(ConfigError, match=r"launch\.ray\.address"):
         find_jobs(tmp_path, None, "http://head:8265")
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
-    assert find_jobs(tmp_path, None, "http://head:8265") == []
+    assert find_jobs(tmp_path, None, "http://head:8265") == ([], [])
     assert (
         "note: jobs on Ray are left out (RAY_ADDRESS=http://head:8265)" in capsys.readouterr().err
     )

@@ -7,16 +7,22 @@ for moved names in ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``.
 from __future__ import annotations
 
 import inspect
+import pickle
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch.distributed as dist
 from command import wait_for
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 
 from axonlaunch.launch.multinode import rendezvous
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous, RunEndedError
+from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, from_plain
+from axonlaunch.launch.multinode.torch_internals import NodeDescription, RendezvousState
 from axonlaunch.system.authentication import Credentials
 
 
@@ -152,3 +158,75 @@ def test_waiting_node_learns_of_lost_node_0_at_once(
         ended = alone.exception(timeout=30)
     assert isinstance(ended, RunEndedError)
     assert ended.status == ""
+
+
+ANOTHER_CLOCK = """
+import pickle
+import sys
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from axonlaunch.launch.multinode import rendezvous_state
+from axonlaunch.launch.multinode.rendezvous import ElasticRendezvous
+
+port, credentials, hours = int(sys.argv[1]), pickle.loads(bytes.fromhex(sys.argv[2])), sys.argv[3]
+skew = timedelta(hours=int(hours))
+clock = SimpleNamespace(
+    now=lambda zone: datetime.now(zone) + skew, fromisoformat=datetime.fromisoformat
+)
+dynamic_rendezvous.datetime = rendezvous_state.datetime = clock
+store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+node = ElasticRendezvous(store, credentials, first=False, least=2, most=2, order=1, timeout_s=60)
+print([node.next() for attempt in range(2)])
+node.leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_nodes_with_different_clocks_meet_again(
+    port: int, hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    arguments = [str(port), pickle.dumps(CREDENTIALS).hex(), str(hours)]
+    command = [sys.executable, "-c", ANOTHER_CLOCK, *arguments]
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    first = rounds(port, 0, first=True, timeout_s=60)
+    try:
+        assert [first.next() for attempt in range(2)] == [Attempt(0, 0, 2), Attempt(1, 0, 2)]
+        output, _ = second.communicate(timeout=60)
+    finally:
+        second.kill()
+        second.wait()
+        first.leave()
+    assert output == f"{[Attempt(0, 1, 2), Attempt(1, 1, 2)]}\n"
+
+
+def test_heartbeats_are_compared_by_the_clock_of_the_node_that_reads_them() -> None:
+    """Also those of a node that is silent: it is dropped, however its clock goes."""
+    store, node = dist.HashStore(), NodeDescription("node", 1, 0)
+    ahead, here = (AuthenticatedBackend(store, CREDENTIALS.with_sender(name)) for name in "ab")
+    written = datetime.now(UTC) + timedelta(hours=1)
+    state = RendezvousState()
+    state.last_heartbeats[node] = written
+    ahead.set_state(pickle.dumps(state))
+
+    def read(backend: AuthenticatedBackend) -> tuple[datetime, Token]:
+        reply = backend.get_state()
+        assert reply is not None
+        return pickle.loads(reply[0]).last_heartbeats[node], reply[1]
+
+    first, token = read(here)
+    assert abs(datetime.now(UTC) - first) < timedelta(seconds=10)
+    state.last_heartbeats[node] = first
+    assert here.set_state(pickle.dumps(state), token) is not None
+    assert read(here)[0] == first  # silent
+    stored = CREDENTIALS.open("rendezvous", store.get("rendezvous"))["state"]
+    assert from_plain(stored).last_heartbeats[node] == written
+    state.last_heartbeats[node] = read(ahead)[0] + timedelta(seconds=1)
+    ahead.set_state(pickle.dumps(state), read(ahead)[1])
+    assert read(here)[0] > first

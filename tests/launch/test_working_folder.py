@@ -14,7 +14,6 @@ from configured import run_config
 from launchers import BIN, By, needs
 from rank_engine import rank_engine
 from torch._inductor import cpu_vec_isa
-from torch._inductor.utils import python_subprocess_env
 
 import axonlaunch as ax
 from axonlaunch.system.processes import temporary_folders
@@ -105,11 +104,12 @@ def test_compiler_subprocesses_import_nothing_from_working_folder(
     hostile: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(hostile.folder)
-    monkeypatch.setenv("PYTHONSAFEPATH", "")  # as set in a user's shell; restored at the end
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     chosen = run_config(["strategy=single", "launch.nproc=1", "train.compile=true"])
     ax.World.mock(1).run(partial(rank_engine, chosen))
     # Environment of the programs by which torch tests the CPU; the second is up to torch 2.11.
-    environment = getattr(cpu_vec_isa.VecISA, "_build_probe_env", python_subprocess_env)
+    environment = getattr(cpu_vec_isa.VecISA, "_build_probe_env", cpu_vec_isa.python_subprocess_env)
     probe = [sys.executable, "-c", "import typer"]
     subprocess.run(probe, env=environment(), check=True, timeout=60)
     assert _marks(hostile) == []
+    assert "PYTHONSAFEPATH" not in os.environ  # processes of the user's code inherit nothing

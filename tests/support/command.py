@@ -55,9 +55,7 @@ class Command:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the command."""
-        # Compiling blocks in this process sets PYTHONSAFEPATH for the compiler.
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-        return {**kept, "COLUMNS": "140"}
+        return {**os.environ, "COLUMNS": "140"}
 
     def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run the command until it ends and check its exit status."""

@@ -302,6 +302,16 @@ def test_metric_that_returns_no_tensor_in_a_rank_is_one_error() -> None:
         World.mock(1).run(run)
 
 
+def test_metric_that_fails_with_a_custom_loss_ends_the_run_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    ax.register_loss("squares_for_metrics")(lambda outputs, batch: outputs.square().sum())
+    chosen = ["train.loss=squares_for_metrics", "metrics=[tuple_of_test]"]
+    with pytest.raises(RankFailedError, match=r"metrics\[0\]=tuple_of_test: it returned \(1, 2\);"):
+        train(tmp_path / "run", "train.steps=1", *chosen)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or lines(tmp_path / "run") == []
+
+
 def test_custom_metric_is_named_by_its_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The main rank samples its node while it trains, at a bounded cost, and writes to events.jsonl."""
+"""The first rank of each node samples it while it trains, at a bounded cost, and writes events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def after(condition: Callable[[], bool]) -> None:
 def test_node_is_sampled_while_training_and_not_later(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.touch()
-    with sample_system(tmp_path, device=CPU, ranks=1, interval_s=0.05):
+    with sample_system(tmp_path, rank=0, device=CPU, ranks=1, interval_s=0.05):
         after(lambda: len(samples(tmp_path)) >= 2)
     written = samples(tmp_path)
     time.sleep(0.2)
@@ -59,7 +59,7 @@ def test_costly_samples_are_taken_less_often(
 
     monkeypatch.setattr(system_use.host, "free_memory_bytes", compute)
     (tmp_path / "events.jsonl").touch()
-    with sample_system(tmp_path, device=CPU, ranks=1, interval_s=0.01):
+    with sample_system(tmp_path, rank=0, device=CPU, ranks=1, interval_s=0.01):
         after(lambda: len(samples(tmp_path)) >= 1)
         time.sleep(0.5)
     assert len(samples(tmp_path)) == 1
@@ -101,3 +101,13 @@ def test_run_writes_samples_of_its_node(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(worker, "sample_system", partial(sample_system, interval_s=0.001))
     train(tmp_path / "run", "train.steps=4", ranks=2)
     assert samples(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("logs/*"))  # the second rank of a node samples nothing
+
+
+def test_another_node_writes_beside_the_log_of_its_first_rank(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    file = tmp_path / "logs/rank_8.events.jsonl"
+    with sample_system(tmp_path, rank=8, device=CPU, ranks=8, interval_s=0.01):
+        after(file.exists)
+    assert json.loads(file.read_text().splitlines()[0])["event"] == "system"
+    assert not (tmp_path / "events.jsonl").exists()

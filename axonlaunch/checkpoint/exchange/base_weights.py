@@ -107,17 +107,19 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
     from axonlaunch.models.build import on_meta
 
     formats, dtype = quantized_names(on_meta(config, seed=config.seed)), kept_dtype(config)
-    shapes = Reader(_folder(config), config.model).shapes()
+    source = Reader(_folder(config), config.model, packed=formats)
+    shapes = source.shapes()
     batch: dict[str, Tensor] = {}
     for number, name in enumerate(names, 1):
-        batch[name] = torch.empty(shapes[name])
+        saved = torch.uint8 if name in source.packed else torch.float32
+        batch[name] = torch.empty(shapes[name], dtype=saved)
         if number == len(names) or sum(t.nbytes for t in batch.values()) > _BATCH_BYTES:
             with in_one_process():
-                source = Reader(_folder(config), config.model)
                 dcp.load({"model": batch}, storage_reader=source, no_dist=True)
             for read, tensor in batch.items():
                 stored = formats.get(read)
-                packed = tensor if stored is None else stored.quantize(tensor)
+                is_packed = stored is None or read in source.packed
+                packed = tensor if is_packed or stored is None else stored.quantize(tensor)
                 yield read, values_of(config, packed).to(dtype)
             batch = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from axonlaunch.checkpoint.format.manifest import is_name
 from axonlaunch.checkpoint.loading.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.models.source_of import source_of
+from axonlaunch.models.tensors.packed_blocks import BlockFormat, library_problem
+from axonlaunch.models.tensors.stored_blocks import NF4, StoredBlocks, parts_of, stored_blocks
+from axonlaunch.models.tensors.tensor_origins import OriginTensor
 from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,14 +51,25 @@ _DTYPES = {
 
 
 class Reader(StorageReader):
-    """Storage reader of torch for any region of any parameter in a folder of safetensors."""
+    """Storage reader of torch for any region of any parameter in a folder of safetensors.
 
-    def __init__(self, folder: Path, model: Any) -> None:
+    Matrices that bitsandbytes quantized to NF4 are read as fp32 values or unchanged.
+
+    Attributes:
+        blocks: Quantized matrices in the files by name.
+        packed: Quantized matrices by name of their parameter, if that is read unchanged.
+    """
+
+    def __init__(
+        self, folder: Path, model: Any, *, packed: Mapping[str, BlockFormat] | None = None
+    ) -> None:
         """Read the names, shapes and dtypes in a folder.
 
         Args:
             folder: Folder of the weights.
             model: Typed configuration of the model to fill, or of its run.
+            packed: Formats of quantized parameters by name. Matrices that are saved in the same
+                format have its shape and codes.
 
         Raises:
             ConfigError: The folder has no weights, or a file is corrupt.
@@ -69,9 +83,48 @@ class Reader(StorageReader):
                     dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
                     self._shapes[name] = tuple(entry.get_shape()), dtype
                     self._files[name] = file
+        self.blocks = self._find_blocks(folder)
         sizes = {name: shape for name, (shape, _) in self._shapes.items()}
         saved = source_of(model).find_saved(sizes)
         self._parameters, self._unused = saved.parameters, saved.unexpected
+        self.packed = {
+            name: self.blocks[source]
+            for name, stored in (packed or {}).items()
+            if stored is NF4 and (source := self._only_source(name)) in self.blocks
+        }
+
+    def _find_blocks(self, folder: Path) -> dict[str, StoredBlocks]:
+        """Find quantized matrices, and replace the shapes of their parts with that of the values.
+
+        Raises:
+            ConfigError: A matrix can't be read, or bitsandbytes is missing.
+        """
+
+        def read(name: str) -> Tensor:
+            with open_safetensors(self._files[name]) as content:
+                tensor: Tensor = content.get_tensor(name)
+            return tensor
+
+        sizes = {name: shape for name, (shape, _) in self._shapes.items()}
+        try:
+            blocks = stored_blocks(sizes, read)
+            if blocks and (problem := library_problem()):
+                raise ValueError(f"its weights are quantized (bitsandbytes nf4): {problem}")
+        except ValueError as error:
+            raise ConfigError([ConfigIssue("", f"{folder}: {error}")]) from None
+        for name, matrix in blocks.items():
+            self._shapes[name] = matrix.shape, torch.float32
+            for part in parts_of(name):
+                self._shapes.pop(part, None)
+        return blocks
+
+    def _only_source(self, parameter: str) -> str | None:
+        """Return the name of the tensor that equals a parameter; None if no single one does."""
+        laid = self._parameters.get(parameter)
+        if not isinstance(laid, OriginTensor) or len(laid.sources) != 1:
+            return None
+        [source] = laid.sources
+        return source if laid == OriginTensor.full(source, self._shapes[source][0]) else None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return shapes by the model's parameter names.
@@ -79,6 +132,7 @@ class Reader(StorageReader):
         Tensors that are not of the model are included under their names in the files.
         """
         by_name = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
+        by_name |= {ours: matrix.packed_shape for ours, matrix in self.packed.items()}
         return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -88,9 +142,11 @@ class Reader(StorageReader):
         """Return metadata with one chunk per parameter."""
         entries: dict[str, Any] = {}
         for ours, laid in self._parameters.items():
-            size = torch.Size(laid.shape)
+            size, dtype = torch.Size(laid.shape), self._shapes[laid.sources[0]][1]
+            if (matrix := self.packed.get(ours)) is not None:
+                size, dtype = torch.Size(matrix.packed_shape), torch.uint8
             entries[MODEL + ours] = TensorStorageMetadata(
-                TensorProperties(dtype=self._shapes[laid.sources[0]][1]),
+                TensorProperties(dtype=dtype),
                 size,
                 [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
             )
@@ -114,7 +170,7 @@ class Reader(StorageReader):
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
-            def read(name: str, region: tuple[slice, ...]) -> Tensor:
+            def read_saved(name: str, region: tuple[slice, ...]) -> Tensor:
                 file = self._files[name]
                 if file not in opened:
                     opened[file] = stack.enter_context(open_safetensors(file))
@@ -125,10 +181,22 @@ class Reader(StorageReader):
                 )
                 return part
 
+            def read(name: str, region: tuple[slice, ...]) -> Tensor:
+                matrix = self.blocks.get(name)
+                return (
+                    read_saved(name, region)
+                    if matrix is None
+                    else matrix.values(read_saved, region)
+                )
+
             for item in plan.items:
-                laid = self._parameters[item.storage_index.fqn.removeprefix(MODEL)]
+                name = item.storage_index.fqn.removeprefix(MODEL)
                 target = planner.resolve_tensor(item).detach()
-                laid.read(read, item.storage_offsets, item.lengths, target)
+                region = item.storage_offsets, item.lengths
+                if (matrix := self.packed.get(name)) is not None:
+                    matrix.read_packed(read_saved, *region, target)
+                else:
+                    self._parameters[name].read(read, *region, target)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -89,7 +89,8 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
 def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
     """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors.
 
-    Quantized parameters are read one at a time: each rank reads and quantizes its part.
+    Quantized parameters that are saved as values are read one at a time: each rank reads and
+    quantizes its part.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -101,12 +102,15 @@ def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: Worl
 
     folder = storage_path(path)
     checkpoint = reader.find_for_all(folder, world=world)
-    files: Any = Reader(folder, config) if checkpoint is None else source(checkpoint.path)
+    formats = {name: stored for name, part in state.items() if (stored := format_of(part))}
+    files: Any = (
+        Reader(folder, config, packed=formats) if checkpoint is None else source(checkpoint.path)
+    )
     saved = files.shapes() if checkpoint is None else reader.shapes(checkpoint)
     values = {
-        name: (packed, stored)
-        for name, packed in state.items()
-        if (stored := format_of(packed)) is not None and saved.get(name) != tuple(packed.shape)
+        name: (state[name], stored)
+        for name, stored in formats.items()
+        if saved.get(name) != tuple(state[name].shape)
     }
     rest = {name: tensor for name, tensor in state.items() if name not in values}
     if checkpoint is not None:
@@ -138,6 +142,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
             ``llama``.
     """
     from axonlaunch.models.adapters.lora import adapter_names
+    from axonlaunch.models.adapters.quantized_base import quantized_names
 
     added = adapter_names(model)
     checkpoint = step_folders.find_checkpoint(path)
@@ -150,7 +155,13 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
         message = f"{file}: is of a model of transformers; {hf_instead(path)}"
         raise ConfigError([ConfigIssue("", message)])
     buffers = {name for name, _ in model.named_buffers()}
-    saved = Reader(path, config).shapes()
+    formats = quantized_names(model)
+    files = Reader(path, config, packed=formats)
+    if files.blocks:
+        for name in sorted(formats.keys() - files.packed.keys()):
+            stored = "in nf4" if name in files.blocks else "unquantized"
+            return [f"{name} is saved {stored}, not in {formats[name].name}"]
+    saved = files.shapes()
     return reader.mismatches(saved, model, optional=buffers, without=added, quantizes=True)
 
 

@@ -133,7 +133,10 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Checkpoint | None
 
 
 def follow_link(path: Path) -> Path:
-    """Return the target of a path given by the user."""
+    """Return the target of a path that the user gave, if it is a link; other paths unchanged.
+
+    Links inside of a folder are not followed.
+    """
     return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
 

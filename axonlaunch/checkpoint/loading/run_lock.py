@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from axonlaunch.checkpoint.format.storage import is_remote
+from axonlaunch.checkpoint.format.storage import is_remote, reaching
+from axonlaunch.checkpoint.loading.bucket_lease import (
+    ENDS_S,
+    LEASE,
+    LeaseHeldError,
+    leased,
+    refuse_leased,
+)
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
@@ -17,12 +24,14 @@ from axonlaunch.system.storage.files import folder_lock, is_locked, read_text
 
 
 @contextmanager
-def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None]:
-    """Lock the folder in which a run keeps its checkpoints; buckets are not locked.
+def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> Iterator[None]:
+    """Lock the folder in which a run keeps its checkpoints; in a bucket, take its lease.
 
     Args:
         config: Configuration of the run; ``run_dir`` is resolved, or the folder will be new.
-        makes: Whether to create a missing folder; otherwise a missing folder is not locked.
+        owner: Identifies the run in all of its starts, as for ``leased``.
+        makes: Whether to create a missing folder, or the lease; otherwise a missing folder is not
+            locked, and it is only checked that no other run has the lease.
 
     Raises:
         ConfigError: Another run holds the lock, or the folder can't be created.
@@ -31,23 +40,40 @@ def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None
         folder = checkpoint_root(config)
     except ConfigError:  # no installed package reaches the bucket; preflight reports it
         folder = None
-    if folder is None or is_remote(folder):
-        yield
-        return
     key = "run_dir" if config.checkpoint.path is None else "checkpoint.path"
     value = config.checkpoint.path or config.run_dir
     with ExitStack() as stack:
-        try:
-            if makes:
-                folder.mkdir(parents=True, exist_ok=True)
-            if folder.is_dir():
-                stack.enter_context(folder_lock(folder.resolve()))
-        except BlockingIOError:
-            message = f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
-            raise ConfigError([ConfigIssue(key, message, value, is_transient=True)]) from None
-        except OSError as error:
-            message = f"can't be used: {error.strerror}: {error.filename}; use another"
-            raise ConfigError([ConfigIssue(key, message, value)]) from None
+        if folder is not None and is_remote(folder):
+            with reaching(folder):
+                try:
+                    if makes:
+                        stack.enter_context(leased(folder, owner=owner, run_dir=config.run_dir))
+                    else:
+                        refuse_leased(folder, owner=owner)
+                except LeaseHeldError as holder:
+                    message = (
+                        f"{holder} keeps its checkpoints there; wait for it, or use another. If it "
+                        f"was killed, wait {ENDS_S / 60:g} minutes, or delete {folder / LEASE}"
+                    )
+                    problem = ConfigIssue(key, message, value, is_transient=True)
+                    raise ConfigError([problem]) from None
+                except Exception:
+                    if makes:  # otherwise preflight reports it
+                        raise
+        elif folder is not None:
+            try:
+                if makes:
+                    folder.mkdir(parents=True, exist_ok=True)
+                if folder.is_dir():
+                    stack.enter_context(folder_lock(folder.resolve()))
+            except BlockingIOError:
+                message = (
+                    f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
+                )
+                raise ConfigError([ConfigIssue(key, message, value, is_transient=True)]) from None
+            except OSError as error:
+                message = f"can't be used: {error.strerror}: {error.filename}; use another"
+                raise ConfigError([ConfigIssue(key, message, value)]) from None
         yield
 
 

@@ -36,7 +36,8 @@ def command(
     cluster = cluster_of(context, namespace)
     rows = []
     is_requested = context is not None or namespace is not None
-    for job in find_jobs(folder, cluster, ray, needs_cluster=is_requested):
+    jobs, read = find_jobs(folder, cluster, ray, needs_cluster=is_requested)
+    for job in jobs:
         now = job.state()
         about = {"name": job.name, "job": job.scheduler, "state": now.name, "run_dir": job.run_dir}
         rows.append({**about, "note": now.note})
@@ -45,11 +46,7 @@ def command(
         return
     console = console_on()
     if not rows:
-        places = [f"{folder} has no jobs of SLURM"]
-        if cluster is not None:
-            places.append(f"the namespace {cluster.namespace} of {cluster.server} has none")
-        if ray is not None:
-            places.append(f"the Ray cluster at {ray} has none")
+        places = [f"{folder} has no jobs of SLURM", *(f"{each} has none" for each in read)]
         console.print("; ".join(places), markup=False, soft_wrap=True)
         return
     from rich.table import Table

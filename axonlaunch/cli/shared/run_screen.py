@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +19,8 @@ _RIGHT = ("layout", "peak memory")
 """Facts in the two columns of figures; the speed follows those on the right."""
 _LABEL = 10
 """Characters of the labels at the left of a curve."""
+_ROWS = 20
+"""Rows of the screen with one node; those that are left can show more nodes."""
 _NODE = {"processor": "share", "memory": "bytes", "GPU use": "share", "GPU power": "watts"}
 _STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 
@@ -36,7 +39,7 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
         figures,
     ]
     if run["system"]:
-        shown.append(_node(run["system"]))
+        shown += _nodes(run["system"], most=size.height - _ROWS)
     # Reserve rows for headings, the label of the axis and the cursor's line.
     left = size.height - figures.row_count - len(shown) - 6
     if "loss" in run["series"]:
@@ -97,10 +100,48 @@ def _figures(facts: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def _node(system: dict[str, Any]) -> Text:
-    """Return the latest sample of the main rank's node in one line."""
-    texts = [f"node {system['host']}"]
-    for chart in system["charts"]:
+def _nodes(system: dict[str, Any], *, most: int) -> list[RenderableType]:
+    """Return the latest sample of each node in a line, or the extremes of more than ``most``."""
+    nodes, views = system["nodes"], system["views"]
+    if len(nodes) == 1 or (len(views) > 1 and len(nodes) <= most):
+        return [_node(view) for view in views if view["name"] in nodes]
+    texts = [f"{len(nodes)} nodes"]
+    for chart in views[0]["charts"]:
+        name = chart["title"].partition(",")[0]
+        if unit := _NODE.get(name):
+            texts.append(f"{name} {_extremes(nodes, chart['lines'], unit)}")
+    return [Text(text, style="dim", no_wrap=True, overflow="ellipsis") for text in texts]
+
+
+def _extremes(nodes: Sequence[str], lines: Sequence[dict[str, Any]], unit: str) -> str:
+    """Return the lowest, median and highest of the latest values, with the nodes of the extremes.
+
+    Args:
+        nodes: Names of the nodes.
+        lines: Lines of a chart of all nodes.
+        unit: Unit of the chart.
+    """
+    rows = list(zip(*(line["y"] for line in lines), strict=True))
+    complete = [at for at, row in enumerate(rows) if None not in row]
+    if not complete:  # a node has left, or has not been sampled yet
+        return "--"
+    at = complete[-1]
+    if "nodes" in lines[0]:
+        named = [(rows[at][n], nodes[lines[n]["nodes"][at]]) for n in (0, 2)]
+        middle = rows[at][1]
+    else:
+        labels = (line["label"] for line in lines)
+        named = sorted(zip(rows[at], labels, strict=True))
+        middle = statistics.median(rows[at])
+    (low, lowest), (high, highest) = named[0], named[-1]
+    texts = (_in_unit(low, unit), lowest, _in_unit(high, unit), highest, _in_unit(middle, unit))
+    return "{} on {} to {} on {}, median {}".format(*texts)
+
+
+def _node(view: dict[str, Any]) -> Text:
+    """Return the latest sample of a node in one line."""
+    texts = [f"node {view['name']}"]
+    for chart in view["charts"]:
         name, of, total = chart["title"].partition(", of ")
         if unit := _NODE.get(name):
             latest = [line["y"][-1] for line in chart["lines"] if line["y"][-1] is not None]

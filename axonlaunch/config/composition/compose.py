@@ -249,6 +249,12 @@ class Composer:
         common = [] if file is None else [str(file)]
         if samples is not None:
             problems += [ConfigIssue("", text) for text in interval_problems(parsed)]
+            if not any(override.is_sweep_override() for override in parsed):
+                message = (
+                    "--samples: no key has several values, so all runs would be equal; "
+                    "write for example optimizer.lr=tag(log,interval(1e-5,1e-3))"
+                )
+                problems.append(ConfigIssue("", message))
             if problems:
                 raise ConfigError(problems)
             return [[*common, *run] for run in random_runs(parsed, samples)]

@@ -32,13 +32,13 @@ def _draw(override: Any, generator: random.Random) -> str:
         return f"{key}={generator.choice([*override.sweep_string_iterator()])}"
     interval = override.value()
     start, end = interval.start, interval.end
-    if isinstance(start, int) and isinstance(end, int):
-        return f"{key}={generator.randint(start, end)}"
+    is_whole = isinstance(start, int) and isinstance(end, int)
     if "log" in interval.tags:
         value = math.exp(generator.uniform(math.log(start), math.log(end)))
-    else:
-        value = generator.uniform(start, end)
-    return f"{key}={value:.{_DIGITS}g}"
+        return f"{key}={round(value) if is_whole else f'{value:.{_DIGITS}g}'}"
+    if is_whole:
+        return f"{key}={generator.randint(start, end)}"
+    return f"{key}={generator.uniform(start, end):.{_DIGITS}g}"
 
 
 def interval_problems(parsed: Sequence[Any]) -> list[str]:

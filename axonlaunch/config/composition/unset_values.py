@@ -53,7 +53,8 @@ def _holds_nothing_out(data: Mapping[str, Any]) -> bool:
     sources = list(mix.values()) if isinstance(mix, dict) else []
     sources = [source for source in sources if isinstance(source, dict)]
     shares = [data.get("held_out"), *(s["held_out"] for s in sources if "held_out" in s)]
-    return all(isinstance(share, int | float) and share == 0 for share in shares)
+    is_zero = all(isinstance(share, int | float) and share == 0 for share in shares)
+    return is_zero and not any(part.get("validation_split") for part in (data, *sources))
 
 
 def with_training_defaults(composed: Composed) -> Composed:

@@ -47,6 +47,16 @@ class GroupedOptimizer:
     parameter the update is computed in fp32
     """
 
+    def for_parameter(self, parameter: ParameterFacts, overridden: Container[str]) -> Any:
+        """Return the configuration that updates a parameter: this one, or another optimizer's.
+
+        Args:
+            parameter: Facts about the parameter.
+            overridden: Options that a group of parameters sets for this parameter.
+        """
+        del parameter, overridden
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(GroupedOptimizer):

@@ -11,7 +11,11 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimization.optimizer import (
+    OPTIMIZERS,
+    FreeOptimizerConfig,
+    GroupedOptimizer,
+)
 from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts, Sharding
 from axonlaunch.config.precision import master_format, quantizes_states, state_format
 from axonlaunch.config.problems.did_you_mean import nearest
@@ -42,7 +46,7 @@ def with_options(config: Any, parameter: ParameterFacts) -> Any:
     if len(parameter.shape) < 2 and has_decay:
         options.setdefault("weight_decay", 0.0)
     chosen = _replaced(config, options)
-    if hasattr(chosen, "for_parameter"):
+    if isinstance(chosen, GroupedOptimizer):
         chosen = chosen.for_parameter(parameter, options)
     return chosen if scale == 1 else dataclasses.replace(chosen, lr=scale * chosen.lr)
 

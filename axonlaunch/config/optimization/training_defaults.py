@@ -63,7 +63,7 @@ _FINE_TUNING_SCHEDULER: dict[str, dict[str, Any]] = {
     "wsd": _WARMUP,
     "inverse_sqrt": _WARMUP,
 }
-_LANGUAGE_MODELS = ("hf", "gpt", "llama")
+_LANGUAGE_MODELS = ("hf", "gpt", "llama", "moe")
 """Models that are known to compute in bf16; of others only their author knows it."""
 
 

@@ -57,7 +57,8 @@ class LoraConfig:
     base: Literal["nf4", "int8"] | None = None
     """format of the frozen linear weights and packed experts, in blocks of 64 values with an fp32
     scale: nf4 takes 4.5 bits per weight (Dettmers et al., "QLoRA", 2023), int8 8.5. They are
-    quantized while they are read, and dequantized where they are used. null: train.param_dtype
+    quantized while they are read, and dequantized where they are used. Files that bitsandbytes
+    quantized to nf4 are used unchanged. null: train.param_dtype
     """
     path: str | None = None
     """PEFT adapter folder that training starts from; it also sets rank, alpha, rslora, dora and

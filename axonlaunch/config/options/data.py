@@ -201,7 +201,7 @@ def _tokens(config: TokensConfig | SyntheticTokensConfig) -> SampleShape:
         kind="tokens",
         shape=(config.sequence_length,),
         num_classes=config.vocab_size,
-        is_packed=getattr(config, "document_length", None) is not None,
+        is_packed=isinstance(config, SyntheticTokensConfig) and config.document_length is not None,
     )
 
 

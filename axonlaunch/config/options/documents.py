@@ -200,7 +200,7 @@ class TextRowsConfig:
         """Yield ``(field, message)`` for keys of data sets of the Hub with invalid values."""
         splits = {"split": self.split, "validation_split": self.validation_split}
         yield from _split_problems(splits)
-        if self.validation_split is not None and self.held_out != _HELD_OUT:
+        if self.validation_split is not None and self.held_out not in (0, _HELD_OUT):
             yield "validation_split", "contradicts data.held_out, which holds out other rows"
         files = [file for source in self.mix.values() for file in source.get("files", ())]
         if not _has_hub_data([*self.files, *files]):

@@ -145,8 +145,7 @@ class SkyPilotConfig:
     gpu: str | None = None
     """accelerator, such as H100, of which a node has launch.nproc; null: none"""
     image: str | None = None
-    """container image, with axonlaunch installed; null: axonlaunch is installed on SkyPilot's image
-    """
+    """container image with axonlaunch and the code of the run"""
     infra: str | None = None
     """where to run, such as aws/us-east-1 or k8s; null: the cheapest"""
 
@@ -158,8 +157,7 @@ class DstackConfig:
     gpu: str | None = None
     """accelerator, such as H100, of which a node has launch.nproc; null: none"""
     image: str | None = None
-    """container image, with axonlaunch installed; null: axonlaunch is installed on dstack's image
-    """
+    """container image with axonlaunch and the code of the run"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,10 @@ FOREIGN_OPTIONS = {
     "adapter=dora": "adapter=lora adapter.dora=true",
     "adapter=qlora": "adapter=lora adapter.base=nf4",
     "adapter=rslora": "adapter=lora adapter.rslora=true",
+    "launch=k8s": "kubernetes",
+    "launch=mpirun": "auto, in a command started by mpirun",
+    "launch=submitit": "slurm",
+    "launch=torchrun": "auto, in a command started by torchrun",
     "strategy=context_parallel": "strategy.context.degree=2",
     "strategy=data_parallel": "ddp",
     "strategy=deepspeed": "zero1, zero2 or fsdp",
@@ -20,7 +24,48 @@ FOREIGN_OPTIONS = {
 }
 """Maps other tools' names of an option to the option here."""
 
+_OF_SBATCH = (
+    *(
+        "begin",
+        "comment",
+        "constraint",
+        "cpus_per_gpu",
+        "dependency",
+        "exclude",
+        "gres",
+        "licenses",
+    ),
+    *("mail_type", "mail_user", "mem", "mem_per_cpu", "mem_per_gpu", "nice", "nodelist", "qos"),
+    *("reservation", "switches", "tmp"),
+)
+"""Options of sbatch that ``launch.slurm`` has no key for."""
+_OF_PODS = (
+    *("affinity", "annotations", "env", "host_ipc", "host_network", "image_pull_policy"),
+    *("image_pull_secrets", "init_containers", "labels", "limits", "pull_policy", "pull_secrets"),
+    *("requests", "resources", "restart_policy", "security_context", "shm_size"),
+    *("topology_spread_constraints", "ttl_seconds_after_finished"),
+)
+"""Fields of Kubernetes that ``launch.kubernetes`` has no key for."""
+
 FOREIGN_NAMES = {
+    **{
+        f"launch.slurm.{name}": f"launch.slurm.extra_args=['--{name.replace('_', '-')}=VALUE']"
+        for name in _OF_SBATCH
+    },
+    **{
+        f"launch.kubernetes.{name}": "launch.kubernetes.patch, a file merged into the job"
+        for name in _OF_PODS
+    },
+    "gpus_per_node": "launch.nproc",
+    "hostfile": "launch.nnodes, launch.node_rank and launch.master_addr on each node",
+    "launch.kubernetes.gpus": "launch.nproc",
+    "launch.kubernetes.replicas": "launch.nnodes",
+    "launch.slurm.nodes": "launch.nnodes",
+    "launch.slurm.ntasks_per_node": "launch.nproc",
+    "launch.slurm.setup": "launch.slurm.prologue",
+    "launch.slurm.timeout_min": "launch.slurm.time",
+    "launch.slurm.walltime": "launch.slurm.time",
+    "rdzv_endpoint": "launch.master_addr and launch.master_port",
     "bnb_4bit_quant_type": "adapter.base",
     "quantization_config": "adapter.base",
     "quantize_base": "adapter.base=nf4",
@@ -39,12 +84,14 @@ FOREIGN_NAMES = {
     "compile.enable": "train.compile",
     "comm.init_timeout_seconds": "launch.timeout_s",
     "dataset": "data=chat or data=documents with data.files",
+    "datasets": "data=chat or data=documents with data.files",
     "debug.deterministic": "train.deterministic",
     "debug.seed": "seed",
     "deepspeed_config.zero_stage": "strategy=zero1, zero2 or fsdp",
     "devices": "launch.nproc",
     "distributed_type": "strategy",
     "enable_async_tensor_parallel": "strategy.tensor.async_collectives",
+    "fsdp_config": "strategy.fsdp",
     "fsdp_config.fsdp_sharding_strategy": "strategy.fsdp.sharding",
     "gpu_ids": "launch.nproc, and CUDA_VISIBLE_DEVICES",
     "gpus": "launch.nproc",
@@ -94,7 +141,8 @@ FOREIGN_NAMES = {
     "use_cpu": "launch.device=cpu",
     "val_check_interval": "train.eval_every",
 }
-"""Maps names of accelerate, Lightning, torchrun and torchtitan to the key here, and short names.
+"""Maps names of accelerate, Lightning, torchrun, torchtitan, submitit, sbatch and Kubernetes to the
+key here, and short names.
 
 Names of tools whose files ``axonlaunch convert`` reads are in ``validation.other_tools``.
 """

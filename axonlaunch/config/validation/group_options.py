@@ -81,7 +81,12 @@ def typed_groups(
 
 
 def _options_of(schema: type, key: str) -> set[str]:
-    """Return the fields of a dataclass that a group may set."""
+    """Return the names of the options that a group may set.
+
+    Args:
+        schema: Dataclass of the optimizer or the dataset.
+        key: Dotted key of the groups, ``optimizer.groups`` or ``data.mix``.
+    """
     return {
         field.name
         for field in dataclasses.fields(schema)

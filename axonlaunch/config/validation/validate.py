@@ -305,6 +305,8 @@ def _unknown_name(
     meant = here.get(nearest(name, here) or "") or last.get(
         nearest(name, last, cutoff=_ELSEWHERE) or ""
     )
+    if not meant and "arguments" in fields:  # of a registered or custom class or function
+        meant = f"{prefix}.arguments.{name}"
     if meant:
         return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
     listed = f"keys of {prefix}" if prefix else "top-level keys"

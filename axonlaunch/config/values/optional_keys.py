@@ -31,6 +31,18 @@ def optimizer_groups(optimizer: Any) -> Mapping[str, Mapping[str, Any]]:
     return groups
 
 
+def weight_decay(optimizer: Any) -> float | None:
+    """Return ``optimizer.weight_decay``; None for an optimizer without it."""
+    decay: float | None = getattr(optimizer, "weight_decay", None)
+    return decay
+
+
+def weights_of(model: Any) -> str | None:
+    """Return ``model.weights``, the path of saved initial weights."""
+    path: str | None = getattr(model, "weights", None)
+    return path
+
+
 def custom_target(choice: Any) -> str | None:
     """Return the key ``target`` of a choice ``custom``, ``module:name``; None for other choices."""
     target: str | None = getattr(choice, "target", None)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from axonlaunch.config.options.data import DATASETS, CustomDataConfig
+from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.datasets.dataset import Dataset, FileSums
 from axonlaunch.data.datasets.origin import Origin, printable
@@ -40,8 +41,9 @@ def describe_rows(
     if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
         return None
     info = dataset.info
+    sources = config.data.sources() if isinstance(config.data, TextRowsConfig) else {}
     is_chat = config.data.name == "chat" or any(
-        source.name == "chat" for source in getattr(config.data, "sources", dict)().values()
+        source.name == "chat" for source in sources.values()
     )
     shards = None if like is None else like.shards or sys.maxsize
     sums, covered = FileSums([]) if info.file_sums is None else info.file_sums(shards)
@@ -49,7 +51,7 @@ def describe_rows(
         files=tuple(_in_groups([(printable(name), digest) for name, digest in sums])),
         options=_options(config.data),
         tokenizer="" if info.tokenizer is None else info.tokenizer.fingerprint,
-        template=getattr(info.tokenizer, "template_fingerprint", "") if is_chat else "",
+        template=info.tokenizer.template_fingerprint if is_chat and info.tokenizer else "",
         shards=covered,
     )
 

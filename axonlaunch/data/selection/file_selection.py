@@ -199,24 +199,6 @@ def hub_reference(pattern: str) -> HubReference | None:
     return None if reference is None or Path(pattern).exists() else reference
 
 
-def training_sources(config: TextRowsConfig) -> list[SourceFile]:
-    """Return the training files of a dataset.
-
-    Raises:
-        ConfigError: A condition of ``FileSelection.sources`` is violated.
-    """
-    return FileSelection.of_training(config).sources()
-
-
-def held_out_sources(config: TextRowsConfig) -> list[SourceFile]:
-    """Return the held-out files of a dataset; none if a share of the training rows is held out.
-
-    Raises:
-        ConfigError: A condition of ``FileSelection.sources`` is violated.
-    """
-    return FileSelection.of_held_out(config).sources()
-
-
 def _source_of_hub(reference: HubReference, name: str, path: Path) -> SourceFile:
     url = f"hf://datasets/{reference.repo}@{reference.commit}/{name}"
     return SourceFile(url, *suffixes(name), path.stat().st_size, "", path=str(path))

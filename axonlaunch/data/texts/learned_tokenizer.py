@@ -21,7 +21,7 @@ from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.files.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.files.sources import SourceFile
-from axonlaunch.data.selection.file_selection import training_sources
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards import cached_folder, token_cache
 from axonlaunch.data.shards.encoding import OnProgress, Tokenizing
 from axonlaunch.data.texts.chats.chat_rows import chat_columns, read_chat
@@ -68,7 +68,7 @@ def load_or_learn(
     is_learned = tokenizer.name == "train"
     loaded = _load_learned(tokenizer, data, report) if is_learned else load_tokenizer(tokenizer)
     loaded = add_tokens(loaded, tokenizer)
-    chosen = getattr(data, "chat_template", None)
+    chosen = data.chat_template if isinstance(data, ChatConfig) else None
     return loaded if chosen is None else replace_template(loaded, chat_template(chosen), chosen)
 
 
@@ -84,7 +84,9 @@ def _load_learned(
         message = "needs transformers; pip install 'axonlaunch[hf]'"
         raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
     configs = [*(data.sources().values() or [data])]
-    files = [(config, file) for config in configs for file in training_sources(config)]
+    files = [
+        (config, file) for config in configs for file in FileSelection.of_training(config).sources()
+    ]
     named = [[*source.identity, *_fields(config)] for config, source in files]
     text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]

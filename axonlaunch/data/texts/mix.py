@@ -6,10 +6,8 @@ nothing else affects the order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +17,12 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, dataset_indices
-from axonlaunch.data.selection.file_selection import held_out_sources, training_sources
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.data.texts.text_rows import TextRows, held_out_key
 from axonlaunch.data.tokenizers.tokenizer import Tokenizer
 
-_T = TypeVar("_T")
 _PASS_KEY = 2
 """Distinguishes the order of rows in a pass over a source from other orders."""
 
@@ -184,9 +181,14 @@ class TextMix:
         yield f"data.mix: {self.num_samples:,} rows: {', '.join(shares)}"
 
     def _source_notes(self) -> Iterator[str]:
+        common: dict[str, None] = {}
         for name, source in zip(self._names, self._sources, strict=True):
             for note in source.info.notes:
-                yield f"data.mix.{name}{note.removeprefix('data')}"
+                if note.startswith("data"):
+                    yield f"data.mix.{name}{note.removeprefix('data')}"
+                else:
+                    common[note] = None
+        yield from common
 
 
 def _rows_per_source(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:
@@ -215,18 +217,8 @@ def _source(
     Raises:
         ConfigError: The source is invalid; keys are those of the source.
     """
-    build = partial(TextRows, tokenizer=tokenizer, report=report, verifies=verifies)
-    return _with_keys_of(name, build, config)
-
-
-def _with_keys_of(name: str, build: Callable[[TextRowsConfig], _T], config: TextRowsConfig) -> _T:
-    """Call a function with the configuration of a source.
-
-    Raises:
-        ConfigError: The function raises it; keys are those of the source.
-    """
     try:
-        return build(config)
+        return TextRows(config, tokenizer, report=report, verifies=verifies)
     except ConfigError as error:
         problems = [replace(p, key=_key_of_source(name, p.key)) for p in error.problems]
         raise ConfigError(problems) from None
@@ -247,10 +239,10 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
     trained = [
         (name, file)
         for name, source in sources.items()
-        for file in _with_keys_of(name, training_sources, source)
+        for file in FileSelection.of_training(source, key=f"data.mix.{name}").sources()
     ]
     for name, source in sources.items():
-        for file in _with_keys_of(name, held_out_sources, source):
+        for file in FileSelection.of_held_out(source, key=f"data.mix.{name}").sources():
             for other, trained_file in trained:
                 if file.overlaps(trained_file):
                     key, value = held_out_key(source)

@@ -29,7 +29,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
-from axonlaunch.data.selection.file_selection import training_sources
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.token_cache import Shard
@@ -72,7 +72,7 @@ class ShardedRows:
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
         self.folder = token_cache.folder_of(config.cache_dir)
-        sources = training_sources(config)
+        sources = FileSelection.of_training(config).sources()
         refuse_overlap(config, sources)
         self._corpus = corpus(config, sources, tokenizer, report)
         # It stays open: another thread evaluates its held-out samples.

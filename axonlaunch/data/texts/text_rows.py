@@ -22,7 +22,7 @@ from axonlaunch.data.datasets.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.datasets.shuffle import Indices, permute
 from axonlaunch.data.files.rows import UnreadableFileError
 from axonlaunch.data.files.sources import SourceFile
-from axonlaunch.data.selection.file_selection import held_out_sources, training_sources
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards import token_cache
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.shards.shard_maker import BadRowsError, EncodingError
@@ -83,10 +83,10 @@ class TextRows:
         self._is_packed = config.packing != "none"
         self._config = config
         self.folder = token_cache.folder_of(config.cache_dir)
-        eval_sources = held_out_sources(config)
+        eval_sources = FileSelection.of_held_out(config).sources()
         is_all = shards is None
         if shards is None:
-            sources = training_sources(config)
+            sources = FileSelection.of_training(config).sources()
             refuse_overlap(config, sources)
             with explain_failures(config):
                 shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
@@ -280,7 +280,7 @@ class TextRows:
 
     def _added_tokens(self) -> list[str]:
         """Return a note on tokens that the configuration adds to the tokenizer."""
-        added = getattr(self.tokenizer, "added", ())
+        added = self.tokenizer.added
         if not added:
             return []
         return [f"tokenizer: tokens added: {len(added)}, so that it has {self.num_classes:,}"]
@@ -311,7 +311,7 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
     Raises:
         ConfigError: A held-out file is also a training file.
     """
-    for held_out in held_out_sources(config):
+    for held_out in FileSelection.of_held_out(config).sources():
         if any(held_out.overlaps(source) for source in sources):
             key, value = held_out_key(config)
             what, use = f"{held_out.name} is", "remove it there"

@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 
-from axonlaunch.data.selection.file_selection import training_sources
+from axonlaunch.data.selection.file_selection import FileSelection
 from axonlaunch.data.shards.encoding import Tokenizing
 from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 from axonlaunch.data.texts.text_rows import corpus
@@ -27,7 +27,7 @@ def main() -> None:
     os.nice(_NICE)
     with contextlib.suppress(ValueError, OSError):
         loaded = load_or_learn(tokenizer, config, report=_say_nothing)
-        for _ in corpus(config, training_sources(config), loaded, _say_nothing):
+        for _ in corpus(config, FileSelection.of_training(config).sources(), loaded, _say_nothing):
             pass  # a shard is complete when it is yielded
 
 

@@ -54,11 +54,16 @@ class Tokenizer(Protocol):
         vocab_size: One more than the largest token.
         fingerprint: Hash of everything that decides the tokens of a text.
         end: Token at the end of a document; None if there is none.
+        added: Tokens that the configuration adds to those of its folder.
+        template_fingerprint: Hash of the chat template, which does not affect the tokens of a text;
+            empty without a template.
     """
 
     vocab_size: int
     fingerprint: str
     end: int | None
+    added: tuple[str, ...]
+    template_fingerprint: str
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Convert each text to the tokens of a document, including start and end tokens."""
@@ -87,6 +92,8 @@ class ByteTokenizer:
     vocab_size = NUM_BYTES
     fingerprint = "bytes"
     end: int | None = None
+    added: tuple[str, ...] = ()
+    template_fingerprint = ""
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Convert each text to its bytes."""
@@ -122,8 +129,6 @@ class PretrainedTokenizer:
         files: Files of the tokenizer, by their path in its folder.
         model: Facts about the model, from the configuration in the folder, by which transformers
             selected the class.
-        added: Tokens that the configuration adds to those of its folder.
-        template_fingerprint: Hash of the chat template, which does not affect the tokens of a text.
     """
 
     def __init__(

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.record.node_samples import ranks_with_events
 from axonlaunch.diagnostics.report.record.run_record import (
     FILES,
     NotARunError,
     RunReader,
     is_running,
 )
+from axonlaunch.system.storage.run_files import events_of_rank
 
 _REST = 20.0
 """Seconds of reuse per second of computation; limits the load to a twentieth of a core."""
@@ -50,7 +52,7 @@ class LivePageData:
         with self._lock:
             if time.monotonic() < self._resting_until:
                 return self._data
-            states: list[object] = [_state(path / name) for path in self._paths for name in FILES]
+            states: list[object] = [_state(file) for path in self._paths for file in _files(path)]
             states += [is_running(path) for path in self._paths]
             if states != self._states:
                 began = time.thread_time()
@@ -62,6 +64,11 @@ class LivePageData:
                 self._states = states
                 self._resting_until = time.monotonic() + _REST * (time.thread_time() - began)
             return self._data
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a run's folder whose changes the page shows."""
+    return [path / name for name in (*FILES, *map(events_of_rank, ranks_with_events(path)))]
 
 
 def _state(file: Path) -> tuple[int, int] | None:

@@ -176,11 +176,17 @@ def _run_data(run: RunRecord, label: str) -> dict[str, Any]:
             for span in spans(run)
         ],
         "crash": _crash(run),
-        "notes": [*run.notes, *(str(event.get("text")) for event in run.events_of_kind("noted"))],
+        "notes": _notes(run),
         "config": [
             [key, plain(value), str(run.origins.get(key, ""))] for key, value in run.config.items()
         ],
     }
+
+
+def _notes(run: RunRecord) -> list[str]:
+    samples = [] if run.node_samples is None else run.node_samples.notes
+    events = run.events_of_kind("noted")
+    return [*run.notes, *samples, *(str(event.get("text")) for event in events)]
 
 
 def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:

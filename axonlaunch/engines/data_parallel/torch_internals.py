@@ -7,6 +7,7 @@ has to change.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -84,6 +85,20 @@ def compile_blocks_whole() -> None:
     import torch._dynamo.config
 
     torch._dynamo.config.optimize_ddp = False
+
+
+@functools.cache
+def hide_working_folder() -> None:
+    """Keep the compiler's programs from importing modules of the working folder as libraries.
+
+    It runs ``python -c "from ctypes ..."``, in any step. Other new processes, which the user's code
+    may start, are not affected.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    environment = cpu_vec_isa.python_subprocess_env
+    compiler: Any = cpu_vec_isa
+    compiler.python_subprocess_env = lambda: {**environment(), "PYTHONSAFEPATH": "1"}
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterable[Any]:

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS
+from axonlaunch.models.modules.placeholder import Placeholder
 from axonlaunch.models.specs.model_spec import BlockFlow, Dim
+from axonlaunch.models.specs.router_loss import RouterLossModel
 from axonlaunch.models.torch_internals import is_view
 
 
@@ -38,25 +40,6 @@ class _MicroBatch:
     """The hidden states that a stage received, shared by its placeholders during a forward."""
 
     received: Tensor | None = None
-
-
-class Placeholder(nn.Module):
-    """Placeholder for a module on another stage: same attributes, no parameters."""
-
-    is_stand_in = True
-    """``ModelSpec.blocks`` skips placeholders."""
-
-    def __init__(self, absent: nn.Module) -> None:
-        super().__init__()
-        self._absent = (absent.to("meta"),)  # a tuple, so it is not a submodule
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the absent module; models read, for example, the kind of a block."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            (absent,) = self.__dict__.get("_absent", (None,))
-            return getattr(absent, name)
 
 
 class PassingBlock(Placeholder):
@@ -92,15 +75,15 @@ class PassingBlock(Placeholder):
 class LeavingBlock(Placeholder):
     """Placeholder for the next stage's first block, which ends this stage's forward.
 
-    Models with a method ``leave`` can replace the hidden states that the stage returns.
+    Models can replace the hidden states that the stage returns, see ``RouterLossModel.leave``.
     """
 
     def __init__(self, absent: nn.Module, *, model: nn.Module) -> None:
         super().__init__(absent)
-        self._leave = getattr(model, "leave", None)
+        self._leave = model.leave if isinstance(model, RouterLossModel) else None
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> None:
-        """End the forward with the hidden states."""
+        """End the stage's forward by an exception that carries its hidden states."""
         raise _Leaving(hidden if self._leave is None else self._leave(hidden))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
 from axonlaunch.engines.precision.quantized_products import QuantizedProducts, RoundingStart
 from axonlaunch.engines.precision.scaled_products import ScaledProducts
-from axonlaunch.engines.tensor.parallel_layers.layers import RowParallelLinear
+from axonlaunch.engines.tensor.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.modules.convert_module import convert_module
 
@@ -56,7 +56,7 @@ def round_products(
         if is_row not in products:
             products[is_row] = _products(layer, chosen, start)
         layer.__dict__["product"] = products[is_row]
-        if hasattr(type(layer), "product"):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             continue  # a sharded layer, which calls it
         base: Any = layer.base_class if isinstance(layer, LoraLayer) else type(layer)
         layer.__dict__["weight_is_transposed"] = not issubclass(base, nn.Linear)

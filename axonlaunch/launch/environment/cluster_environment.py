@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue
+from axonlaunch.config.consistency.layout import is_on_cpu
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import divisor_of
 from axonlaunch.launch.environment.environment_variables import (
     ADDRESS,
@@ -46,6 +48,8 @@ class ClusterEnvironment:
         nnodes: Number of nodes; None if unknown.
         node_rank: Number of this node; None if unknown.
         nproc: Number of ranks that this process has to start; None if the launcher leaves it open.
+        gpus: Number of GPUs of this node, each of which has a rank unless the run computes on the
+            CPU; None if unknown.
         completion_index: Number of this pod of an Indexed Job; None outside of one. It is the
             number of the node if the run has several.
         master_addr: Address of rank 0; None if unknown.
@@ -65,6 +69,7 @@ class ClusterEnvironment:
     nnodes: int | None = None
     node_rank: int | None = None
     nproc: int | None = None
+    gpus: int | None = None
     completion_index: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
@@ -233,6 +238,7 @@ def _node(reader: VariableReader, names: NodeVariables) -> ClusterEnvironment:
         nnodes=nnodes,
         node_rank=node_rank,
         nproc=nproc,
+        gpus=reader.number(names.gpus) or None,
         master_addr=addresses[0] if addresses else None,
         master_port=port or port_of(f"{names.launcher} {run_id}"),
         run_id=run_id,
@@ -306,6 +312,9 @@ def _ranks_here(
     nproc, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
     if detected.nproc is not None:
         return detected.nproc, []
+    device, backend = launch.get("device", "auto"), launch.get("backend", "auto")
+    if detected.gpus and not is_on_cpu(LaunchConfig(device=device, backend=backend)):
+        return detected.gpus, []
     if detected.local_world_size is not None and detected.local_rank is not None:
         return detected.local_world_size, []
     if isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class NodeVariables:
         address: Address of node 0, or addresses of all nodes on separate lines.
         port: Port on node 0; empty if the tool sets none.
         nproc: Number of ranks on each node; empty if the tool sets none.
+        gpus: Number of GPUs of each node, 0 or not set without; empty if the tool does not say.
         run_id: Identifies the run on all of its nodes; empty if there is ``port``.
     """
 
@@ -68,6 +70,7 @@ class NodeVariables:
     address: str
     port: str = ""
     nproc: str = ""
+    gpus: str = ""
     run_id: str = ""
 
 
@@ -85,6 +88,7 @@ NODE_VARIABLES = (
         "SKYPILOT_NUM_NODES",
         "SKYPILOT_NODE_RANK",
         "SKYPILOT_NODE_IPS",
+        gpus="SKYPILOT_NUM_GPUS_PER_NODE",
         run_id="SKYPILOT_TASK_ID",
     ),
     NodeVariables(
@@ -92,6 +96,7 @@ NODE_VARIABLES = (
         "DSTACK_NODES_NUM",
         "DSTACK_NODE_RANK",
         "DSTACK_MASTER_NODE_IP",
+        gpus="DSTACK_GPUS_PER_NODE",
         run_id="DSTACK_RUN_ID",
     ),
 )
@@ -139,6 +144,28 @@ def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in names and not name.startswith(prefixes)
     }
+
+
+SUBMISSION = "AXONLAUNCH_SUBMISSION"
+"""Names the submission of a run to Ray, on its nodes."""
+POD_SUBMISSION = "/run/axonlaunch/config/submission"
+"""File that names the submission of a run to Kubernetes, in its pods."""
+
+
+def submission_of(environment: Mapping[str, str]) -> str:
+    """Return a name that all starts of a run by its scheduler share; empty if there is none.
+
+    A scheduler may start a run again on another node.
+    """
+    if job := environment.get("SLURM_JOB_ID"):
+        return f"SLURM job {job} of {environment.get('SLURM_CLUSTER_NAME', 'a cluster')}"
+    for name in (SUBMISSION, *(names.run_id for names in NODE_VARIABLES if names.run_id)):
+        if environment.get(name):
+            return f"{name} {environment[name]}"
+    try:
+        return f"pods {Path(POD_SUBMISSION).read_text()}"
+    except (OSError, ValueError):
+        return ""
 
 
 UNKNOWN_LAUNCH = LaunchIdentity()

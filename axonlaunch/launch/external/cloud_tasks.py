@@ -54,6 +54,12 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     if not is_on_cpu(launch) and _options(launch).gpu is None:
         message = "is required, as H100; or write launch.device=cpu"
         issues.append(ConfigIssue(f"launch.{name}.gpu", message))
+    if _options(launch).image is None:
+        message = (
+            "is required: a container image with axonlaunch and your code; "
+            "axonlaunch help launchers shows a Containerfile"
+        )
+        issues.append(ConfigIssue(f"launch.{name}.image", message))
     if not is_url(config.checkpoint.path or ""):
         message = (
             "the disk of a node ends with it, and the other nodes don't see it; write "
@@ -116,7 +122,7 @@ def _options(launch: LaunchConfig) -> SkyPilotConfig | DstackConfig:
     return launch.skypilot if launch.name == "skypilot" else launch.dstack
 
 
-def _script(config: RunConfig, *first: str) -> str:
+def _script(config: RunConfig) -> str:
     """Return a script that writes the configuration and the token, and trains."""
     settings: dict[str, Any] = {"launch.name": "auto"}
     token = []
@@ -130,7 +136,6 @@ def _script(config: RunConfig, *first: str) -> str:
     text = configuration.to_yaml(configuration.with_values(config, settings))
     lines = [
         "set -e",
-        *first,
         f'mkdir -p "{_FOLDER}"',
         *token,
         f"cat > \"{_FOLDER}/job.yaml\" <<'AXONLAUNCH_END'\n{text}AXONLAUNCH_END",
@@ -146,15 +151,12 @@ def _sky_task(config: RunConfig, name: str) -> dict[str, Any]:
         resources["infra"] = options.infra
     if not is_on_cpu(launch):
         resources["accelerators"] = f"{options.gpu}:{launch.nproc}"
-    if options.image:
-        resources["image_id"] = f"docker:{options.image}"
+    resources["image_id"] = f"docker:{options.image}"
     # SkyPilot replaces lost nodes by default. A failure ends the job, because the nodes have
     # restarted the run before; SkyPilot would also repeat configuration errors.
     task: dict[str, Any] = {"name": name, "num_nodes": int(launch.nnodes), "resources": resources}
     if int(launch.nnodes) > 1:
         task["secrets"] = {SECRET_VARIABLE: None}
-    if not options.image:
-        task["setup"] = "pip install 'axonlaunch[data,remote]'\n"
     task["run"] = _script(config)
     return task
 
@@ -162,13 +164,11 @@ def _sky_task(config: RunConfig, name: str) -> dict[str, Any]:
 def _dstack_task(config: RunConfig, name: str) -> dict[str, Any]:
     launch, options = config.launch, config.launch.dstack
     task: dict[str, Any] = {"type": "task", "name": name, "nodes": int(launch.nnodes)}
-    if options.image:
-        task["image"] = options.image
+    task["image"] = options.image
     if int(launch.nnodes) > 1:
         task["env"] = [SECRET_VARIABLE]
-    install = [] if options.image else ["pip install 'axonlaunch[data,remote]'"]
     # dstack joins commands with &&, which a text that is written to a file does not survive.
-    task["commands"] = [_script(config, *install)]
+    task["commands"] = [_script(config)]
     if not is_on_cpu(launch):
         task["resources"] = {"gpu": f"{options.gpu}:{launch.nproc}", "shm_size": "16GB"}
     task["retry"] = {"on_events": ["no-capacity", "interruption"], "duration": "1d"}

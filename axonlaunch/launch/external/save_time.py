@@ -8,6 +8,7 @@ from multiprocessing.context import ForkServerContext
 from axonlaunch.config import RunConfig
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Estimate
+from axonlaunch.system.text.spinner import spinner
 
 _SAVE_RATE = 100e6
 """Bytes per second at which a node is assumed to write a checkpoint, slower than network storage
@@ -27,7 +28,8 @@ def estimate_submitted(config: RunConfig, context: ForkServerContext) -> Estimat
     Raises:
         ConfigError: The run can't be estimated.
     """
-    return forecast(context, resolve_for_node(context, config)).estimate
+    with spinner("estimating the run, for the memory and the time to save of its job"):
+        return forecast(context, resolve_for_node(context, config)).estimate
 
 
 def seconds_to_save(config: RunConfig, estimate: Estimate) -> int:

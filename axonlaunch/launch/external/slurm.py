@@ -39,8 +39,14 @@ JOB = "job.yaml"
 TOKEN = "token"
 NUMBER = "job.number"
 """File in the run folder with the number of the last job."""
+_STOPPED = "job.stopped"
+"""File in the run folder with the number of the last job that was stopped."""
+_STATUSES = "job.statuses"
+"""Folder in the run folder with the exit status of each node while the job ends."""
 _LOCK = "job.lock"
 """File in the run folder that a command locks while it submits the run."""
+_END = "END_OF_CONFIGURATION"
+"""Line that ends the configuration in a script, which no YAML of a configuration contains."""
 UNKNOWN = "UNKNOWN"
 """State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
@@ -57,24 +63,75 @@ _NOTES = {
     "130": "is stopped; resume it with axonlaunch resume {name}",
 }
 """Notes on failed jobs by the exit status of the command."""
+_BEFORE_PROLOGUE = """\
+# Shortly before the time limit: checkpoint and requeue. axonlaunch stop: checkpoint and end.
+again= stopped= step= asked=
+save() {
+    [ -n "$step" ] && [ -z "$asked" ] || return
+    asked=yes
+    # A signal before the step exists would be lost, and a second one would end it at once.
+    while ! squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '\\.[0-9]' &&
+        kill -0 "$step" 2>/dev/null; do
+        sleep 1
+    done
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}
+trap 'again=yes; save' USR1
+trap 'stopped=yes; save' USR2""".splitlines()
+"""Start of the script: functions and traps."""
+_AFTER_PROLOGUE = """\
+[ -z "$stopped" ] || exit 130
+# srun exits with the highest status, which may be that of a node which was ended after the failure.
+rm -rf "$statuses" && mkdir "$statuses"
+node='trap : TERM; "$@"; status=$?; echo $status >"$0/$SLURM_PROCID"; exit $status'""".splitlines()
+"""Lines before the command that starts the nodes."""
+_AFTER_START = f"""\
+step=$!
+[ -z "$again$stopped" ] || save
+while kill -0 "$step" 2>/dev/null; do # a trap ends the wait
+    wait "$step"
+done
+wait "$step"
+status=$?
+if [ $status -ne 0 ]; then
+    for each in {INVALID} 1 {TRANSIENT} 130; do
+        cat "$statuses"/* | grep -qx $each && status=$each && break
+    done
+    # It was stopped before it could save.
+    [ -n "$stopped" ] && [ $status -eq 143 ] && status=130
+fi
+rm -rf "$statuses"
+if [ -n "$again" ] && [ -z "$stopped" ] && [ $status -ne 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $status""".splitlines()
+"""End of the script: waits for the nodes and exits with the status that says most."""
 _LEAST_GRACE_S = 120
 """Least number of seconds before the time limit at which a job is asked to save."""
 _ANSWER_S = 60.0
 """Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 
 
-def render(config: RunConfig, *, python: str = sys.executable) -> str:
+def render(config: RunConfig, *, python: str = sys.executable, makes_folder: bool = False) -> str:
     """Return the batch script of a run with resolved ``name``, ``run_dir`` and ``launch.nproc``.
 
     Shortly before the time limit the job receives a signal, saves a checkpoint and requeues itself.
     A preempted job receives SIGTERM from SLURM, which also requeues it.
+
+    Args:
+        config: Configuration of the run.
+        python: Python of the job.
+        makes_folder: Whether the script makes the run folder with the configuration and the token
+            of the nodes, so that ``sbatch`` accepts it anywhere. Its output is then in the working
+            folder, because SLURM opens it before the script begins.
     """
     launch, folder, grace = config.launch, config.run_dir, config.launch.slurm.grace_s
+    output = Path.cwd() if makes_folder else folder
     options = [
         f"--job-name={Path(config.name).name}",
         f"--nodes={launch.nnodes}",
         "--ntasks-per-node=1",
-        f"--output={folder}/slurm-%j.out",
+        f"--output={output}/slurm-%j.out",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{_LEAST_GRACE_S if grace == 'auto' else grace}",
@@ -83,7 +140,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         devices = 1 if launch.backend == "gloo" else launch.nproc  # ranks share it with gloo
         options.append(f"--gpus-per-node={devices}")
     cpus = launch.slurm.cpus_per_task
-    options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
+    # Whole nodes come with all cores, but only with the memory that the job asks for.
+    options += ["--exclusive", "--mem=0"] if cpus is None else [f"--cpus-per-task={cpus}"]
     if launch.slurm.partition:
         options.append(f"--partition={launch.slurm.partition}")
     if launch.slurm.account:
@@ -100,24 +158,34 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
         "",
+        f"statuses={shlex.quote(f'{folder}/{_STATUSES}')}",
+        *_BEFORE_PROLOGUE,
         f"cd {shlex.quote(str(Path.cwd()))}",
+        *(_making_folder(config) if makes_folder else []),
         *launch.slurm.prologue,
-        "# Shortly before the time limit: checkpoint and requeue.",
-        "again=",
-        "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
+        *_AFTER_PROLOGUE,
         *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
-        f"srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} &",
-        "while true; do",
-        "    wait $!",
-        "    status=$?",
-        "    kill -0 $! 2>/dev/null || break",
-        "done",
-        'if [ -n "$again" ] && [ $status -ne 0 ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        "exit $status",
+        f'srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "$node" "$statuses" '
+        f"{shlex.join(command)} &",
+        *_AFTER_START,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _making_folder(config: RunConfig) -> list[str]:
+    """Return the lines of a script that write what a submission writes into the run folder."""
+    folder = Path(config.run_dir)
+    made = [f"mkdir -p {shlex.quote(str(folder))}"]
+    if config.launch.token_file is None:
+        file = str(folder / TOKEN)
+        config = configuration.with_values(config, {"launch.token_file": file})
+        made += [
+            "# The secret that the nodes share.",
+            f"[ -s {shlex.quote(file)} ] || "
+            f"(umask 077; head -c 32 /dev/urandom | base64 > {shlex.quote(file)})",
+        ]
+    text = configuration.to_yaml(config)
+    return [*made, f"cat > {shlex.quote(str(folder / JOB))} <<'{_END}'", f"{text}{_END}"]
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -169,7 +237,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         grace = _estimated_grace_s(config, options.fork_server)
         config = configuration.with_values(config, {"launch.slurm.grace_s": grace})
     if options.render:
-        print(render(run_dir.with_run_dir(config)), end="")
+        print(render(run_dir.with_run_dir(config), makes_folder=True), end="")
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     return submit(config, announce=lambda text: print(text, file=output))
@@ -389,12 +457,16 @@ class SlurmJob:
         now = self.state()
         if now.status is not None:
             raise ConfigError([ConfigIssue("", now.note)])
-        # Its steps get SIGTERM and save; scancel without a signal kills them after KillWait.
-        signal = [] if now.name == "PENDING" else ["--signal=TERM"]
+        # The script lets its step save; scancel without a signal kills it after KillWait.
+        has_begun = now.name not in ("PENDING", "CONFIGURING")
+        signal = ["--batch", "--signal=USR2"] if has_begun else []
+        replace_text(self.folder / _STOPPED, f"{self.number}\n")
         _, error = _ask("scancel", *signal, self.number)
         if error:
+            (self.folder / _STOPPED).unlink()
             raise ConfigError([ConfigIssue("", f"job {self.number}: {error}")])
-        return f"job {self.number} saves a checkpoint and ends; axonlaunch resume {self.name}"
+        does = "saves a checkpoint and ends" if has_begun else "is cancelled before its start"
+        return f"job {self.number} {does}; axonlaunch resume {self.name}"
 
     def resume(self) -> str:
         """Submit the script of the run folder again; return a line for the user.
@@ -413,12 +485,22 @@ class SlurmJob:
             return JobState(name)
         # The number before the colon is the exit status of the script, which is that of the run.
         status, _, number_of_signal = code.partition(":")
-        if name == "FAILED" and number_of_signal == "0" and status in _NOTES:
-            note = _NOTES[status].format(name=self.name)
-            return JobState(name, f"job {self.number}: {note}", int(status))
+        ended = status if name == "FAILED" and number_of_signal == "0" else ""
+        if name == "CANCELLED" and self._is_stopped():  # before its start
+            ended = "130"
+        if ended in _NOTES:
+            note = _NOTES[ended].format(name=self.name)
+            return JobState(name, f"job {self.number}: {note}", int(ended))
         if name == "COMPLETED" and code not in ("", "0:0"):
             return JobState(name, f"job {self.number}: completed with exit code {code}", 1)
         return JobState(name, f"job {self.number}: {name.lower()}", int(name != "COMPLETED"))
+
+    def _is_stopped(self) -> bool:
+        """Return whether ``axonlaunch stop`` has ended the job, and not ``scancel``."""
+        try:
+            return read_text(self.folder / _STOPPED, at_most=64).strip() == self.number
+        except (OSError, ValueError):
+            return False
 
 
 def _ask(*command: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.problems.errors import TRANSIENT, gathering
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
@@ -151,12 +151,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         me.leave(outcome)
         if leads:
             status, summary = finish_run(config, outcome, record, console, context=context)
-            # A scheduler that replaces lost nodes starts all of them again.
-            return (TRANSIENT if me.lacks_nodes else status), summary
+            return me.exit_status(outcome, status), summary
     if outcome.crash is not None:
         report_crash(config, outcome.crash)
-    if was_interrupted(outcome):
-        return 130, None
-    if outcome.crash is None:
-        return 0, None
-    return (TRANSIENT if me.has_lost_node_0 else 1), None
+    status = 130 if was_interrupted(outcome) else int(outcome.crash is not None)
+    return me.exit_status(outcome, status), None

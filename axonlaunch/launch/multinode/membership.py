@@ -21,6 +21,7 @@ from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks
+from axonlaunch.config.problems.errors import TRANSIENT
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
@@ -53,6 +54,7 @@ _AGAIN_S = 0.5
 """Seconds between two looks for node 0."""
 _FIRST = -1
 """Number of the first attempt of a fixed number of nodes, which begins without a rendezvous."""
+_INTERRUPTED = 130
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
     "same launch.token_file, and let no one else reach the port"
@@ -272,6 +274,8 @@ class NodeMembership:
                 confirm=partial(self._confirm, now, store),
             )
         except TimeoutError as missing:
+            if self._hosts and self._is_finished():
+                return None  # the others share its folder, so they knew it and did not wait
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
             problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
             raise ConfigError([problem]) from None
@@ -324,6 +328,23 @@ class NodeMembership:
         peers = self._peers
         return peers is not None and peers.is_headless and not peers.is_judged
 
+    def exit_status(self, outcome: Outcome, status: int) -> int:
+        """Return the exit status, by which a scheduler decides whether to start this node again.
+
+        Args:
+            outcome: Outcome of the last attempt.
+            status: Exit status if no scheduler replaces nodes.
+        """
+        crash = outcome.crash
+        if crash is not None and outcome.was_stopped:
+            return _INTERRUPTED
+        is_lost = crash is not None and (
+            self.has_lost_node_0
+            # With restarts, the other nodes have waited for the one that was lost.
+            or (crash.first.kind == "lost" and self._given.launch.max_restarts == 0)
+        )
+        return TRANSIENT if is_lost or self.lacks_nodes else status
+
     def leave(self, outcome: Outcome | None = None) -> None:
         """Leave the run. Nodes that wait or come later learn how it ended.
 
@@ -342,15 +363,20 @@ class NodeMembership:
         Those that were there before node 0, and found the run finished in the folder that they
         share with it, are gone: node 0 would wait in vain for the fewest nodes.
         """
-        if self._frozen is not None or not is_elastic(self._given):
+        if not is_elastic(self._given) or not self._is_finished():
             return False
-        with suppress(ConfigError):  # which is reported to all nodes that come
-            if (summary := run_dir.finished_summary(self._given)) is not None:
-                self.summary = summary
-                self._console.log(run_dir.finished_text(self._given, summary))
-                self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
-                self._rounds = None
-                return True
+        self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
+        self._rounds = None
+        return True
+
+    def _is_finished(self) -> bool:
+        """Whether no step of the run was left when this node came; print it."""
+        if self._frozen is None:
+            with suppress(ConfigError):  # which is reported to all nodes that come
+                if (summary := run_dir.finished_summary(self._given)) is not None:
+                    self.summary = summary
+                    self._console.log(run_dir.finished_text(self._given, summary))
+                    return True
         return False
 
     def _round(self) -> Attempt:

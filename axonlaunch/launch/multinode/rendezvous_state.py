@@ -2,12 +2,15 @@
 
 torch pickles its state and unpickles the value in the store. This backend reads JSON from the store
 and gives torch only pickles that this process has created. Other content is replaced.
+
+torch compares the heartbeats of other nodes with the clock of this one. Clocks of nodes differ, so
+torch gets the local time at which each heartbeat was first read.
 """
 
 from __future__ import annotations
 
 import pickle
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +36,8 @@ class AuthenticatedBackend(RendezvousBackend):
         self._credentials = credentials
         self._number = 0  # highest number so far
         self._last: dict[str, Any] | None = None
+        # Each node's last heartbeat by the node's clock, and when it was read by this one's.
+        self._heartbeats: dict[NodeDescription, tuple[datetime, datetime]] = {}
         self._stored = self._call("compare_set", _NAME, b"", _EMPTY)
 
     @property
@@ -56,7 +61,8 @@ class AuthenticatedBackend(RendezvousBackend):
         Returns:
             The state in the store afterwards, its token, and whether ``state`` was written.
         """
-        content = {"number": self._number + 1, "state": as_plain(pickle.loads(state))}
+        written = self._with_times_of_nodes(pickle.loads(state))
+        content = {"number": self._number + 1, "state": as_plain(written)}
         sealed = self._credentials.seal(_NAME, content)
         expected = self._stored if token is None else token
         current = self._read(self._call("compare_set", _NAME, expected, sealed))
@@ -78,7 +84,23 @@ class AuthenticatedBackend(RendezvousBackend):
             if self._last is None:
                 return None
             state = from_plain(self._last)
-        return pickle.dumps(state), stored
+        return pickle.dumps(self._with_local_times(state)), stored
+
+    def _with_local_times(self, state: RendezvousState) -> RendezvousState:
+        """Set each heartbeat to the local time at which it was first read."""
+        now = datetime.now(UTC)
+        for node, at in state.last_heartbeats.items():
+            if node not in self._heartbeats or self._heartbeats[node][0] != at:
+                self._heartbeats[node] = at, now
+            state.last_heartbeats[node] = self._heartbeats[node][1]
+        return state
+
+    def _with_times_of_nodes(self, state: RendezvousState) -> RendezvousState:
+        """Set heartbeats that this node has read to the times that were read."""
+        for node, at in state.last_heartbeats.items():
+            if node in self._heartbeats and self._heartbeats[node][1] == at:
+                state.last_heartbeats[node] = self._heartbeats[node][0]
+        return state
 
     def _call(self, operation: str, *arguments: Any) -> bytes:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import suppress
 
 from axonlaunch.config import ConfigError, RunConfig
@@ -15,6 +16,10 @@ TOO_FEW_NODES = "too few nodes"
 """End of a run of which too few nodes came for another attempt."""
 _CONNECT_S = 5.0
 """Seconds in which a node 0 that is there takes a connection."""
+_BEGIN_S = 60.0
+"""Seconds after this node in which a node 0 that is started with it listens."""
+_AGAIN_S = 0.5
+"""Seconds between two looks for node 0."""
 
 
 def status_of(outcome: Outcome) -> str:
@@ -41,18 +46,31 @@ def exit_status_and_line(status: str, *, address: str) -> tuple[int, str]:
 
 
 def finished_without_node_0(config: RunConfig) -> str | None:
-    """Return that an elastic run is finished, on a node that comes when node 0 is gone.
+    """Return that a run is finished, on a node that comes when node 0 is gone.
 
-    It is known where the nodes share a folder. Node 0 itself, and a node whose node 0 still
-    listens, learn it otherwise.
+    It is known where the nodes share a folder. Node 0 itself, and a node whose node 0 listens,
+    learn it otherwise. Node 0 of a fixed number of nodes waits for all of them, so it gets time to
+    begin.
     """
-    if not is_elastic(config) or is_first(config):
+    if is_first(config):
         return None
-    try:
-        address = (config.launch.master_addr, meeting_port(config))
-        socket.create_connection(address, timeout=_CONNECT_S).close()
-    except OSError:
-        with suppress(ConfigError):
-            if (summary := run_dir.finished_summary(config)) is not None:
-                return run_dir.finished_text(config, summary)
+    with suppress(ConfigError):
+        summary = run_dir.finished_summary(config)
+        if summary is not None and not _listens(config):
+            return run_dir.finished_text(config, summary)
     return None
+
+
+def _listens(config: RunConfig) -> bool:
+    """Return whether node 0 is there, or comes in time."""
+    address = (config.launch.master_addr, meeting_port(config))
+    deadline = time.monotonic() + (0 if is_elastic(config) else _BEGIN_S)
+    while True:
+        try:
+            socket.create_connection(address, timeout=_CONNECT_S).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_AGAIN_S)
+        else:
+            return True

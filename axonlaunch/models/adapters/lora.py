@@ -149,7 +149,7 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
         if isinstance(layer, LoraLayer | ExpertMatrices):
             initializers[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
             initializers[f"{name}.lora_B.weight"] = Constant(0.0)
-            if getattr(layer, "lora_magnitude_vector", None) is not None:
+            if isinstance(layer, LoraLayer) and layer.lora_magnitude_vector is not None:
                 # A placeholder, until the layer's weight has its values.
                 initializers[f"{name}{MAGNITUDE}"] = Constant(1.0)
     return initializers

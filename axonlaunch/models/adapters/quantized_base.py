@@ -1,7 +1,8 @@
 """Quantizes the frozen weights that an adapter is trained on (QLoRA).
 
 Quantized are the weights of linear layers, except the head and those that are trained, and packed
-experts. They keep their names. A module reads values: each read dequantizes this rank's part.
+experts. If the files of pretrained weights are quantized, those that are quantized there are. They
+keep their names. A module reads values: each read dequantizes this rank's part.
 
 Autograd would keep dequantized weights for backward. In a forward that is wrapped with
 ``recomputing_weights``, it keeps the quantized weights, and backward dequantizes them again.
@@ -249,5 +250,7 @@ def _weights(
         ]
     for owner, key, name in owners:
         weight = owner._parameters[key]
+        if name in spec.unquantized:
+            continue
         if weight is not None and format_of(weight) is None and not weight.requires_grad:
             yield owner, key, name

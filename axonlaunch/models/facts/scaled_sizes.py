@@ -33,7 +33,14 @@ class ScaledSizes:
 
     @classmethod
     def of(cls, sizes: Any, *, num_blocks: int, period: int = 1, leading: int = 0) -> Self:
-        """Read width and heads from an object with Hugging Face's names; it may lack some."""
+        """Read width and heads from an object with Hugging Face's names; it may lack some.
+
+        Args:
+            sizes: Configuration of a model.
+            num_blocks: See the attribute.
+            period: See the attribute.
+            leading: See the attribute.
+        """
         heads = getattr(sizes, "num_attention_heads", None) or 0
         return cls(
             hidden_size=getattr(sizes, "hidden_size", None) or 0,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from axonlaunch.config import ConfigIssue, RunConfig, to_tree
 from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig
+from axonlaunch.config.values.optional_keys import weights_of
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ class ModelSource:
         Raises:
             ConfigError: The files of the model are not on this node.
         """
-        # A registered dataclass may lack the field.
-        path: str | None = getattr(self.model, "weights", None)
+        path = weights_of(self.model)
         return None if path is None else ("model.weights", path)
 
     def random_weights(self) -> dict[str, Any]:

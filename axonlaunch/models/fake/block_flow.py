@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.specs.model_spec import BlockFlow, Dim, ModelOutputs
-from axonlaunch.models.specs.router_loss import RouterLoss
+from axonlaunch.models.specs.router_loss import RouterLoss, RouterLossModel
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
@@ -117,7 +117,7 @@ class _Run:
             self._watch.depend(tokens)
             # An engine computes a router's loss in parts, so the model only returns logits.
             loss: AbstractContextManager[None] = nullcontext()
-            if getattr(self._model, "shares_router_loss", False):
+            if isinstance(self._model, RouterLossModel) and self._model.shares_router_loss:
                 loss = RouterLoss(lambda _: None).running("off")
             with self._watch, loss:
                 outputs = self._model(tokens)

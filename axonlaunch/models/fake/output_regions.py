@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.models.adapters.lora_matrix import LoraMatrix
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,14 @@ class MicroBatchPlace:
         return previous * layout.micro_batch_size
 
 
-def pieces_of(module: nn.Module) -> int:
-    """Return the number of tensors that are packed in a layer's output and sharded separately."""
-    shard = getattr(module, "shard_specs", {}).get("weight")
-    return int(getattr(shard, "pieces", 1))
-
-
 def gives_partial_sums(module: nn.Module) -> bool:
     """Return whether a rank's output of this module must be summed over ranks."""
-    return getattr(module, "gives_partial_sums", False)
+    return isinstance(module, LoraMatrix) and module.gives_partial_sums
 
 
 def gets_partial_gradients(module: nn.Module) -> bool:
     """Return whether a rank's gradient of the output must be summed over ranks."""
-    return getattr(module, "gets_partial_gradients", False)
+    return isinstance(module, LoraMatrix) and module.gets_partial_gradients
 
 
 def join_outputs(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:

@@ -14,6 +14,7 @@ from axonlaunch.config.options.model import MOST_LAYERS, TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, plain
 from axonlaunch.models.hf.reading import files, library
+from axonlaunch.models.hf.reading.quantized_files import QUANTIZATION, refuse_quantized
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
 """Models that have ``is_decoder`` but are always causal."""
@@ -45,7 +46,8 @@ def architecture(config: TransformersModel) -> Any:
     if content and model_type != content.get("model_type"):
         message = f"model.path is {content.get('model_type')}; remove this setting"
         raise ConfigError([ConfigIssue("model.config.model_type", message, model_type)])
-    _refuse_quantized(content, config)
+    refuse_quantized(content, config)
+    content.pop(QUANTIZATION, None)  # describes the files of the weights, not the model
     _refuse_kernels(content, config)
     typed = _read_remote(config, content) if _is_remote(config, content) else None
     if typed is None:
@@ -209,6 +211,7 @@ def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
             typed = library.transformers().AutoConfig.from_pretrained(
                 str(folder), trust_remote_code=True, local_files_only=True
             )
+            vars(typed).pop(QUANTIZATION, None)
             for key, value in config.config.items():
                 if key not in content and not hasattr(typed, key):
                     similar = nearest(key, [*content, *vars(typed)])
@@ -221,20 +224,6 @@ def _read_remote(config: TransformersModel, content: Mapping[str, Any]) -> Any:
     except Exception as error:  # third-party code may fail in any way
         raise ConfigError([_config_issue(config, error)]) from None
     return typed
-
-
-def _refuse_quantized(content: Mapping[str, Any], config: TransformersModel) -> None:
-    quantization = content.get("quantization_config") or {}
-    if (
-        method := quantization.get("quant_method")
-        if isinstance(quantization, Mapping)
-        else quantization
-    ):
-        message = (
-            f"its weights are quantized ({method}), which can't be trained; fp32, bf16 and fp16 "
-            "are supported: give the model that it was made from"
-        )
-        raise ConfigError([ConfigIssue("model.path", message, config.path)])
 
 
 def _refuse_kernels(content: Mapping[str, Any], config: TransformersModel) -> None:

@@ -18,23 +18,20 @@ from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.specs.model_spec import ModelOutputs
-from axonlaunch.models.specs.router_loss import current_router_loss
+from axonlaunch.models.specs.router_loss import RouterLossModel, current_router_loss
 from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 
 
-class CausalLM(nn.Module):
+class CausalLM(RouterLossModel):
     """Base class that gives a transformers class a forward from tokens to logits.
 
     Attributes:
         _part_positions: Maps the number of tokens in a part of a sequence to their positions; None
             for full sequences.
         _whole_positions: Gathers the positions in documents from a part of the rows to full rows.
-        shares_router_loss: Whether ``RouterLoss`` computes its auxiliary loss.
     """
-
-    shares_router_loss = False
 
     _part_positions: Callable[[int], Tensor] | None = None
     _whole_positions: Callable[[Tensor], Tensor] | None = None
@@ -96,7 +93,7 @@ class RoutedCausalLM(CausalLM):
             return super().forward(input_ids, positions)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Attach the auxiliary loss of the blocks of a pipeline stage to its hidden states."""
+        """Return the hidden states of a pipeline stage, with the loss of its blocks attached."""
         loss = current_router_loss()
         if loss is None or not self.shares_router_loss:
             return hidden

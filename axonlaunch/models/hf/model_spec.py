@@ -38,6 +38,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     """
     model_structure = structure(config)
     initializers: dict[str, Initializer] = dict(model_structure.initializers)
+    is_from_files = config.init == "pretrained" and config.weights is None
     if config.init == "pretrained" and config.path is not None:
         initializers = dict.fromkeys(initializers, Constant(0.0))  # a checkpoint fills all of them
     for other, first in model_structure.ties.items():
@@ -58,6 +59,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         untraceable=untraceable(config),
         head=model_structure.head,
         mixes_samples=_mixed_samples(model_structure.model),
+        unquantized=model_structure.unquantized if is_from_files else frozenset(),
     )
 
 

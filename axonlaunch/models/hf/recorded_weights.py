@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(Initializer):
     """Initializer that repeats recorded operations on any block of rows.
 
     Attributes:
@@ -75,7 +75,7 @@ class Recorded:
     key: str | None = None
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return fp32 values of the shape."""
+        """Draw fp32 values of a shape, by the recorded operations."""
         values = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         for step in self.steps:
             step.apply(values, generator)
@@ -83,7 +83,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Initializer):
     """Initializer of a parameter that is drawn only in full, by the code of its module.
 
     Attributes:
@@ -96,7 +96,7 @@ class Whole:
     name: str
     initialize: Any
     key: str | None = None
-    blockwise: bool = False
+    blockwise: ClassVar[bool] = False
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return fp32 values of the shape, which must be that of the full parameter."""
@@ -113,12 +113,12 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Initializer):
     """Initializer with the values that the code of a module computed."""
 
     values: Tensor
     key: str | None = None
-    blockwise: bool = False
+    blockwise: ClassVar[bool] = False
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """Return fp32 values of the shape, which must be that of the full parameter."""

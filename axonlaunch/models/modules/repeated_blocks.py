@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from axonlaunch.models.modules.placeholder import Placeholder
+
 FEW = 3
 """Number of representative blocks: the first, the last, and one with two neighbors."""
 
@@ -38,7 +40,7 @@ def num_leading(module: nn.Module, layers: str, *, index_names: tuple[str, ...] 
     blocks = module.get_submodule(layers)
     if not isinstance(blocks, nn.ModuleList):
         return None
-    present = [block for block in blocks if not getattr(block, "is_stand_in", False)]
+    present = [block for block in blocks if not isinstance(block, Placeholder)]
     if not present:
         return None
     keys = [block_key(block, index_names) for block in present]

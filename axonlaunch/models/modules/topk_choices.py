@@ -63,8 +63,9 @@ class TopkChoices(TorchFunctionMode):
         position, default = (1, None) if is_max else (2, -1)
         dim: Any = call.keywords.get("dim", args[position] if len(args) > position else default)
         keeps_dim = is_max and (call.keywords.get("keepdim") or len(args) > position + 1)
-        is_int = isinstance(dim, int)
-        if not is_int or keeps_dim or not is_choice(scores, dim, most_scores=self._most_scores):
+        if keeps_dim or not isinstance(dim, int):
+            return call()
+        if not is_choice(scores, dim, most_scores=self._most_scores):
             return call()
 
         def make() -> Tensor:

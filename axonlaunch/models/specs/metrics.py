@@ -156,7 +156,7 @@ def build_metrics(config: RunConfig) -> tuple[Metric, ...]:
 
 
 def make_accuracy(config: AccuracyConfig, *, key: str) -> Metric:
-    """Return the included accuracy."""
+    """Return the metric ``accuracy``: the fraction of counted targets that are predicted."""
     return Metric(config.name, key, accuracy_sums)
 
 

@@ -127,6 +127,8 @@ class ModelSpec:
         shards_documents: Whether documents also stay separate in parts of a row, either through
             ``shard_sequences`` or through the model's attribute ``find_documents``, which engines
             replace.
+        unquantized: Full names of modules that a quantized base leaves as they are, because their
+            weights in the pretrained, quantized files are not quantized.
     """
 
     build: Callable[[Any], nn.Module]
@@ -146,6 +148,7 @@ class ModelSpec:
     experts: Callable[[nn.Module], tuple[str, ...]] = lambda _: ()
     use_plain_experts: Callable[[nn.Module], None] = lambda _: None
     shards_documents: bool = False
+    unquantized: frozenset[str] = frozenset()
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: MixedSamples = "none"
     max_positions: int | None = None
@@ -173,10 +176,12 @@ class ModelSpec:
             children = ", ".join(name for name, _ in module.named_children()) or "nothing"
             message = f"{type(module).__name__} has no such module; at its top it has {children}"
             raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
+        from axonlaunch.models.modules.placeholder import Placeholder
+
         return {
             f"{self.layers}.{name}": block
             for name, block in container.named_children()
-            if not getattr(block, "is_stand_in", False)
+            if not isinstance(block, Placeholder)
         }
 
     def most_experts(self, module: nn.Module) -> int:
@@ -197,11 +202,13 @@ class ModelSpec:
 
     def head_of(self, module: nn.Module) -> nn.Module | None:
         """Return the head of a module or stage, or None if it has no head."""
+        from axonlaunch.models.modules.placeholder import Placeholder
+
         try:
             head = module.get_submodule(self.head or "")
         except AttributeError:  # the attribute is None
             return None
-        if self.head is None or getattr(head, "is_stand_in", False):
+        if self.head is None or isinstance(head, Placeholder):
             return None
         return head
 

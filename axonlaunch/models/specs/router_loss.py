@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 RoutingMode = Literal["count", "share", "off"]
 _CURRENT: ContextVar[RouterLoss | None] = ContextVar("router loss", default=None)
@@ -24,6 +24,20 @@ _CURRENT: ContextVar[RouterLoss | None] = ContextVar("router loss", default=None
 def current_router_loss() -> RouterLoss | None:
     """Return the loss that a running forward adds to; None outside of an engine's forward."""
     return _CURRENT.get()
+
+
+class RouterLossModel(nn.Module):
+    """Base class of models that may have an auxiliary loss of their routers.
+
+    Attributes:
+        shares_router_loss: Whether ``RouterLoss`` computes it.
+    """
+
+    shares_router_loss = False
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of a pipeline stage, with the loss of its blocks attached."""
+        return hidden
 
 
 class RouterLoss:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +31,32 @@ _BLOCK_NUMEL = 2**15
 class Initializer(Protocol):
     """Draws the initial values of a parameter.
 
-    If an initializer has the attribute ``blockwise`` and it is False, all rows are drawn at once,
-    even if only a few are needed. Rows in the attribute ``constant_rows`` are the same for every
-    seed.
-
     Attributes:
-        key: Name to draw under instead of the parameter's name. It gives tied weights on different
-            pipeline stages the same initial values.
+        blockwise: Whether blocks of rows can be drawn; else all rows are drawn, even if only a few
+            are needed.
     """
+
+    blockwise: ClassVar[bool] = True
 
     @property
     def key(self) -> str | None:
-        """Name to draw under; None uses the parameter's name."""
+        """Name to draw under; None uses the parameter's name.
+
+        It gives tied weights on different pipeline stages the same initial values.
+        """
+        return None
+
+    @property
+    def constant_rows(self) -> Sequence[Any]:
+        """Later operations on some rows, see ``recorded_weights.Step``; the same for any seed."""
+        return ()
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return fp32 values of the shape."""
 
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(Initializer):
     """A normal distribution."""
 
     std: float
@@ -62,7 +69,7 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(Initializer):
     """A uniform distribution between ``-bound`` and ``bound``."""
 
     bound: float
@@ -74,7 +81,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Initializer):
     """The same value for all elements."""
 
     value: float
@@ -174,7 +181,7 @@ def _fill(
     """Fill a box of a full parameter by drawing the blocks of rows that overlap with it."""
     shape = tuple(full.shape) or (1,)
     (first, count), *columns = region
-    is_blockwise = getattr(initializer, "blockwise", True)
+    is_blockwise = initializer.blockwise
     block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
     seed, name = key
 
@@ -185,7 +192,7 @@ def _fill(
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
         shape_to_draw = (stop - start, *shape[1:]) if is_blockwise else tuple(full.shape)
         values = initializer.draw(shape_to_draw, generator).view(stop - start, *shape[1:])
-        for step in getattr(initializer, "constant_rows", ()):
+        for step in initializer.constant_rows:
             row, last = (min(max(bound, start), stop) - start for bound in step.rows)
             step.apply(values[row:last], generator)
         low, high = max(start, first), min(stop, first + count)
@@ -228,17 +235,22 @@ def materialize(module: nn.Module, *, device: torch.device | str) -> None:
     reset_buffers(module)
 
 
-def reset_buffers(module: nn.Module) -> None:
-    """Call ``reset_buffers()`` of every submodule that has this method.
+@runtime_checkable
+class ComputesBuffers(Protocol):
+    """A module with buffers that are computed from its configuration.
 
-    Modules with buffers that are computed from their configuration implement it, because
-    ``to_empty`` leaves buffers without values, and checkpoints don't contain non-persistent
-    buffers.
+    ``to_empty`` leaves buffers without values, and checkpoints don't contain non-persistent ones.
     """
+
+    def reset_buffers(self) -> None:
+        """Compute the buffers on their device."""
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Compute the buffers of every submodule that is ``ComputesBuffers``."""
     for submodule in module.modules():
-        reset = getattr(submodule, "reset_buffers", None)
-        if callable(reset):
-            reset()
+        if isinstance(submodule, ComputesBuffers):
+            submodule.reset_buffers()
 
 
 def transformer_initializers(module: nn.Module) -> dict[str, Initializer]:

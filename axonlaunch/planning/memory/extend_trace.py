@@ -121,7 +121,11 @@ class TraceExtender:
         return copies if self._is_ascending(number) else copies[::-1]
 
     def _is_ascending(self, number: int) -> bool:
-        """Return whether a pass visits blocks in ascending order, judging by the neighbors."""
+        """Return whether a pass visits blocks in ascending order, from its previous or next block.
+
+        Args:
+            number: Index of a block's pass in the trace.
+        """
         block_pass = self._passes[number]
         assert block_pass.block is not None
         for neighbor_index in (number - 1, number + 1):

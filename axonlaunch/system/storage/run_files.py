@@ -27,16 +27,26 @@ EVENTS = "events.jsonl"
 """All events of a run except steps, in order of time, over all attempts."""
 
 
-def append_event(folder: Path, kind: str, fields: Mapping[str, Any]) -> None:
+def events_of_rank(rank: int) -> str:
+    """Return the path, in a run folder, of the events that a rank itself writes.
+
+    Ranks other than the main rank have a file beside their log, because appends of several nodes to
+    one file of a network file system can overwrite each other.
+    """
+    return EVENTS if rank == 0 else f"logs/rank_{rank}.{EVENTS}"
+
+
+def append_event(folder: Path, kind: str, fields: Mapping[str, Any], *, rank: int = 0) -> None:
     """Append an event with the time in seconds since 1970, its kind and its fields.
 
     Args:
         folder: Run folder.
         kind: Kind of event: launched, started, saved, ...
         fields: Plain values by name.
+        rank: Rank that writes; the launcher and the main rank share a file.
 
     Raises:
         OSError: The file can't be written.
     """
     line = finite({"time": round(time.time(), 3), "event": kind, **fields})
-    append_text(folder / EVENTS, json.dumps(line, allow_nan=False) + "\n")
+    append_text(folder / events_of_rank(rank), json.dumps(line, allow_nan=False) + "\n")

@@ -1,6 +1,7 @@
-"""Samples the use of the main rank's node while it trains: processor, memory, GPUs, disk, network.
+"""Samples the use of a node while it trains: processor, memory, GPUs, disk, network.
 
-A thread writes the figures to ``events.jsonl``, from which the report draws them.
+A thread of the node's first rank writes the figures to the events of this rank, from which the
+report draws them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ _GPU: dict[str, tuple[Callable[[int], float], float]] = {
 
 @contextmanager
 def sample_system(
-    folder: Path, *, device: torch.device, ranks: int, interval_s: float = INTERVAL_S
+    folder: Path,
+    *,
+    rank: int,
+    device: torch.device,
+    ranks: int,
+    interval_s: float = INTERVAL_S,
 ) -> Iterator[None]:
     """Sample this node inside of the context, in a thread.
 
     Args:
         folder: Run folder.
+        rank: This rank, the first of its node.
         device: Device of this rank.
         ranks: Number of ranks of this node, each with a GPU if this rank has one.
         interval_s: Seconds between samples.
@@ -62,9 +69,9 @@ def sample_system(
             if now - written >= (now - began) / _LINES:
                 written = now
                 try:
-                    append_event(folder, "system", use.take())
+                    append_event(folder, "system", use.take(), rank=rank)
                 except OSError:
-                    return  # a full disk, which the next line of metrics reports
+                    return  # a full disk, which the next line of metrics or of the log reports
             wait_s = max(interval_s, _REST * (time.thread_time() - cpu_s))
 
     thread = threading.Thread(target=work, name="system figures", daemon=True)

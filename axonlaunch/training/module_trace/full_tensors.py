@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.models.fake.output_regions import MicroBatchPlace, pieces_of, region
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import output_pieces
+from axonlaunch.models.fake.output_regions import MicroBatchPlace, region
 from axonlaunch.models.tensors.dtensor_regions import held_boxes
 from axonlaunch.training.module_trace.hooks import TracedKey, on_host
 
@@ -65,7 +66,10 @@ class WholeTensors:
         if shape is None or number in self._parts.get(key, {}):
             return
         of_samples = key[0] == "output gradient"
-        origin, pieces = MicroBatchPlace(self._layout, self._world.rank, number), pieces_of(module)
+        origin, pieces = (
+            MicroBatchPlace(self._layout, self._world.rank, number),
+            output_pieces(module),
+        )
         index = region(shape, tensor.shape, origin, pieces=pieces, of_samples=of_samples)
         if index is None or number >= self._layout.micro_batches:
             self._misplaced.add(key)

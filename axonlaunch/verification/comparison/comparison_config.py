@@ -17,9 +17,9 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
-from axonlaunch.config.optimization.optimizer import MuonConfig
+from axonlaunch.config.optimization.optimizer import FreeOptimizerConfig, MuonConfig
 from axonlaunch.config.optimization.schedules import ConstantConfig
-from axonlaunch.config.values.optional_keys import balances_by_bias
+from axonlaunch.config.values.optional_keys import balances_by_bias, weight_decay
 from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
@@ -111,7 +111,7 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     if schedule.name == "wsd":
         settings["scheduler.decay_steps"] = plan.steps + _STEPS_LEFT - _WARMUP
         settings["scheduler.decay_ratio"] = None
-    if getattr(config.optimizer, "weight_decay", None) == 0:
+    if weight_decay(config.optimizer) == 0:
         settings["optimizer.weight_decay"] = _DECAY
     described: Any = config.model
     if balances_by_bias(described):
@@ -175,11 +175,10 @@ def with_smooth_updates(config: RunConfig) -> RunConfig:
         return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _MIN_EPS), *eps[1:])})
     if isinstance(eps, float):
         return with_values(config, {"optimizer.eps": max(eps, _MIN_EPS)})
-    arguments = getattr(optimizer, "arguments", None)
-    if arguments is not None:
+    if isinstance(optimizer, FreeOptimizerConfig):
         parameter = signature(class_of(optimizer)).parameters.get("eps")
-        eps = arguments.get("eps", None if parameter is None else parameter.default)
+        eps = optimizer.arguments.get("eps", None if parameter is None else parameter.default)
         if isinstance(eps, float):
-            smooth = {**arguments, "eps": max(eps, _MIN_EPS)}
+            smooth = {**optimizer.arguments, "eps": max(eps, _MIN_EPS)}
             return with_values(config, {"optimizer.arguments": smooth})
     return config

@@ -11,6 +11,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.values.optional_keys import weight_decay
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.reference_values import Reference
 
@@ -51,7 +52,7 @@ def exercised_features(
         "clipping": f"{NOT}; use train.grad_clip=1.0"
         if train.grad_clip is None
         else f"in {clipped} of {len(reference.steps)} steps",
-        "weight decay": _number(getattr(config.optimizer, "weight_decay", None)),
+        "weight decay": _number(weight_decay(config.optimizer)),
         "learning rate": _rates(reference),
         "recomputation": _chosen(train.activation_checkpointing, "train.activation_checkpointing"),
         "compile": "each block" if train.compile else f"{NOT}; use train.compile=true",

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.engines.tensor.parallel_layers.local_parameters import output_pieces
 from axonlaunch.models.fake.output_regions import (
     gets_partial_gradients,
     gives_partial_sums,
-    pieces_of,
 )
 
 
@@ -101,7 +101,7 @@ class ModuleRecorder:
             calls.append(tensor.detach().to("cpu", copy=True))
             gradients = record.gradients.setdefault(name, [])
             gradients.append(None)
-            record.pieces[name] = pieces_of(module)
+            record.pieces[name] = output_pieces(module)
             if gives_partial_sums(module):
                 record.partial.add(name)
             if tensor.requires_grad and not gets_partial_gradients(module):

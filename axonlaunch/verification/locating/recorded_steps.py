@@ -190,7 +190,12 @@ class RecordedSteps:
         return pairs
 
     def _have_samples(self, pairs: Sequence[Pair], plain: Tensor | None) -> bool:
-        """Return whether tensors have a sample dimension, unlike a table of positions."""
+        """Return whether an output has a dimension of samples; a table of positions has none.
+
+        Args:
+            pairs: Outputs of one rank, one for each of its micro-batches.
+            plain: Complete output of the reference; None if it was not recorded.
+        """
         if not pairs or plain is None:
             return False
         micro_batch = MicroBatchPlace(self.layout, pairs[0].rank, 0)

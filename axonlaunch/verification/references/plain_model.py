@@ -341,7 +341,7 @@ class PlainBalance:
         Args:
             model: Complete model.
             experts: Full names of the modules of experts.
-            rate: Step of the biases.
+            rate: Amount by which an update raises or lowers a bias.
         """
         self._rate = rate
         self._chosen: dict[str, list[Tensor]] = {name: [] for name in experts}

@@ -18,6 +18,7 @@ from axonlaunch.diagnostics.report.page import page_of
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.diagnostics.report.server import RunServer
+from axonlaunch.system.storage.run_files import events_of_rank
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -260,6 +261,42 @@ def test_use_of_the_node_is_shown_with_a_curve_for_each_gpu(browser: Any, tmp_pa
         """
     )
     assert shown == ["00:00:05", "40%"]
+    assert complaints(browser) == []
+
+
+@pytest.mark.parametrize("nodes", [3, 20])
+def test_nodes_are_compared_and_one_of_few_can_be_chosen(
+    browser: Any, tmp_path: Path, nodes: int
+) -> None:
+    folder = run_folder(tmp_path / "demo")
+    for node in range(nodes):
+        lines = [
+            {"time": 1000.0 + at, "event": "system", "host": f"node-{node}", "cpu": node / 100}
+            for at in range(0, 60, 5)
+        ]
+        write_lines(folder / events_of_rank(node), lines)
+    opened(browser, [folder], width=390)
+    shown = browser.execute_script(
+        f"""
+        const over = {OVER.format("loss").replace("data-curve=loss", "data-system=processor")};
+        const box = over.getBoundingClientRect();
+        const at = {{clientX: box.left + box.width / 2, clientY: box.top + 5, bubbles: true}};
+        over.dispatchEvent(new MouseEvent("mouseenter", at));
+        over.dispatchEvent(new MouseEvent("mousemove", at));
+        const values = document.querySelectorAll("[data-system=processor] .u-value");
+        return [...values].slice(1).map((e) => e.innerText);
+        """
+    )
+    choices = [e.text for e in browser.find_elements("css selector", "[data-nodes] option")]
+    if nodes == 20:
+        assert shown == ["0% node-0", "10%", "19% node-19"]  # the median is 9.5%
+        assert choices == []
+    else:
+        assert shown == ["0%", "1%", "2%"]
+        assert choices == ["all nodes", "node-0", "node-1", "node-2"]
+        browser.find_elements("css selector", "[data-nodes] option")[2].click()
+        labels = browser.find_elements("css selector", "[data-system=processor] .u-label")
+        assert [e.text.rstrip(":") for e in labels] == ["time", "share of all cores"]
     assert complaints(browser) == []
 
 

@@ -107,11 +107,6 @@ def test_an_encoder_that_is_set_to_be_a_decoder_is_taken() -> None:
     assert described.model_type == "bert"
 
 
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path, **FAMILIES["llama"], quantization_config={"quant_method": "gptq"})
-    assert "its weights are quantized (gptq)" in refusal(path=path)
-
-
 def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:
     assert refusal(path=str(tmp_path)).startswith(f"model.path={tmp_path}: has no config.json")
 

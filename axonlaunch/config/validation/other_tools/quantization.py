@@ -30,7 +30,7 @@ def set_torchtune_quantizer(translation: Translation) -> None:
     translation.set("train.matmul_group_size", int(translation.number(size, 256)), size)
     _set_start(translation, "fake_quant_after_n_steps")
     adapted = translation.settings.get("adapter.targets")
-    if adapted is None or "lm_head" in adapted.value:
+    if adapted is None or translation.flag("model.apply_lora_to_output"):
         translation.note(key, _HEAD)
     if adapted and (others := [name for name in _LINEAR_LAYERS if name not in adapted.value]):
         translation.set("train.matmul_exclude", others, key, note="only adapted layers are rounded")

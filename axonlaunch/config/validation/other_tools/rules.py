@@ -400,6 +400,21 @@ def set_intervals(
         _set_steps(translation, "checkpoint.every", "save_steps")
 
 
+def set_kept(translation: Translation, key: str = "save_total_limit") -> None:
+    """Set the number of checkpoints that are kept, after their interval; tools keep all by default.
+
+    Args:
+        translation: Translation.
+        key: Key with the number; 0 or none stands for all.
+    """
+    if translation.settings["checkpoint.every"].value == 0:
+        return
+    if (number := int(translation.number(key))) > 0:
+        translation.set("checkpoint.keep_last", number, key)
+    else:
+        translation.set("checkpoint.keep_every_n_steps", 1, key, note="all are kept")
+
+
 _LETTERS = f"{string.ascii_letters}{string.digits}_-., "
 """Characters of names of layers; other texts are regular expressions."""
 
@@ -438,6 +453,23 @@ def named_layers(written: str) -> list[str]:
     return [re.sub(r"\b((?:language|text)_model\\?\.)(?![*+?{])", r"(\1)?", f"({written})")]
 
 
+_HEADS_AND_EMBEDDINGS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe")
+
+
+def leave_out_head(translation: Translation, key: str, name: str) -> None:
+    """Report a head or embedding that the other tool adapts."""
+    text = f"layers of the blocks are adapted, not {name}; train.unfreeze=['*{name}*'] trains it"
+    translation.leave_out(key, f"{text} in full")
+
+
+def _is_head_or_embedding(translation: Translation, key: str, name: object) -> bool:
+    last = str(name).rpartition(".")[2]
+    if last not in _HEADS_AND_EMBEDDINGS:
+        return False
+    leave_out_head(translation, key, last)
+    return True
+
+
 def set_adapter(
     translation: Translation,
     *,
@@ -474,7 +506,12 @@ def set_adapter(
     if isinstance(targets, str) and targets not in ("all-linear", "all"):
         targets = named_layers(targets)
     chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
-    translation.set("adapter.targets", chosen, targets_key)
+    if isinstance(chosen, list):
+        chosen = [
+            name for name in chosen if not _is_head_or_embedding(translation, targets_key, name)
+        ]
+    if chosen:
+        translation.set("adapter.targets", chosen, targets_key)
     modules = translation.get(unfrozen)
     if modules:
         names = modules.split(",") if isinstance(modules, str) else translation.items(unfrozen)

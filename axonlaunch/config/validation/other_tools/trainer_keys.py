@@ -98,6 +98,18 @@ def drop_smoothing_of_weighted_loss(translation: Translation) -> None:
             translation.note("label_smoothing_factor", text)
 
 
+def _load_best(translation: Translation, key: str, value: Any) -> None:
+    if value in OFF:
+        translation.not_needed.append(key)
+        return
+    translation.set("checkpoint.keep_best", 1, key)
+    translation.note(key, _LAST)
+
+
+_LAST = (
+    "the best checkpoint is kept, and the last one is uploaded; `axonlaunch checkpoint export "
+    "FOLDER_OF_THE_STEP --push ORG/NAME` uploads the best"
+)
 _OFFLOADING = "activation_offloading"
 CHECKPOINTING = Rule("expressed", _checkpointing)
 OFFLOADING = Rule("expressed", _offloading)
@@ -113,6 +125,8 @@ def _zero_stage(translation: Translation, key: str, value: Any) -> None:
         digits = [str(zero.get("stage"))] if isinstance(zero, dict) else []
     if (stage := stages.get(digits[0] if digits else "")) is not None:
         translation.option("strategy", stage, key)
+    elif value not in OFF:
+        translation.leave_out(key, "names no stage of ZeRO; write strategy=zero1, zero2 or fsdp")
     if "offload" in text and "none" not in text:
         translation.note(key, "strategy.fsdp.cpu_offload=full moves states to host memory")
 
@@ -182,7 +196,7 @@ TRAINER_KEYS: Table = {
     "gradient_accumulation_steps": with_others(),
     "gradient_checkpointing": CHECKPOINTING,
     "gradient_checkpointing_kwargs.*": not_needed("recomputation has no variants"),
-    "greater_is_better": not_needed("the evaluation loss selects checkpoints"),
+    "greater_is_better": with_others(),
     "group_by_length": with_note("rows are in random order; data.packing=best_fit avoids padding"),
     "hub_always_push": not_needed("the last checkpoint is uploaded"),
     "hub_model_id": with_others(),
@@ -196,7 +210,7 @@ TRAINER_KEYS: Table = {
     "include_tokens_per_second": not_needed(reasons.REPORTING),
     "label_smoothing_factor": to("train.label_smoothing", float),
     "learning_rate": to("optimizer.lr", float),
-    "load_best_model_at_end": to("checkpoint.keep_best", int),
+    "load_best_model_at_end": Rule("expressed", _load_best),
     "local_rank": not_needed("set by the launcher"),
     "log_level": not_needed(reasons.REPORTING),
     "log_level_replica": not_needed(reasons.REPORTING),
@@ -210,7 +224,7 @@ TRAINER_KEYS: Table = {
     "lr_scheduler_type": with_others(),
     "max_grad_norm": with_others(),
     "max_steps": with_others(),
-    "metric_for_best_model": not_needed("the evaluation loss selects checkpoints"),
+    "metric_for_best_model": with_others(),
     "neftune_noise_alpha": missing(_NO_NOISE),
     "no_cuda": not_needed("launch.device says it"),
     "num_train_epochs": with_others(),
@@ -231,7 +245,7 @@ TRAINER_KEYS: Table = {
     "save_safetensors": not_needed("checkpoint export writes safetensors"),
     "save_steps": with_others(),
     "save_strategy": with_others(),
-    "save_total_limit": to("checkpoint.keep_last", lambda number: max(1, int(number))),
+    "save_total_limit": with_others(),
     "seed": to("seed", int),
     "tf32": to("train.matmul_precision", lambda on: "high" if on is True else "highest"),
     "torch_compile": to("train.compile", lambda on: on is True),
@@ -253,6 +267,26 @@ def set_clipping(translation: Translation, key: str = "max_grad_norm") -> None:
     """Set the largest norm of gradients; 0 switches clipping off."""
     limit = float(translation.number(key, 1.0))
     translation.set("train.grad_clip", limit if limit > 0 else None, key)
+
+
+_ACCURACIES = ("accuracy", "mean_token_accuracy")
+
+
+def set_best_metric(translation: Translation) -> None:
+    """Set the metric that early stopping and the best checkpoint follow, after both are set."""
+    if not {"train.early_stop", "checkpoint.keep_best"} & translation.settings.keys():
+        return
+    key, order = "metric_for_best_model", "greater_is_better"
+    name = str(translation.get(key, "loss")).removeprefix("eval_")
+    is_accuracy = name in _ACCURACIES
+    if not is_accuracy and name != "loss":
+        translation.leave_out(key, "the evaluation loss decides; train.best_metric names a metric")
+    elif translation.has(order) and translation.flag(order) is not is_accuracy:
+        best = "highest" if is_accuracy else "lowest"
+        translation.leave_out(order, f"the best {name} is the {best}")
+    elif is_accuracy:
+        translation.set("metrics", ["accuracy"], key)
+        translation.set("train.best_metric", "accuracy", key, note="over all counted tokens")
 
 
 def final_ratio(translation: Translation) -> tuple[float, str]:

@@ -22,7 +22,7 @@ from axonlaunch.data.texts.chats.computed_fields import (
 )
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
-_FORMAT = "chat 8"
+_FORMAT = "chat 9"
 """Changed whenever chats are encoded or refused differently; cached tokens are then invalid."""
 
 

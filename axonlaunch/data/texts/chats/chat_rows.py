@@ -166,7 +166,11 @@ def _forms(fields: Mapping[str, str]) -> list[_Form]:
 
 
 def _messages(row: Row, fields: Mapping[str, str]) -> Chat:
-    """Return the chat of a row, in the first form that it has."""
+    """Return the chat of a row: of the first form, such as a list of messages, with all its fields.
+
+    Raises:
+        ValueError: The row has no form.
+    """
     forms = _forms(fields)
     for form in forms:
         is_null = len(forms) > 1 and form.needed[0] in _LISTS and row.get(form.needed[0]) is None

@@ -149,10 +149,32 @@ class _Writer:
         return tokens
 
     def end_of_turn(self) -> str:
+        return self._after_answers()[0].strip()
+
+    def _after_answers(self) -> tuple[str, str]:
+        """Return the text after each answer, and what follows it only at the end of a chat.
+
+        Phi-3 writes ``<|end|>`` and a line break after each message, and ``<|endoftext|>`` at the
+        end. An end that is not after each answer, as in some templates, belongs to the answer.
+
+        Raises:
+            ValueError: The template rejects a question and an answer.
+        """
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "OK"}
         prompt = self._render([question], None, asks=True)
-        full_text = self._render([question, answer], None)
-        return full_text[_common_prefix(prompt, full_text) :].partition("OK")[2].strip()
+        at_end, before_others = (
+            text[_common_prefix(prompt, text) :].partition("OK")[2]
+            for text in (
+                self._render([question, answer, *others], None) for others in ([], [question])
+            )
+        )
+        length = _common_prefix(at_end, before_others)
+        for token in self._tokenizer.get_added_vocab():  # other tokens begin alike: <|user|>
+            start = at_end.rfind(token, 0, length + len(token) - 1)
+            length = start if 0 <= start < length < start + len(token) else length
+        if not at_end[:length].strip():
+            return at_end, ""
+        return at_end[:length], at_end[length:]
 
     def _text(self, chat: Chat) -> str | BadRow:
         """Return the rendered text of a chat, or why it is invalid."""
@@ -291,11 +313,12 @@ class _Writer:
                 "for its tokens; put another message before it"
             )
         previous, message = chat.messages[:number], chat.messages[number]
+        end, closing = self._ends
         start = _common_prefix(self._render(previous, chat, asks=True), text)
-        added = self._render([*previous, message], chat)[start:]
+        added = self._render([*previous, message], chat)[start:].removesuffix(closing)
         rest = text[start:]
         length = len(added) if rest.startswith(added) else _longest_overlap(added, rest)
-        is_after = start >= len(self._render(previous, chat))
+        is_after = start >= len(self._render(previous, chat).removesuffix(closing))
         if not is_after or not length or _last_line(message) not in rest[:length]:
             raise ValueError(
                 f"the chat template writes message {number + 1} differently when others follow, so "
@@ -303,17 +326,18 @@ class _Writer:
                 "or use data.train_on=all"
             )
         spoken = rest[:length].rstrip()
-        if self._end and spoken.endswith(self._end):
+        if end and spoken.endswith(end):
             length = len(spoken)
         return start, start + length
 
     @functools.cached_property
-    def _end(self) -> str:
-        """Text that ends a turn of the assistant; empty if there is none."""
+    def _ends(self) -> tuple[str, str]:
+        """Text that ends a turn of the assistant, and text that ends a chat; may be empty."""
         try:
-            return self.end_of_turn()
+            end, closing = self._after_answers()
         except ValueError:  # the template rejects a question and an answer
-            return ""
+            return "", ""
+        return end.strip(), closing
 
     def _render(self, messages: Sequence[Message], chat: Chat | None, *, asks: bool = False) -> str:
         """Render messages.

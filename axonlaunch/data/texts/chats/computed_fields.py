@@ -14,6 +14,9 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.files.rows import Row
 from axonlaunch.data.files.tables import LARGEST_ROW
 from axonlaunch.data.texts.chats.named_templates import is_jinja
+from axonlaunch.system.processes.isolated import Isolated, IsolatedCallError
+
+_COMPILE_SECONDS = 20.0
 
 
 def expressions(fields: Mapping[str, str]) -> dict[str, str]:
@@ -23,11 +26,10 @@ def expressions(fields: Mapping[str, str]) -> dict[str, str]:
 
 def computed_from(fields: Mapping[str, str]) -> set[str]:
     """Return the names of the columns that computed fields read."""
-    from jinja2 import meta
+    from jinja2 import nodes
 
-    texts = expressions(fields).values()
-    trees = (jinja(text).environment.parse(text) for text in texts)
-    return {name for tree in trees for name in meta.find_undeclared_variables(tree)}
+    trees = map(_environment().parse, expressions(fields).values())
+    return {node.name for tree in trees for node in tree.find_all(nodes.Name)}
 
 
 def compile_fields(fields: Mapping[str, str]) -> None:
@@ -38,10 +40,37 @@ def compile_fields(fields: Mapping[str, str]) -> None:
     """
     for name, text in expressions(fields).items():
         try:
-            jinja(text)
-        except Exception as error:  # parsing text of a stranger may raise any error
+            check_jinja(text)
+        except ValueError as error:
             issue = ConfigIssue(f"data.fields.{name}", f"does not compile: {error}", text)
             raise ConfigError([issue]) from None
+
+
+@functools.lru_cache(maxsize=16)
+def check_jinja(text: str) -> None:
+    """Compile a text in a copy of this process, because Jinja computes constants: ``9**9**9``.
+
+    Raises:
+        ValueError: The text is not valid Jinja, or takes too long or too much memory.
+    """
+    copy = Isolated(None)
+    try:
+        problem = copy.call(_compile_problem, text, seconds=_COMPILE_SECONDS)
+    except IsolatedCallError as error:
+        problem = str(error)
+    finally:
+        copy.end()
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _compile_problem(_: None, text: str) -> str | None:
+    try:
+        jinja(text)
+    except Exception as error:  # parsing text of a stranger may raise any error
+        line = getattr(error, "lineno", None)
+        return f"line {line}: {error}" if line is not None else str(error)
+    return None
 
 
 def with_computed(row: Row, fields: Mapping[str, str]) -> Row:
@@ -73,11 +102,16 @@ def _render(text: str, name: str, values: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=16)
 def jinja(text: str) -> Any:
-    """Return a compiled text, which runs in Jinja's sandbox and rejects names that a row lacks."""
+    """Return a compiled text, which runs in Jinja's sandbox and rejects names that a row lacks.
+
+    Call it only in a copy of this process.
+    """
+    return _environment().from_string(text)
+
+
+@functools.cache
+def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.from_string(text)
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)

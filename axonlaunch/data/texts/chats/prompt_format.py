@@ -27,7 +27,12 @@ from axonlaunch.data.texts.chats.chat_rows import (
     text_of,
 )
 from axonlaunch.data.texts.chats.chat_template import Written
-from axonlaunch.data.texts.chats.computed_fields import compile_fields, jinja, with_computed
+from axonlaunch.data.texts.chats.computed_fields import (
+    check_jinja,
+    compile_fields,
+    jinja,
+    with_computed,
+)
 from axonlaunch.data.texts.chats.named_templates import (
     ignored_columns,
     is_jinja,
@@ -65,11 +70,9 @@ class PromptFormat:
         try:
             self._pieces = None if is_jinja(self.text) else _plain_pieces(self.text)
             if self._pieces is None:
-                jinja(self.text)
-        except Exception as error:  # parsing text of a stranger may raise any error
-            line = getattr(error, "lineno", None)
-            line_prefix = "" if line is None else f"line {line}: "
-            message = f"does not compile: {line_prefix}{error}"
+                check_jinja(self.text)
+        except ValueError as error:
+            message = f"does not compile: {error}"
             raise ConfigError([ConfigIssue("data.prompt_format", message, chosen)]) from None
         compile_fields(fields)
 

@@ -4,7 +4,7 @@
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
   const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
-  const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set(), hidden: new Set() };
+  const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set(), hidden: new Set(), nodes: new Map() };
   let charts = [];
   let into = page; // element that receives sections
   let range = null; // zoomed range of the horizontal axis in all charts; null shows everything
@@ -345,12 +345,27 @@
       ...lifeBar(run.life, page.clientWidth), folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
   }
 
+  // The use of the nodes; with several views, a choice of which is drawn.
   function system(run) {
     if (!run.system) return;
+    const { nodes, views, absent } = run.system;
     const holder = element("div", { class: "charts" });
-    section(`Node ${run.system.host}`, element("p", { class: "faint" },
-      "All programs on the node of the main rank, by the time since the first launch."), holder);
-    systemCharts(holder, run.system.charts);
+    let drawn = [];
+    const draw = (name) => {
+      view.nodes.set(run.label, name);
+      drawn.forEach((one) => one.destroy());
+      holder.replaceChildren();
+      drawn = systemCharts(holder, (views.find((each) => each.name === name) ?? views[0]).charts, nodes);
+    };
+    const chosen = view.nodes.get(run.label) ?? views[0].name;
+    section(nodes.length > 1 ? `${nodes.length} nodes` : `Node ${nodes[0]}`, element("p", { class: "faint" },
+      `All programs on ${nodes.length > 1 ? "each" : "the"} node, by the time since the first launch.`,
+      nodes.length > views.length ? " The lowest, median and highest of all nodes; hover to see which node it is." : "",
+      absent ? ` Samples of ${absent} more ${absent > 1 ? "nodes are in their" : "node are in its"} own run folder, because the nodes do not share one.` : ""),
+      views.length > 1 ? element("p", {}, element("label", {}, "show ", element("select", { "data-nodes": "", onchange: (event) => draw(event.target.value) },
+        ...views.map(({ name }) => element("option", { value: name, ...(name === chosen && { selected: "" }) }, name))))) : "",
+      holder);
+    draw(chosen);
   }
 
   function crash(run) {

@@ -1,4 +1,4 @@
-// Draws a run over its time: its timeline, and the sampled use of its node.
+// Draws a run over its time: its timeline, and the sampled use of its nodes.
 
 const SPANS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828", node: "#b5479d" };
 const UNITS = {
@@ -32,13 +32,14 @@ function lifeBar(spans, width) {
   }, clock(seconds))))];
 }
 
-// Draws the charts of what the main rank sampled of its node; their cursors move together.
-function systemCharts(holder, charts) {
+// Draws the charts of what nodes sampled, and returns them; their cursors move together. A line may have
+// the index of a node at each point, which is shown with the value.
+function systemCharts(holder, charts, nodes) {
   const boxes = charts.map((chart) => element("div", { class: "chart", "data-system": chart.title }, element("h3", {}, chart.title)));
   holder.append(...boxes); // append all first, because the width of each depends on the others
-  charts.forEach(({ unit, lines }, index) => {
+  return charts.map(({ unit, lines }, index) => {
     const text = UNITS[unit];
-    new uPlot({
+    return new uPlot({
       width: boxes[index].clientWidth, height: 180,
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, unit === "share" ? 1 : 1.05 * high || 1] } },
       axes: axes(clock, text, 76),
@@ -47,7 +48,8 @@ function systemCharts(holder, charts) {
         { label: "time", value: (u, value) => (value === null ? "--" : clock(value)) },
         ...lines.map((line, number) => ({
           label: line.label, stroke: COLORS[number % COLORS.length], width: 1.2, points: { show: line.x.length < 3 },
-          value: (u, value) => (value === null || value === undefined ? "--" : text(value)),
+          value: (u, value, series, at) => (value === null || value === undefined ? "--"
+            : line.nodes ? `${text(value)} ${nodes[line.nodes[at]]}` : text(value)),
         })),
       ],
     }, uPlot.join(lines.map((line) => [line.x, line.y])), boxes[index]);

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_args
 from axonlaunch.config import CONFIG
 from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
+from axonlaunch.diagnostics.report.record.node_samples import NodeSamples
 from axonlaunch.system.storage.files import is_locked, open_regular
 from axonlaunch.system.storage.run_files import (
     CRASH,
@@ -63,6 +64,8 @@ class RunRecord:
         evaluations: Lines of ``metrics.jsonl`` with ``eval_loss``.
         events: Lines of ``events.jsonl``, in order of time.
         notes: Files that could not be read, and why.
+        node_samples: Samples of the nodes other than that of the main rank; None if the folder
+            can't be read.
     """
 
     path: Path
@@ -78,6 +81,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    node_samples: NodeSamples | None = None
 
     def events_of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind: started, saved, evaluated, failed, ended, ..."""
@@ -134,6 +138,7 @@ class RunReader:
         """Remember the local or remote folder (``upath``)."""
         self._path = path
         self._growing = {name: GrowingLines(path / name) for name in (METRICS, EVENTS)}
+        self._samples = NodeSamples(path)
 
     def read(self) -> RunRecord:
         """Read the folder.
@@ -148,7 +153,7 @@ class RunReader:
         if config is None and not lines:
             reason = f"{self._path}: contains neither {CONFIG} nor {METRICS} of a run"
             raise NotARunError(reason, notes)
-        return _record(self._path, files, config or {}, lines, events)
+        return _record(self._path, files, config or {}, lines, events, self._samples)
 
 
 def _record(
@@ -157,11 +162,12 @@ def _record(
     config: dict[str, Any],
     lines: list[dict[str, Any]],
     events: list[dict[str, Any]],
+    samples: NodeSamples,
 ) -> RunRecord:
     events = [
         event
         for event in events
-        if isinstance(event.get("event"), str) and _is_time(event.get("time"))
+        if isinstance(event.get("event"), str) and is_time(event.get("time"))
     ]
     summary = files.object(SUMMARY) or {}
     crash = files.object(CRASH)
@@ -182,6 +188,7 @@ def _record(
         evaluations=[line for line in lines if _is_step(line.get("step")) and "eval_loss" in line],
         events=events,
         notes=files.notes,
+        node_samples=samples,
     )
 
 
@@ -270,7 +277,7 @@ def _is_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST_STEP
 
 
-def _is_time(value: object) -> bool:
+def is_time(value: object) -> bool:
     """Return whether a value is a valid time in seconds since 1970."""
     return _is_number(value) and 0 <= float(str(value)) <= _LAST_TIME
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonlaunch.engines.tensor.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.tensors.packed_blocks import logical_shape
 
@@ -70,7 +71,9 @@ def _is_linear(cls: type[nn.Module], module: nn.Module) -> bool | None:
     """Return whether the weight of a linear layer is transposed; None if it is not linear."""
     if cls.forward is nn.Linear.forward:
         return False
-    if not (issubclass(cls, nn.Linear) or hasattr(module, "nf")) or hasattr(module, "axis"):
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return None
+    if not (issubclass(cls, nn.Linear) or hasattr(module, "nf")):
         return None
     if cls not in _linear:
         orientations = [

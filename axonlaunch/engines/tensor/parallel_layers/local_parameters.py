@@ -81,14 +81,10 @@ class TensorAxis:
         """
         placed_by_parameter: dict[nn.Parameter, tuple[ShardSpec | None, nn.Parameter]] = {}
         for submodule in module.modules():
-            shard_specs = submodule.__dict__.get("shard_specs") or getattr(
-                type(submodule), "shard_specs", {}
-            )
             for key, parameter in list(submodule._parameters.items()):
                 if parameter is None or isinstance(parameter, DTensor):
                     continue  # experts are sharded over another axis
-                dim_or_spec = shard_specs.get(key)
-                shard = ShardSpec(dim_or_spec) if isinstance(dim_or_spec, int) else dim_or_spec
+                shard = shard_spec(submodule, key)
                 if parameter not in placed_by_parameter:
                     placed_by_parameter[parameter] = shard, self._local_parameter(parameter, shard)
                 first_shard, placed = placed_by_parameter[parameter]
@@ -124,6 +120,19 @@ class TensorAxis:
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
         return torch.cat(parts, shard.dim)
+
+
+def shard_spec(module: nn.Module, key: str) -> ShardSpec | None:
+    """Return how a parameter of a module is sharded; None if it is replicated."""
+    specs = module.__dict__.get("shard_specs") or getattr(type(module), "shard_specs", {})
+    dim_or_spec: int | ShardSpec | None = specs.get(key)
+    return ShardSpec(dim_or_spec) if isinstance(dim_or_spec, int) else dim_or_spec
+
+
+def output_pieces(layer: nn.Module) -> int:
+    """Return the number of tensors that are packed in a layer's output and sharded separately."""
+    shard = shard_spec(layer, "weight")
+    return 1 if shard is None else shard.pieces
 
 
 def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:

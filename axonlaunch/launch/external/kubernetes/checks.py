@@ -27,6 +27,9 @@ _KEY = "launch.kubernetes"
 _RESERVED = "PET_"
 """Prefix of the variables that Kubeflow Trainer sets, and refuses in a TrainJob."""
 
+_MANAGERS = ("trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multikueue")
+"""Values that Kubeflow Trainer accepts for ``managedBy``."""
+
 
 def setting_issues(config: RunConfig) -> list[ConfigIssue]:
     """Return the problems of the settings of a run on Kubernetes."""
@@ -169,12 +172,27 @@ def rule_problems(job: dict[str, Any], kind: str, name: str) -> list[str]:
         problems.append(f"removes the container {CONTAINER}, which trains")
     if kind != "trainjob" and pod.get("restartPolicy") != "Never":
         problems.append("changes restartPolicy; the failure policy needs Never")
-    if kind == "trainjob":
-        variables = job["spec"].get("trainer", {}).get("env") or []
-        names = [str(variable.get("name", "")) for variable in variables]
-        if reserved := [each for each in names if each.startswith(_RESERVED)]:
-            problems.append(f"sets {', '.join(reserved)}, which Kubeflow Trainer sets itself")
+    own = {"jobset": _job_set_problems, "trainjob": _train_job_problems}
+    if kind in own:
+        problems += own[kind](job["spec"])
     return problems
+
+
+def _job_set_problems(spec: dict[str, Any]) -> Iterator[str]:
+    in_order = (spec.get("startupPolicy") or {}).get("startupPolicyOrder") == "InOrder"
+    if in_order and any("dependsOn" in job for job in spec.get("replicatedJobs") or []):
+        yield "sets startupPolicyOrder=InOrder and dependsOn, of which a JobSet can have only one"
+
+
+def _train_job_problems(spec: dict[str, Any]) -> Iterator[str]:
+    trainer, manager = spec.get("trainer") or {}, spec.get("managedBy")
+    names = [str(variable.get("name", "")) for variable in trainer.get("env") or []]
+    if reserved := [each for each in names if each.startswith(_RESERVED)]:
+        yield f"sets {', '.join(reserved)}, which Kubeflow Trainer sets itself"
+    if (count := trainer.get("numProcPerNode", 1)) < 1:
+        yield f"sets numProcPerNode={count}; it must be at least 1"
+    if manager is not None and manager not in _MANAGERS:
+        yield f"sets managedBy={manager}; use {' or '.join(_MANAGERS)}"
 
 
 def pod_template(job: dict[str, Any], kind: str) -> dict[str, Any] | None:

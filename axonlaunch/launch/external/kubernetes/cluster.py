@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlencode
 
@@ -31,9 +32,12 @@ _FOLDERS = {
     "Job": "apis/batch/v1",
     "JobSet": "apis/jobset.x-k8s.io/v1alpha2",
     "TrainJob": "apis/trainer.kubeflow.org/v1alpha1",
-    "Workload": "apis/kueue.x-k8s.io/v1beta1",
 }
-"""Paths of the API groups of kinds; all other kinds here are in the core group."""
+"""Paths of the API groups of kinds; all others are in the core group, except those of Kueue."""
+_KUEUE = "apis/kueue.x-k8s.io"
+_TRAINER = "2.3 or later"
+_NEW_IN_TRAINER = re.compile(r'unknown field "[^"]*(runtimePatches|terminationGracePeriodSeconds)"')
+"""Refusal of a TrainJob by an older version: 2.1 has no patches, 2.2 no grace period in them."""
 
 
 class UnreachableError(Exception):
@@ -119,15 +123,33 @@ class Cluster:
 
     def path(self, kind: str, name: str = "") -> str:
         """Return the path of an object of this namespace, or of all objects of a kind."""
-        folder, plural = _FOLDERS.get(kind, "api/v1"), f"{kind.lower()}s"
+        folder = self._kueue if kind == "Workload" else _FOLDERS.get(kind, "api/v1")
+        plural = f"{kind.lower()}s"
         return f"/{folder}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
 
+    @cached_property
+    def _kueue(self) -> str:
+        """Path of Kueue's API group in the version that the server prefers; 0.20 has no v1beta1."""
+        group = self._json("GET", f"/{_KUEUE}", "look for Kueue")
+        return f"apis/{group['preferredVersion']['groupVersion']}"
+
+    @property
+    def has_kueue(self) -> bool:
+        """Whether the server has Kueue."""
+        try:
+            return bool(self._kueue)
+        except RefusedError as refused:
+            if refused.status == 404:
+                return False
+            raise
+
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Return an object; None if it does not exist."""
+        """Return an object; None if the server says that it does not exist."""
         try:
             return self._json("GET", self.path(kind, name), f"get the {kind} {name}")
         except RefusedError as refused:
-            if refused.status == 404:
+            # A proxy, or a server that does not serve the kind yet, names no object.
+            if refused.status == 404 and "details" in refused.content:
                 return None
             raise
 
@@ -142,7 +164,9 @@ class Cluster:
         """Return the events of the objects with this name, the latest last."""
         query = {"fieldSelector": f"involvedObject.name={name}"}
         listed = self._json("GET", self.path("Event"), "list events", query)["items"]
-        return sorted(listed, key=lambda event: str(event.get("lastTimestamp") or ""))
+        return sorted(
+            listed, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime"))
+        )
 
     def create(self, body: dict[str, Any], *, dry: bool = False) -> dict[str, Any]:
         """Create an object; unknown fields are refused by servers since 1.27.
@@ -197,7 +221,7 @@ class Cluster:
         for kind, key in KEYS.items():
             try:
                 self._json("GET", f"/{_FOLDERS[kind]}", f"look for {kind}s")
-            except RefusedError:
+            except (RefusedError, UnreachableError):
                 continue
             kinds.append(key)
         return kinds
@@ -276,6 +300,9 @@ class Cluster:
                 "choose another name, or end that run with axonlaunch stop and kubectl delete"
             )
             return [ConfigIssue("name", text, config_name)]
+        if refused.kind == "TrainJob" and _NEW_IN_TRAINER.search(message):
+            text = f"needs Kubeflow Trainer {_TRAINER}; use jobset, or install it: {message}"
+            return [ConfigIssue("launch.kubernetes.kind", text, KEYS[refused.kind])]
         causes = (refused.content.get("details") or {}).get("causes") or []
         if status in (400, 422) and causes:
             return [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,13 +26,26 @@ from axonlaunch.launch.external.kubernetes.manifests import (
     RUN_DIR,
     RUN_LABEL,
 )
+from axonlaunch.launch.external.kubernetes.pods import (
+    exit_code,
+    has_log,
+    log_time,
+    phase,
+    pod_index,
+    waiting_reason,
+)
 
 _QUEUE, _OWNER = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/job-uid"
 """Labels of Kueue: of a job, and of the Workload that Kueue makes for it."""
-_INDEX = "batch.kubernetes.io/job-completion-index"
 _Answer = TypeVar("_Answer")
 LOST = "UNREACHABLE"
 """State of a job while the API server does not answer."""
+_STOPPED = "axonlaunch/stopped"
+"""Annotation of a job that the user has stopped. One that a queue suspends comes back by itself."""
+INTERRUPTED, _SIGNAL = 130, 128
+"""Exit status of a stopped run, and the least one of a process that a signal has ended."""
+_MOST_REFUSALS = 30
+"""Number of polls after which a refusal ends the follower; credentials and roles may return."""
 
 
 @dataclass
@@ -56,6 +69,7 @@ class ClusterJob:
     checkpoints: str = ""
     _times: dict[str, tuple[datetime, str]] = field(default_factory=dict)
     _is_lost: bool = False
+    _refusals: int | None = None
 
     @classmethod
     def of_object(cls, cluster: Cluster, job: dict[str, Any]) -> ClusterJob:
@@ -90,7 +104,11 @@ class ClusterJob:
         )
 
     def state(self) -> JobState:
-        """Return the current state, with the reason if pods wait."""
+        """Return the current state, with the reason if pods wait.
+
+        Raises:
+            ConfigError: The server refuses the first request, or many in a row.
+        """
         try:
             now = self._state()
         except UnreachableError as error:
@@ -98,23 +116,50 @@ class ClusterJob:
             note = f"{self.title}: {self.cluster.server} does not answer ({error}); trying again"
             return JobState(LOST, note)
         except RefusedError as refused:
-            raise ConfigError(self.cluster.to_issue(refused, self.name)) from None
+            return self._refused(refused)
+        self._refusals = 0
         if self._is_lost:
             self._is_lost = False
             return JobState(now.name, now.note or f"{self.title}: connected again", now.status)
         return now
 
+    def has_ended(self) -> bool:
+        """Return whether the job can't run again. A stopped one can.
+
+        Raises:
+            ConfigError: The server refuses the request.
+        """
+        now = self.state()
+        return now.status is not None and now.name != "STOPPED"
+
+    def _refused(self, refused: RefusedError) -> JobState:
+        """Return the state of a job that the server does not show.
+
+        Raises:
+            ConfigError: The server has never shown the job, or has refused it too often.
+        """
+        problems = self.cluster.to_issue(refused, self.name)
+        if self._refusals is None:
+            raise ConfigError(problems)
+        self._refusals += 1
+        if self._refusals > _MOST_REFUSALS:
+            raise ConfigError([*problems, ConfigIssue("", self.left)])
+        self._is_lost = True
+        return JobState(LOST, f"{self.title}: {problems[0]}; trying again")
+
     def read_log(self, *, rank: int = 0) -> str:
-        """Return the text added to the log of a rank's pod since the last call.
+        """Return the text added to the log of a rank's pods since the last call.
 
         The text is empty if there is none, and while the server does not answer.
         """
-        try:
-            pods, node = self.pods(), rank // self.nproc
-            running = [pod for pod in pods if _index(pod) == node and _has_log(pod)]
-            return "".join(self._new_lines(pod) for pod in running)
-        except (RefusedError, UnreachableError):
-            return ""
+        added = ""
+        with suppress(RefusedError, UnreachableError):
+            for pod in self.pods():
+                if pod_index(pod) == rank // self.nproc and has_log(pod):
+                    # An evicted pod, or one of a lost node, has no log; a later one has.
+                    with suppress(RefusedError, UnreachableError):
+                        added += self._new_lines(pod)
+        return added
 
     def stop(self) -> str:
         """Suspend the job: its pods save a checkpoint and end. Return a line for the user.
@@ -141,23 +186,29 @@ class ClusterJob:
             ConfigError: The server refuses it, or the job is suspended, runs or has ended already.
         """
         now = self.state()
-        if now.status is not None or now.name == LOST:
-            raise ConfigError([ConfigIssue("", now.note)])
-        if (now.name == "SUSPENDED") == is_suspended:
+        if now.name == LOST or (now.status is not None and now.name != "STOPPED"):
+            again = "; the same axonlaunch train command resumes it" * (now.name == "FAILED")
+            raise ConfigError([ConfigIssue("", f"{now.note}{again}")])
+        if (now.name in ("SUSPENDED", "STOPPING", "STOPPED")) == is_suspended:
             raise ConfigError([ConfigIssue("", now.note or f"{self.title} is running")])
         workload = retry(self._workload, self.cluster, self.name)
-        if workload is not None:
-            change = {"spec": {"active": not is_suspended}}
-            name = workload["metadata"]["name"]
-            retry(partial(self.cluster.patch, "Workload", name, change), self.cluster, self.name)
-            return
-        if now.name == "QUEUED":
+        if workload is None and now.name == "QUEUED":
             message = f"Kueue has made no Workload for {self.title} yet; try again"
             raise ConfigError([ConfigIssue("", message, is_transient=True)])
-        change = {"spec": {"suspend": is_suspended}}
-        request = partial(self.cluster.patch, self.kind, self.name, change)
-        job = retry(request, self.cluster, self.name)
-        if is_suspended and not job["spec"].get("suspend"):
+        marked: dict[str, Any] = {
+            "metadata": {"annotations": {_STOPPED: "true" if is_suspended else None}}
+        }
+        changes = [(self.kind, self.name, marked)]
+        if workload is None:
+            marked["spec"] = {"suspend": is_suspended}
+        else:
+            admitted: dict[str, Any] = {"spec": {"active": not is_suspended}}
+            change = ("Workload", workload["metadata"]["name"], admitted)
+            changes.insert(0 if is_suspended else 1, change)  # a job with the mark is stopped
+        for kind, name, content in changes:
+            request = partial(self.cluster.patch, kind, name, content)
+            job = retry(request, self.cluster, self.name)
+        if workload is None and is_suspended and not job["spec"].get("suspend"):
             message = (
                 f"{self.cluster.server} is too old to suspend a {self.kind}; kubectl delete "
                 f"{self.kind.lower()} {self.name} ends it after a checkpoint"
@@ -203,12 +254,9 @@ class ClusterJob:
             RefusedError: The server does not allow it.
             UnreachableError: The server does not answer.
         """
-        try:
-            return self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
-        except RefusedError as refused:
-            if refused.status == 404:  # the label has no effect without Kueue
-                return None
-            raise
+        if not self.cluster.has_kueue:  # the label has no effect
+            return None
+        return self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods of the run, the oldest first.
@@ -235,34 +283,55 @@ class ClusterJob:
             if self._is_queued(job):
                 queue = job["metadata"]["labels"][_QUEUE]
                 return JobState("QUEUED", f"{self.title} is suspended; waits for the queue {queue}")
-            note = f"{self.title} is suspended; resume it with axonlaunch resume"
-            return JobState("SUSPENDED", note)
+            again = f"resume it with axonlaunch resume {self.name}"
+            if _STOPPED not in (job["metadata"].get("annotations") or {}):
+                return JobState("SUSPENDED", f"{self.title} is suspended; {again}")
+            if any(phase(pod) == "Running" for pod in self.pods()):
+                return JobState("STOPPING", f"{self.title} saves a checkpoint and is suspended")
+            return JobState("STOPPED", f"{self.title} is stopped; {again}", INTERRUPTED)
         pods = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
         waiting = [reason for pod in pods if (reason := waiting_reason(pod))]
+        pending = [pod["metadata"]["name"] for pod in pods if phase(pod) == "Pending"]
+        if not waiting and pending and (warning := self._last_warning(pending[0])):
+            waiting = [f"{pending[0]}: {warning}"]
         if waiting:
             return JobState("PENDING", f"{self.title} waits: {waiting[0]}")
-        if any(pod.get("status", {}).get("phase") == "Running" for pod in pods):
+        if any(phase(pod) == "Running" for pod in pods):
             return JobState("RUNNING")
-        if reason := self._refused_pods():
-            return JobState("PENDING", f"{self.title} waits: {reason}")
+        child = f"{self.name}-{CONTAINER}-0"  # of a JobSet, and so of a TrainJob
+        for name in (self.name,) if self.kind == "Job" else (self.name, child):
+            if reason := self._last_warning(name, "FailedCreate"):  # by a quota, for example
+                return JobState("PENDING", f"{self.title} waits: {reason}")
         return JobState("PENDING", f"{self.title} is pending")
 
-    def _refused_pods(self) -> str:
-        """Return why the controller can't create pods, such as a quota; empty if it can."""
-        failures = [
-            event
-            for event in self.cluster.events(self.name)
-            if event.get("reason") == "FailedCreate"
-        ]
-        return " ".join(str(failures[-1].get("message", "")).split()) if failures else ""
+    def _last_warning(self, name: str, reason: str = "") -> str:
+        """Return the message of an object's last event if it is a warning; else empty.
+
+        Args:
+            name: Name of the object.
+            reason: Reason of the events that count; empty: all.
+        """
+        try:
+            events = self.cluster.events(name)
+        except RefusedError:  # a role may not list events
+            return ""
+        counted = [event for event in events if reason in ("", event.get("reason"))]
+        if not counted or counted[-1].get("type") != "Warning":
+            return ""
+        return " ".join(str(counted[-1].get("message", "")).split())
 
     def _failed_status(self) -> int:
-        """Return the exit status of a failed job: that of a pod, if it says why."""
+        """Return the exit status of a failed job: that of a pod, if it says why.
+
+        If a pod was killed, as by a lack of memory, a later start will hardly succeed.
+        """
         try:
-            codes = {_exit_code(pod) for pod in self.pods()}
+            codes = {exit_code(pod) for pod in self.pods()} - {None}
         except (RefusedError, UnreachableError):
             return 1
-        return next((status for status in (INVALID, 1, TRANSIENT) if status in codes), 1)
+        was_killed = any(code > _SIGNAL and code != INTERRUPTED for code in codes if code)
+        found = (INVALID, 1) if was_killed else (INVALID, 1, TRANSIENT)
+        return next((status for status in found if status in codes), 1)
 
     def _new_lines(self, pod: dict[str, Any]) -> str:
         name = pod["metadata"]["name"]
@@ -274,7 +343,7 @@ class ClusterJob:
         # Progress bars write carriage returns, at which splitlines would divide a line.
         for line in text.split("\n"):
             time, _, content = line.partition(" ")
-            moment = _moment(time)
+            moment = log_time(time)
             if moment is not None and (last is None or moment > last):
                 lines.append(f"{content}\n")
                 self._times[name] = moment
@@ -324,53 +393,7 @@ def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answe
         raise ConfigError([problem]) from None
 
 
-def waiting_reason(pod: dict[str, Any]) -> str:
-    """Return why a pod does not run: no node for it, no image or another error; else empty."""
-    status, name = pod.get("status", {}), pod["metadata"]["name"]
-    for container in status.get("containerStatuses", []):
-        waiting = container.get("state", {}).get("waiting") or {}
-        reason = waiting.get("reason", "")
-        if reason not in ("", "ContainerCreating", "PodInitializing"):
-            return f"{name}: {reason}: {waiting.get('message', '')}".rstrip(": ")
-    for condition in status.get("conditions", []):
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return f"{name}: {condition.get('reason')}: {condition.get('message', '')}"
-    return ""
-
-
 def _conditions(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the true conditions of a job by type."""
     conditions = job.get("status", {}).get("conditions") or []
     return {each["type"]: each for each in conditions if each.get("status") == "True"}
-
-
-def _index(pod: dict[str, Any]) -> int:
-    """Return the number of a pod in its job; 0 for the pod of a job without an index."""
-    metadata = pod["metadata"]
-    places = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
-    return int(places.get(_INDEX, 0))
-
-
-def _has_log(pod: dict[str, Any]) -> bool:
-    return pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
-
-
-def _exit_code(pod: dict[str, Any]) -> int | None:
-    for container in pod.get("status", {}).get("containerStatuses", []):
-        ended = container.get("state", {}).get("terminated")
-        if container.get("name") == CONTAINER and ended:
-            return int(ended.get("exitCode", 1))
-    return None
-
-
-def _moment(time: str) -> tuple[datetime, str] | None:
-    """Return the second of a log line's time, in UTC, and the digits after the point.
-
-    Nodes write their local time, and may omit zeros at the end. A line without a time, such as the
-    node's message that a log is being rotated, is not of the run: None.
-    """
-    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT[\d:]{8})(?:\.(\d+))?(Z|[+-]\d\d:\d\d)", time)
-    if match is None:
-        return None
-    second = datetime.fromisoformat(f"{match[1]}{match[3]}").astimezone(UTC)
-    return second, (match[2] or "").ljust(9, "0")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import TRANSIENT, exit_status, gathering
+from axonlaunch.launch.environment.environment_variables import POD_SUBMISSION
 from axonlaunch.launch.external.followed_job import follow_job, shared_folder
 from axonlaunch.launch.external.kubernetes.checks import (
     read_patch,
@@ -30,6 +33,10 @@ from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
 _SUBMISSION = "axonlaunch/submission"
 """Annotation of objects with a random text of the command that created them."""
+_EXISTS = 409
+"""HTTP status."""
+_GONE_S, _POLL_S = 60.0, 1.0
+"""Seconds in which a deleted job and its objects must be gone, and between looks for them."""
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -156,8 +163,7 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         others.insert(0, _secret(objects))
     submission = secrets.token_hex(8)
     *others, job = [_with_submission(each, submission) for each in [*others, objects.job]]
-    for each in [*others, job]:
-        retry(partial(cluster.create, each, dry=True), cluster, name)
+    retry(partial(_check, [*others, job], cluster), cluster, name)
     _refuse_shared_folder(job, cluster, name)
     created: list[dict[str, Any]] = []
     try:
@@ -186,11 +192,72 @@ def create_all(objects: RunObjects, cluster: Cluster, name: str) -> None:
         raise
 
 
+def _check(wanted: list[dict[str, Any]], cluster: Cluster) -> None:
+    """Let the server check objects; an earlier job of the run that has ended is deleted for them.
+
+    Args:
+        wanted: The objects, the job last.
+        cluster: The API server.
+
+    Raises:
+        RefusedError: The server refuses an object.
+        UnreachableError: The server does not answer.
+        ConfigError: The state of the earlier job can't be read.
+    """
+    deadline = None
+    while taken := [refused for each in wanted if (refused := _name_taken(each, cluster))]:
+        if deadline is None and _delete_ended(wanted[-1], cluster):
+            deadline = time.monotonic() + _GONE_S
+        if deadline is None or time.monotonic() > deadline:
+            raise taken[0]
+        time.sleep(_POLL_S)
+
+
+def _name_taken(each: dict[str, Any], cluster: Cluster) -> RefusedError | None:
+    """Let the server check an object; return the refusal if there is one of its name.
+
+    Raises:
+        RefusedError: The server refuses the object for another reason.
+        UnreachableError: The server does not answer.
+    """
+    try:
+        cluster.create(each, dry=True)
+    except RefusedError as refused:
+        if refused.status == _EXISTS:
+            return refused
+        raise
+    return None
+
+
+def _delete_ended(job: dict[str, Any], cluster: Cluster) -> bool:
+    """Delete an earlier job of a run, with the objects that belong to it, if it has ended.
+
+    Returns:
+        Whether there was one with the run's name and folder.
+
+    Raises:
+        RefusedError: The server does not allow it.
+        UnreachableError: The server does not answer.
+        ConfigError: The state of the earlier job can't be read.
+    """
+    found = cluster.get(job["kind"], job["metadata"]["name"])
+    if found is None:
+        return False
+    earlier = ClusterJob.of_object(cluster, {**found, "kind": job["kind"]})
+    if earlier.run_dir != ClusterJob.of_object(cluster, job).run_dir or not earlier.has_ended():
+        return False
+    cluster.delete(job["kind"], earlier.name, found["metadata"]["uid"])
+    return True
+
+
 def _with_submission(each: dict[str, Any], submission: str) -> dict[str, Any]:
-    """Return an object with the annotation of the command that creates it."""
+    """Return an object with the annotation of the command that creates it; pods can read it."""
     metadata = each["metadata"]
     annotations = {**(metadata.get("annotations") or {}), _SUBMISSION: submission}
-    return {**each, "metadata": {**metadata, "annotations": annotations}}
+    marked = {**each, "metadata": {**metadata, "annotations": annotations}}
+    if each["kind"] == "ConfigMap":
+        marked["data"] = {**each["data"], PurePosixPath(POD_SUBMISSION).name: submission}
+    return marked
 
 
 def _delete_all(created: list[dict[str, Any]], cluster: Cluster, submission: str) -> str:
@@ -230,7 +297,7 @@ def _refuse_shared_folder(job: dict[str, Any], cluster: Cluster, name: str) -> N
     submitted = ClusterJob.of_object(cluster, job)
     for other in retry(partial(cluster_jobs, cluster), cluster, name):
         shared = shared_folder(submitted, other)
-        if shared is not None and other.state().status is None:
+        if shared is not None and not other.has_ended():
             key, folder = shared
             message = f"{other.title} uses it; stop and delete that one, or choose another"
             raise ConfigError([ConfigIssue(key, message, folder)])

@@ -15,6 +15,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
 from axonlaunch.config.problems.errors import INVALID
+from axonlaunch.launch.environment.environment_variables import POD_SUBMISSION
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.multinode.token import POD_FILE
@@ -32,12 +33,14 @@ NPROC = "axonlaunch/nproc"
 CONTAINER = "node"
 """Name of the container, which Kubeflow's runtimes use too."""
 PORT = 29500
-_CONFIG = "/run/axonlaunch/config"
+_CONFIG = str(PurePosixPath(POD_SUBMISSION).parent)
 _API = {
     "job": ("batch/v1", "Job"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }
+_LOST_S = 30
+"""Seconds after which pods of an unreachable node are replaced, by default 300: the others wait."""
 _FAILED, _INTERRUPTED = 1, 130
 """Exit statuses of the command."""
 
@@ -116,8 +119,8 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
 def merge_patch(value: Any, patch: Any) -> Any:
     """Return a value with a patch merged into it.
 
-    Mappings are merged by key, and null removes a key. Lists of mappings with a ``name`` are merged
-    by it; all other values are replaced.
+    Mappings are merged by key, and null removes a key. Lists of mappings with a ``name``, or with a
+    ``manager`` as the patches of a TrainJob, are merged by it; all other values are replaced.
     """
     if isinstance(value, dict) and isinstance(patch, dict):
         merged = {**value}
@@ -127,16 +130,17 @@ def merge_patch(value: Any, patch: Any) -> Any:
             else:
                 merged[key] = merge_patch(merged.get(key), change)
         return merged
-    if _has_names(value) and _has_names(patch):
-        by_name = {entry["name"]: entry for entry in value}
-        for change in patch:
-            by_name[change["name"]] = merge_patch(by_name.get(change["name"]), change)
-        return list(by_name.values())
+    for key in ("name", "manager"):
+        if all(_has_key(each, key) for each in (value, patch)):
+            by_key = {entry[key]: entry for entry in value}
+            for change in patch:
+                by_key[change[key]] = merge_patch(by_key.get(change[key]), change)
+            return list(by_key.values())
     return deepcopy(patch)
 
 
-def _has_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(e, dict) and "name" in e for e in value)
+def _has_key(value: Any, key: str) -> bool:
+    return isinstance(value, list) and all(isinstance(e, dict) and key in e for e in value)
 
 
 def _labels(name: str) -> dict[str, str]:
@@ -213,6 +217,7 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         "command": ["axonlaunch", "train", "--config-dir", _CONFIG, "--config-name", "job"],
         "resources": {"requests": {"cpu": resources.cpus, **limits}, "limits": limits},
         "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False},
     }
     if options.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in options.secrets]
@@ -220,15 +225,26 @@ def _pod(config: RunConfig, name: str, secret: str, resources: PodResources) -> 
         "containers": [container],
         "volumes": volumes,
         "terminationGracePeriodSeconds": resources.grace_s,
+        # A Service named "master" would set MASTER_PORT to its address.
+        "enableServiceLinks": False,
     }
     if options.service_account:
         pod["serviceAccountName"] = options.service_account
+    else:  # a run does not call the API server
+        pod["automountServiceAccountToken"] = False
     if options.priority_class:
         pod["priorityClassName"] = options.priority_class
     if options.node_selector:
         pod["nodeSelector"] = dict(options.node_selector)
-    if options.tolerations:
-        pod["tolerations"] = [toleration(text) for text in options.tolerations]
+    pod["tolerations"] = [toleration(text) for text in options.tolerations] + [
+        {
+            "key": f"node.kubernetes.io/{trouble}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": _LOST_S,
+        }
+        for trouble in ("not-ready", "unreachable")
+    ]
     return pod
 
 
@@ -241,8 +257,9 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": nnodes,
         "parallelism": nnodes,
-        # For lost pods. If it is that of node 0, all nodes exit, and each of their pods counts.
-        "backoffLimit": config.launch.max_restarts * nnodes,
+        # For lost pods. Without restarts, or if it is that of node 0, all nodes exit, and each of
+        # their pods counts.
+        "backoffLimit": _replacements(config) * nnodes,
         "podFailurePolicy": _failure_policy(),
         "template": {
             "metadata": {"labels": _labels(name)},
@@ -251,10 +268,20 @@ def _job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _replacements(config: RunConfig) -> int:
+    """Return how often killed pods are replaced; those of a lost node once without restarts too."""
+    return max(int(int(config.launch.nnodes) > 1), config.launch.max_restarts)
+
+
 def _failure_policy() -> dict[str, Any]:
-    """Return the rules for a pod that fails; one that no rule matches counts as a restart."""
+    """Return the rules for a pod that fails: the first that matches, or it counts as a restart."""
     return {
         "rules": [
+            # The node was lost, drained or pre-empted, whatever the run made of it.
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
             {
                 "action": "FailJob",
                 "onExitCodes": {
@@ -264,11 +291,6 @@ def _failure_policy() -> dict[str, Any]:
                     # wrong.
                     "values": [_FAILED, INVALID],
                 },
-            },
-            # The node was lost, drained or pre-empted.
-            {
-                "action": "Ignore",
-                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
             },
             # Another pod was stopped, and the run saved a checkpoint.
             {
@@ -289,7 +311,7 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
     job["template"]["spec"].pop("subdomain", None)  # the JobSet has its own Service
     return {
         "failurePolicy": {
-            "maxRestarts": config.launch.max_restarts,
+            "maxRestarts": _replacements(config),
             "rules": [
                 {
                     "name": "runFailed",
@@ -307,9 +329,13 @@ def _job_set(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any
 def _train_job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of a TrainJob. Its runtime has the failure policy."""
     (container,) = pod["containers"]
-    patched = {
-        key: value for key, value in pod.items() if key not in ("containers", "priorityClassName")
-    }
+    of_runtime = (
+        "containers",
+        "priorityClassName",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+    )
+    patched = {key: value for key, value in pod.items() if key not in of_runtime}
     patched["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
     template = {"metadata": {"labels": _labels(name)}, "spec": patched}
     job = {"name": CONTAINER, "template": {"spec": {"template": template}}}

@@ -9,6 +9,7 @@ from multiprocessing.context import ForkServerContext
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import estimate_device, is_on_cpu
 from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.values.optional_keys import num_data_workers
 from axonlaunch.launch.external.save_time import estimate_submitted, seconds_to_save
 from axonlaunch.launch.launcher import used_cores
 from axonlaunch.planning.records import Estimate
@@ -23,6 +24,12 @@ _RANK = {"gloo": 0.25 * GIB, "gpu": 2.0 * GIB}
 
 Measured on a CPU with torch 2.13: 155 MiB of proportional set size. With a CUDA context a process
 had 2,056,600 kB, pytorch/pytorch#113326.
+"""
+_DATA_WORKER = 0.25 * GIB
+"""Memory of a data worker.
+
+Measured on a CPU with torch 2.13: 70 MB of proportional set size. The rest is for the libraries of
+a data set and the samples that are read ahead.
 """
 
 
@@ -72,15 +79,16 @@ def pod_resources(config: RunConfig, context: ForkServerContext) -> PodResources
 
 
 def pod_memory_bytes(config: RunConfig, estimate: Estimate) -> float:
-    """Return the memory of a pod: processes, tensors in host memory and copies for saves.
+    """Return the memory of a pod: all processes, tensors in host memory and copies for saves.
 
     On a CPU all tensors are in it. ``estimate.margin`` is added.
     """
     device, nproc = estimate_device(config), config.launch.nproc
     assert nproc != "auto"
-    rank = estimate.host_bytes + max(rank.read_bytes for rank in estimate.ranks)
+    rank: float = estimate.host_bytes + max(rank.read_bytes for rank in estimate.ranks)
     if device != "gpu":
         rank += estimate.peak_bytes
+    rank += num_data_workers(config.data) * _DATA_WORKER
     if config.checkpoint.every and config.checkpoint.async_save:
         rank += estimate.saved_bytes
     return _PARENT + nproc * (_RANK["gpu" if device == "gpu" else "gloo"] + rank) * (

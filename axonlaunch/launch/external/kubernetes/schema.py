@@ -1,7 +1,4 @@
-"""Checks the keys and types of an object offline, against the classes of the Kubernetes client.
-
-The own keys of a JobSet or a TrainJob are checked by the server.
-"""
+"""Checks the keys and types of an object offline, against the classes of the Kubernetes client."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from axonlaunch.launch.external.kubernetes.checks import pod_template
+from axonlaunch.launch.external.kubernetes.custom_kinds import CUSTOM_KINDS
 
 _PLAIN: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -27,24 +24,8 @@ def schema_problems(job: dict[str, Any], kind: str) -> list[str]:
         job: The Job, JobSet or TrainJob.
         kind: Value of ``launch.kubernetes.kind``.
     """
-    if kind == "job":
-        return list(_problems(job, "V1Job", ""))
-    if kind == "jobset":
-        return [
-            problem
-            for number, child in enumerate(job["spec"].get("replicatedJobs") or [])
-            for problem in _problems(
-                child.get("template") or {},
-                "V1JobTemplateSpec",
-                f"spec.replicatedJobs[{number}].template",
-            )
-        ]
-    trainer = job["spec"].get("trainer") or {}
-    resources = _problems(
-        trainer.get("resourcesPerNode") or {}, "V1ResourceRequirements", "resourcesPerNode"
-    )
-    template = pod_template(job, kind) or {}
-    return [*resources, *_problems(template, "V1PodTemplateSpec", "template")]
+    expected = {"job": "V1Job", "jobset": "JobSet", "trainjob": "TrainJob"}[kind]
+    return list(_problems(job, expected, ""))
 
 
 def _problems(value: Any, expected: str, path: str) -> Iterator[str]:
@@ -76,17 +57,23 @@ def _problems(value: Any, expected: str, path: str) -> Iterator[str]:
 
 
 def _model_problems(value: Any, expected: str, path: str) -> Iterator[str]:
-    from kubernetes.client import models
-
-    model = getattr(models, expected)
     if not isinstance(value, dict):
         yield f"{path}: expected a mapping"
         return
-    types = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+    types = CUSTOM_KINDS.get(expected) or _client_types(expected)
     for key, entry in value.items():
         below = f"{path}.{key}".lstrip(".")
         if key not in types:
             close = difflib.get_close_matches(str(key), types, n=1)
-            yield f"{below}: there is no such key{f'; did you mean {close[0]}?' * bool(close)}"
+            hint = "".join(f"; did you mean {each}?" for each in close)
+            yield f"{below}: there is no such key{hint}"
         else:
             yield from _problems(entry, types[key], below)
+
+
+def _client_types(expected: str) -> dict[str, str]:
+    """Return the types by key of a class of the Kubernetes client."""
+    from kubernetes.client import models
+
+    model = getattr(models, expected)
+    return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}

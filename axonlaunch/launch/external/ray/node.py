@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.launch.environment.environment_variables import without_launchers
+from axonlaunch.launch.environment.environment_variables import SUBMISSION, without_launchers
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 
 PROGRAM = "axonlaunch.launch.external.ray.node_process"
@@ -61,7 +61,7 @@ class Node:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=without_launchers(os.environ),
+                env={**without_launchers(os.environ), SUBMISSION: self._spec.submission},
             )
             assert process.stdout is not None
             while chunk := os.read(process.stdout.fileno(), _CHUNK):

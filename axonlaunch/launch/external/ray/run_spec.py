@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,11 @@ class RunSpec:
     def needs(self) -> str:
         """Resources of each node in words."""
         return ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
+
+    @property
+    def submission(self) -> str:
+        """Name of this submission, the same on all nodes. The token can't be found from it."""
+        return hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     def with_new_token(self) -> RunSpec:
         """Return the specification for another start of the run."""

@@ -105,6 +105,13 @@ def _kinds(model: Structure) -> list[Any]:
         return []
     blocks: Any = model.model.get_submodule(model.layers)
     return [
-        (kind, block_key(block, _INDEX_NAMES))
-        for kind, block in zip(model.kinds, blocks, strict=True)
+        (kind, block_key(block, _INDEX_NAMES), _unquantized_in(model, number))
+        for number, (kind, block) in enumerate(zip(model.kinds, blocks, strict=True))
     ]
+
+
+def _unquantized_in(model: Structure, number: int) -> frozenset[str]:
+    """Return the names in a block of its modules that are not quantized in the model's files."""
+    prefix = f"{model.layers}.{number}."
+    names = (name for name in model.unquantized if name.startswith(prefix))
+    return frozenset(name.removeprefix(prefix) for name in names)

@@ -24,6 +24,7 @@ from axonlaunch.models.hf.analysis.context_attention import shard_attention
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.modules.attention import SequenceParts
 from axonlaunch.models.specs.model_spec import ModelOutputs
+from axonlaunch.models.specs.router_loss import RouterLossModel
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
@@ -66,7 +67,8 @@ def why_unshardable(model: nn.Module, *, layers: str) -> str:
         return f"its attention is {kernel}, which can't be split; use model.attention=sdpa or eager"
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
-    if isinstance(outputs, ModelOutputs) and not getattr(model, "shares_router_loss", False):
+    shares_loss = isinstance(model, RouterLossModel) and model.shares_router_loss
+    if isinstance(outputs, ModelOutputs) and not shares_loss:
         return "its auxiliary loss needs all tokens; use model.router_aux_loss=false"
     if isinstance(outputs, str):
         return outputs

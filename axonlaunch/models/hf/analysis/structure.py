@@ -20,6 +20,7 @@ from axonlaunch.models.fake.block_flow import block_flow
 from axonlaunch.models.hf.analysis.sequence_mixing import why_unpackable, why_unshardable
 from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.reading import files
+from axonlaunch.models.hf.reading.quantized_files import unquantized_modules
 from axonlaunch.models.modules.repeated_blocks import representative
 from axonlaunch.models.specs.model_spec import BlockFlow
 from axonlaunch.models.tensors.initialization import Initializer
@@ -42,6 +43,7 @@ class Structure:
             model.
         untraceable: Why the model can't run on tensors without values; empty if it can.
         head: Path of the output embeddings, which compute logits; None if unknown.
+        unquantized: Names of modules whose weights are not quantized in files of which others are.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class Structure:
     pipeline_plan: Mapping[str, Any]
     untraceable: str = ""
     head: str | None = None
+    unquantized: frozenset[str] = frozenset()
 
     def copy(self) -> nn.Module:
         """Return a copy of the model that may be changed."""
@@ -139,6 +142,7 @@ def _derive(keys: str, content: str) -> Structure:
         pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
         untraceable=untraceable(config),
         head=_head(model),
+        unquantized=unquantized_modules(model, files.read_config(config), config),
     )
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -385,6 +385,21 @@ def revert_conversion(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     loading = importlib.import_module("transformers.core_model_loading")
     saved: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
     return saved
+
+
+def quantizes(model: Any, skipped: list[str] | None) -> Callable[[str], bool]:
+    """Return whether transformers quantizes a linear layer, as a function of the layer's name.
+
+    Args:
+        model: Model without storage.
+        skipped: ``llm_int8_skip_modules`` of the quantization.
+    """
+    base = importlib.import_module("transformers.quantizers.base")
+    names = importlib.import_module("transformers.quantizers.quantizers_utils")
+    patterns = base.HfQuantizer.get_modules_to_not_convert(
+        model, skipped, model._keep_in_fp32_modules
+    )
+    return lambda name: bool(names.should_convert_module(name, patterns))
 
 
 def ignored_patterns(model: Any) -> list[str]:

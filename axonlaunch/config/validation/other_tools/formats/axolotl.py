@@ -35,7 +35,9 @@ def _finish(translation: Translation) -> None:
     trainer_keys.set_clipping(translation)
     _set_weighted_loss(translation)
     _set_intervals(translation, held_out=held_out)
+    rules.set_kept(translation)
     rules.set_early_stop(translation)
+    trainer_keys.set_best_metric(translation)
     trainer_keys.set_push(translation)
     if "checkpoint.push" in translation.settings:
         translation.set("checkpoint.push_private", True, "hub_model_id")
@@ -197,6 +199,7 @@ AXOLOTL = Format(
             if key not in ("optim", "lr_scheduler_type", "num_train_epochs", "logging_steps")
         },
         "save_strategy": "epoch",
+        "save_total_limit": 4,
         "optimizer": "adamw_torch_fused",
         "lr_scheduler": "cosine",
         "num_epochs": 1,

@@ -269,7 +269,9 @@ def _finish(translation: Translation) -> None:
         key = "disable_gradient_checkpointing"
         translation.set("train.activation_checkpointing", chosen, key)
     rules.set_intervals(translation, held_out=held_out)
+    rules.set_kept(translation)
     rules.set_early_stop(translation, "early_stopping_steps")
+    trainer_keys.set_best_metric(translation)
     trainer_keys.set_push(translation)
     rules.set_router_loss(translation, "moe_aux_loss_coef")
     _refuse_quantized_weights(translation)
@@ -335,6 +337,8 @@ def _set_data(translation: Translation) -> bool:
         translation.leave_out("dataset", text)
     kind = "documents" if is_pretraining else "chat"
     data_rules.set_sources(translation, sources or [{"data": kind}], "dataset")
+    if translation.has("stage"):
+        translation.option("data", kind, "stage")
     if translation.has("max_samples"):
         limit = int(translation.number("max_samples"))
         translation.set("data.limit", limit, "max_samples")

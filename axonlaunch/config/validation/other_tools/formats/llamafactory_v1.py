@@ -118,7 +118,7 @@ _KEYS: Table = {
     "save_ckpt_as_hf": not_needed("checkpoint export writes the files of transformers"),
     "save_epochs": with_others(),
     "save_steps": with_others(),
-    "save_total_limit": to("checkpoint.keep_last", lambda number: max(1, int(number))),
+    "save_total_limit": with_others(),
     "seed": to("seed", int),
     "simpo_gamma": missing(reasons.NO_PREFERENCES),
     "train_dataset": with_others(),
@@ -170,6 +170,7 @@ def _set_saves(translation: Translation) -> None:
     else:
         steps = max(0, int(translation.number("save_steps")))
         translation.set("checkpoint.every", steps, "save_steps")
+    rules.set_kept(translation)
 
 
 def _set_adapter(translation: Translation) -> None:

@@ -89,7 +89,7 @@ _KEYS: Table = {
     "checkpointer._component_": not_needed("the folder has the weights"),
     "checkpointer.checkpoint_dir": to("model.path", str),
     "checkpointer.adapter_checkpoint": to("adapter.path", str),
-    "checkpointer.keep_last_n_checkpoints": to("checkpoint.keep_last", int),
+    "checkpointer.keep_last_n_checkpoints": with_others(),
     "checkpointer.*": not_needed("the folder has the weights"),
     "clip_grad_norm": with_others(),
     "collate_fn": not_needed(reasons.READING),
@@ -228,6 +228,7 @@ def _finish(translation: Translation) -> None:
         translation.set("train.eval_every", every, "run_val_every_n_steps")
     epochs = int(translation.number("save_every_n_epochs", 1))
     translation.set("checkpoint.every", f"{epochs} epoch", "save_every_n_epochs")
+    rules.set_kept(translation, "checkpointer.keep_last_n_checkpoints")
     _set_adapter(translation)
     quantization.set_torchtune_quantizer(translation)
 
@@ -317,8 +318,8 @@ def _set_adapter(translation: Translation) -> None:
     if translation.flag("model.apply_lora_to_mlp"):
         targets += _MLP
     if translation.flag("model.apply_lora_to_output"):
-        targets.append("lm_head")
-    keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
+        rules.leave_out_head(translation, "model.apply_lora_to_output", "lm_head")
+    keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
     translation.set("adapter.targets", targets, *(key for key in keys if translation.has(key)))
     for name in ("rank", "alpha", "dropout"):
         value = translation.number(f"model.lora_{name}", {"rank": 8, "alpha": 16}.get(name, 0.0))

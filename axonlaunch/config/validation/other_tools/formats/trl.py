@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from axonlaunch.config.validation.other_tools.rules import (
 )
 from axonlaunch.config.validation.other_tools.translation import Format, Rule, Table, Translation
 
-_MIXTURE = re.compile(r"moe|mixtral|gpt-oss|-a\d+(\.\d+)?b", re.IGNORECASE)
-"""Parts of the names of mixtures of experts."""
 _ROWS = (
     "if its rows have text, write data=documents; if they have prompt and completion, "
     "data.train_on=assistant, as trl chooses"
@@ -113,11 +110,14 @@ def _finish(translation: Translation) -> None:
         translation.set("train.precision", "bf16", "bf16")
     if not translation.has("gradient_checkpointing"):
         translation.set("train.activation_checkpointing", "full", "gradient_checkpointing")
-    _set_router_loss(translation)
+    if translation.has(router := "router_aux_loss_coef"):
+        translation.set("model.router_aux_loss", translation.number(router) or False, router)
     trainer_keys.set_clipping(translation)
     trainer_keys.drop_smoothing_of_weighted_loss(translation)
     rules.set_intervals(translation, held_out=held_out)
+    rules.set_kept(translation)
     rules.set_early_stop(translation)
+    trainer_keys.set_best_metric(translation)
     trainer_keys.set_push(translation)
     data_rules.translate_special_tokens(translation)
     if translation.flag("use_peft"):
@@ -131,16 +131,6 @@ def _finish(translation: Translation) -> None:
             unfrozen="lora_modules_to_save",
         )
     rules.set_base(translation)
-
-
-def _set_router_loss(translation: Translation) -> None:
-    """Set the weight of the routers' loss, if the name says that the model has routers."""
-    key = "router_aux_loss_coef"
-    weight = float(translation.number(key, 0.001))
-    if not weight:
-        translation.set("model.router_aux_loss", False, key)
-    elif _MIXTURE.search(str(translation.get("model_name_or_path"))):
-        translation.set("model.router_aux_loss", weight, key)
 
 
 def _set_data(translation: Translation) -> bool:
@@ -252,7 +242,6 @@ TRL = Format(
         "assistant_only_loss": False,
         "bf16": True,
         "gradient_checkpointing": True,
-        "router_aux_loss_coef": 0.001,
         "max_length": 1024,
         "packing": False,
         "dataset_splits": ["train", "test"],
@@ -267,6 +256,7 @@ TRL = Format(
         "use_peft": True,
         "dataset_test_split": "test",
         "eval_strategy": "steps",
+        "early_stopping_patience": 3,
     },
 )
 """trl and the alignment handbook."""
