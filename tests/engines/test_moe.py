@@ -19,7 +19,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.loader import rank_loader
-from axonlaunch.models.build import build_model
+from axonlaunch.models.build import build_model, construct, spec_for
+from axonlaunch.models.facts.parameter_facts import parameter_facts
 
 STEPS = 5
 FAST = {"tensor-2", "1f1b-2", "full", "context"}
@@ -102,6 +103,16 @@ def test_muon_of_experts_trains_as_in_one_process(layout: str) -> None:
     chosen = [*SETTINGS, *LAYOUTS[layout], "optimizer=muon", "optimizer.adamw_eps=1e-4"]
     chosen = [word for word in chosen if not word.startswith(("optimizer.betas", "optimizer.eps"))]
     assert_trains_as_one_process(chosen, int(degree.partition("=")[2]))
+
+
+def test_muon_leaves_adapters_of_experts_to_adamw() -> None:
+    """Their matrices are not those of one expert."""
+    chosen = [*SETTINGS, *LAYOUTS["single"], "model.balance=none", "model.balance_rate=1e-3"]
+    config = run_config([*chosen, "adapter=lora", "adapter.targets=[q_proj,experts.*]"])
+    facts = parameter_facts(spec_for(config), construct(config, seed=0))
+    adapted = {name for name, entry in facts.items() if not entry.is_hidden_matrix}
+    assert adapted == {name for name in facts if ".experts." in name}
+    assert 0 < len(adapted) < len(facts)
 
 
 def test_compiled_experts_in_fp32_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from configured import run_config
 from hypothesis import HealthCheck, given, seed, settings, strategies as st
 from parity import assert_trains_as_one_process
-from parity_table import MODELS, SCHEDULES
+from parity_table import MODELS, SCHEDULES, WITH_EXPERTS
 
 from axonlaunch.config import ConfigError, ConfigIssue
 
@@ -51,6 +51,8 @@ def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
         f"strategy.context.degree={context}",
         f"train.activation_checkpointing={draw(st.sampled_from(RECOMPUTATION))}",
     ]
+    if model in WITH_EXPERTS:
+        chosen.append(f"strategy.expert.degree={draw(st.sampled_from([1, 2, 2, 3, 4]))}")
     if draw(st.sampled_from([False, False, True])):
         chosen.append(draw(st.sampled_from(OF_ONE_KIND)))
     if pipeline > 1:

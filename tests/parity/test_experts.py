@@ -11,6 +11,7 @@ from moe_layouts import EXPERTS, SETTINGS
 from parity import assert_trains_as_one_process
 
 from axonlaunch.config.problems.errors import plain
+from axonlaunch.engines.expert.experts import sharded_dim
 
 KINDS = ("moe_debug", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 STEPS = 5
@@ -55,3 +56,21 @@ def test_mixture_in_low_precision_trains_as_one_process(kind: str, precision: st
     *settings, _ = EXPERTS["fsdp-2"]
     chosen = overrides(kind, *settings, f"train.precision={precision}")
     assert_trains_as_one_process(chosen, 2, steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [16, 24], ids=["no dim", "third dim"])
+def test_experts_that_shards_do_not_divide_evenly_train_as_one_process(width: int) -> None:
+    """Three shards divide neither 4 experts nor 32 outputs, and 24 inputs but not 16."""
+    layout = ["strategy=fsdp", "strategy.expert.degree=2", "train.global_batch_size=12"]
+    chosen = overrides("moe_debug", *layout, f"model.moe_intermediate_size={width}")
+    assert_trains_as_one_process(chosen, 6, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((6, 8, 9), 0), ((4, 6, 9), 1), ((4, 8, 9), 2), ((4, 8, 8, 36), 0)]
+)
+def test_experts_are_sharded_in_the_first_dim_that_is_even(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    assert sharded_dim(shape, shards=3) == dim

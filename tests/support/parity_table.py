@@ -31,15 +31,21 @@ MODELS = {
         *("model.num_key_value_heads=4", "model.intermediate_size=48", "model.vocab_size=64"),
         *TOKENS,
     ],
+    "moe": [
+        *("model=moe_debug", "model.hidden_size=32", "model.num_attention_heads=4"),
+        *("model.moe_intermediate_size=16", "model.intermediate_size=48", "model.vocab_size=64"),
+        *("model.balance_rate=0.05", *TOKENS),
+    ],
     "vit": [
         *("model=vit", "model.hidden_size=32", "model.image_size=8", "model.num_channels=1"),
         *IMAGES,
     ],
 }
 WITH_SEQUENCES = ("gpt", "llama")
+WITH_EXPERTS = ("moe",)
 
 TENSOR, PIPELINE = "strategy.tensor.degree=", "strategy.pipeline.degree="
-CONTEXT = "strategy.context.degree="
+CONTEXT, EXPERT = "strategy.context.degree=", "strategy.expert.degree="
 SCHEDULE = "strategy.pipeline.schedule="
 SCHEDULES = {
     "gpipe": 1,
@@ -193,6 +199,13 @@ def layouts() -> Iterator[Layout]:
         if each > 1:
             chosen = ("strategy=fsdp", f"{PIPELINE}2", SCHEDULE + schedule)
             yield Layout(f"fsdp x pipeline, {schedule}", 4, chosen, 2, 2 * each)
+    yield Layout("fsdp x expert", 2, (*kinds["fsdp"], f"{EXPERT}2"), 2)
+    yield Layout("fsdp x expert", 4, (*kinds["fsdp"], f"{EXPERT}4"), 4)
+    yield Layout("hsdp x expert", 4, (*hsdp, f"{EXPERT}2"), 4)
+    yield Layout("fsdp x tensor x expert", 4, (*kinds["fsdp"], f"{TENSOR}2", f"{EXPERT}4"), 2)
+    yield Layout("fsdp x context x expert", 4, (*kinds["fsdp"], f"{CONTEXT}2", f"{EXPERT}4"), 2)
+    piped = (*kinds["fsdp"], f"{PIPELINE}2", f"{EXPERT}2")
+    yield Layout("fsdp x pipeline x expert", 4, piped, 2, 2)
 
 
 @functools.cache
@@ -203,7 +216,11 @@ def combinations() -> list[Combination]:
     every: list[Combination] = []
     for layout in layouts():
         named = set(layout.label.split())
-        models = [m for m in MODELS if m in WITH_SEQUENCES or not named & {"sequence", "context"}]
+        models = [*WITH_EXPERTS]
+        if "expert" not in named:
+            models = [m for m in MODELS if m not in WITH_EXPERTS]
+            if named & {"sequence", "context"}:
+                models = [*WITH_SEQUENCES]
         # A schedule that runs a block's backward twice has no second copy of the saved activations.
         recomputed = [mode for mode in RECOMPUTED if mode != "selective" or not named & SPLITTING]
         for values in itertools.product(models, ("fp32", "bf16"), ACCUMULATION):

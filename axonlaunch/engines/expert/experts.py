@@ -146,13 +146,16 @@ def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) 
 
 
 def sharded_dim(shape: Sequence[int], *, shards: int) -> int:
-    """Return the dim of a rank's experts that ``fully_shard`` divides: 0 if that is even, or 1.
+    """Return the dim of a rank's experts that ``fully_shard`` divides: the first that is even.
+
+    If none is, it is 0, along which parts may differ. The bytes of quantized blocks are not
+    divided, which are the last of four dims.
 
     Args:
         shape: Shape of the rank's part, [experts, ...].
         shards: Number of ranks that hold parts of the same experts.
     """
-    return 1 if shape[0] % shards and len(shape) > 1 and shape[1] % shards == 0 else 0
+    return next((dim for dim, size in enumerate(shape[:3]) if size % shards == 0), 0)
 
 
 def broken_expert_rows(
@@ -173,12 +176,13 @@ def broken_expert_rows(
         adapted = module.matrices() if isinstance(module, LoraExperts) else {}
         by_columns = {f"{key}{EXPERTS}.lora_B.weight" for key in adapted}
         for key, parameter in module.named_parameters():
-            if parameter.ndim != 2:
+            if parameter.ndim not in (2, 3):
                 continue
-            rows, columns = parameter.shape
-            part = (rows, columns // degree) if key in by_columns else (rows // degree, columns)
+            rows, *others = parameter.shape
+            part = (rows, others[0] // degree) if key in by_columns else (rows // degree, *others)
             is_cut = key in by_columns and num_experts // degree % BLOCK
-            is_sharded = sharded_dim(part, shards=shards) == 1 and part[1] // shards % BLOCK
+            is_last = sharded_dim(part, shards=shards) == len(part) - 1
+            is_sharded = is_last and part[-1] // shards % BLOCK
             if is_cut or is_sharded:
                 yield f"{name}.{key}"
 

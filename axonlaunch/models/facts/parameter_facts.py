@@ -15,6 +15,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.config.precision import PRECISIONS, master_format
+from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
 from axonlaunch.models.specs.model_spec import ModelSpec
@@ -35,6 +36,14 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     modules = [model.get_submodule(name) for name in spec.experts(model)]
     experts = {id(parameter) for each in modules for parameter in each._parameters.values()}
+    # An adapter of experts has the matrices of all of them side by side.
+    combined = {
+        id(parameter)
+        for each in modules
+        if isinstance(each, LoraExperts)
+        for matrices in each.matrices().values()
+        for parameter in matrices.parameters()
+    }
     return {
         name: ParameterFacts(
             name=name,
@@ -42,7 +51,7 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
             # Experts have a matrix, or a vector, for each of them.
             is_hidden_matrix=parameter.ndim == (3 if id(parameter) in experts else 2)
             and name.startswith(blocks)
-            and id(parameter) not in tables,
+            and id(parameter) not in tables | combined,
         )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad

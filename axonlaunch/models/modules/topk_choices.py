@@ -61,7 +61,7 @@ class TopkChoices(TorchFunctionMode):
         scores: Tensor = args[0] if args else call.keywords["input"]
         is_max = func in _MAX
         position, default = (1, None) if is_max else (2, -1)
-        dim = call.keywords.get("dim", args[position] if len(args) > position else default)
+        dim: Any = call.keywords.get("dim", args[position] if len(args) > position else default)
         keeps_dim = is_max and (call.keywords.get("keepdim") or len(args) > position + 1)
         if keeps_dim or not isinstance(dim, int):
             return call()

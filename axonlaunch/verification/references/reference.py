@@ -409,6 +409,7 @@ class PlainRun:
         is_custom = self._custom_loss is not None
         if self._spec.mixes_samples == "batch" and (is_custom or not training):
             # Evaluations leave out the routers' loss of the global batch.
+            assert isinstance(batch, Batch)
             auxiliary = outputs.auxiliary_loss * self._count(batch) if training else 0.0
             outputs = outputs.logits
         if self._custom_loss is None:
