@@ -121,21 +121,14 @@ def loss_sum(
     return total
 
 
-def loss_divisor(
-    custom_loss: CustomLoss | None, batch: AnyBatch | CollatedSamples, *, micro_batch_size: int
-) -> int:
-    """Return the divisor of a batch's summed loss, as defined by ``register_loss``."""
+def loss_divisor(custom_loss: CustomLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
+    """Return the divisor of a global batch's summed loss, as defined by ``register_loss``."""
     if isinstance(batch, Batch) and (custom_loss is None or custom_loss.count is None):
         targets = batch.targets[: len(batch) - batch.surplus]
         return (
             targets.numel() if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
         )
-    parts: list[MicroBatch] = (
-        [batch]
-        if isinstance(batch, CollatedSamples)
-        else [*micro_batches_of(batch, micro_batch_size)]
-    )
-    counted = [part for part in parts if part.is_counted]
+    counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
     if custom_loss is None or custom_loss.count is None:
         return sum(part.num_samples for part in counted)
     return sum(int(custom_loss.count(loss_argument(part))) for part in counted)

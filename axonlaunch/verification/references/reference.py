@@ -427,7 +427,7 @@ class PlainRun:
         total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch)) + auxiliary
         return total if batch.is_counted else total * 0
 
-    def _count(self, batch: AnyBatch | MicroBatch) -> int:
+    def _count(self, batch: AnyBatch) -> int:
         size = self._layout.micro_batch_size
         return plain_model.loss_divisor(self._custom_loss, batch, micro_batch_size=size)
 
