@@ -55,9 +55,10 @@ def test_plan_defers_dependent_settings(override: str, value: object, monkeypatc
 
 
 def test_plan_keeps_settings_of_experiment() -> None:
-    composed = config.compose(["experiment=llama3_8b", "strategy.tensor.degree=2"])
-    keys = ["train.micro_batch_size", "train.activation_checkpointing", "strategy.tensor.degree"]
-    assert {*plan.fixed_keys(composed)} == {*keys}
+    composed = config.compose(["experiment=qwen3_moe", "strategy.tensor.degree=2"])
+    keys = ["train.micro_batch_size", "train.activation_checkpointing"]
+    degrees = ["strategy.expert.degree", "strategy.tensor.degree"]
+    assert {*plan.fixed_keys(composed)} == {*keys, *degrees}
 
 
 def test_plan_keeps_settings_of_files_of_the_user(tmp_path: Path) -> None:

@@ -135,21 +135,27 @@ def search_pages(words: str, pages: Mapping[str, str]) -> list[Section]:
     for page, text in pages.items():
         for heading, lines in _sections(text):
             lowered = "\n".join([heading, *lines]).lower()
-            if not wanted or not all(word in lowered for word in wanted):
+            counts = [_count(word, lowered) for word in wanted]
+            if not counts or not all(counts):
                 continue
             phrase = " ".join(wanted)
             best = max(lines, key=lambda each: _matches(each.lower(), [phrase, *wanted]))
             line = best.strip()
-            count = sum(lowered.count(word) for word in wanted)
+            count = sum(counts)
             if len(wanted) > 1:
-                count += _AS_PHRASE * lowered.count(phrase)
-            count += _IN_HEADING * sum(heading.lower().count(word) for word in wanted)
+                count += _AS_PHRASE * _count(phrase, lowered)
+            count += _IN_HEADING * sum(_count(word, heading.lower()) for word in wanted)
             found.append(Section(page, heading, line, count))
     return sorted(found, key=lambda each: -each.count)[:_MOST_FOUND]
 
 
+def _count(text: str, lowered: str) -> int:
+    """Count a text where a word begins with it: ``ring`` is not in ``during``."""
+    return len(re.findall(f"(?<![a-z]){re.escape(text)}", lowered))
+
+
 def _matches(line: str, texts: Sequence[str]) -> int:
-    return sum(text in line for text in texts)
+    return sum(_count(text, line) > 0 for text in texts)
 
 
 def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
