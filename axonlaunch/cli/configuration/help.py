@@ -27,8 +27,10 @@ EXAMPLES = """Examples:
 """
 _MOST_FOUND = 10
 """Number of sections that a search shows."""
-_IN_HEADING = _AS_PHRASE = 5
-"""Number of times in a text that a word in a heading, or all words in a row, count for."""
+_IN_HEADING = 5
+"""Number of times in a text that a word in a heading counts for."""
+_AS_PHRASE = 100
+"""Number of times in a text that all words in a row count for."""
 _LONGEST = 160
 DOCS = Path(__file__).parents[2] / "docs"
 
