@@ -4,18 +4,20 @@ import atexit
 import os
 import sys
 
+from axonlaunch.system.node.exit_status import take_status_file, write_status
 from axonlaunch.system.text import streams
 
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    status = 1
+    status, status_file = 1, take_status_file()
 
     def leave() -> None:
         # Skip the interpreter's teardown: threads of torch and gloo that still run then would
         # abort the finished process (status 134).
         for stream in (sys.stdout, sys.stderr):
             streams.tolerant(stream).flush()
+        write_status(status_file, status)
         os._exit(status)
 
     streams.open_missing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,21 @@ def test_a_library_that_aborts_in_its_teardown_changes_no_status(
     ran = _run(ABORTS, *overrides)
     assert ran.returncode == status, ran.stderr
     assert ran.stdout or ran.stderr  # earlier output was flushed
+
+
+def test_a_node_of_a_job_writes_its_status_for_the_batch_script(tmp_path: Path) -> None:
+    """SLURM signals only the process that it has started, so no shell can do this."""
+    before = (
+        f"import os; os.environ.update(AXONLAUNCH_STATUSES={str(tmp_path)!r}, SLURM_PROCID='1')"
+    )
+    for arguments, status in ((["ls", "nothing"], 2), (["--version"], 0)):
+        assert _run(before, *arguments).returncode == status
+        assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+            ("1", f"{status}\n")
+        ]
+    (tmp_path / "1").unlink()
+    tmp_path.rmdir()
+    assert _run(before, "--version").returncode == 0  # the file can't be written
 
 
 def test_exit_joins_threads_and_runs_atexit() -> None:

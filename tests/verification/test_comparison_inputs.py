@@ -48,6 +48,12 @@ def test_rows_of_one_document_end_with_padding_that_is_no_target() -> None:
     assert (last.targets[0] == fed.targets[2]).all()
 
 
+def test_targets_that_are_numbers_stay_as_they_are() -> None:
+    numbers = torch.rand(4, 16)
+    fed = make_uneven(Batch(numbers, numbers.clone()), step=0)
+    assert torch.equal(fed.targets, numbers)
+
+
 def test_rows_of_several_documents_are_divided_at_different_places() -> None:
     tokens, positions = torch.arange(32).reshape(4, 8), (torch.arange(8) % 5).repeat(4, 1)
     fed = make_uneven(Batch(tokens, tokens, positions), step=0).positions

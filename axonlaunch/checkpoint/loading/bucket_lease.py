@@ -41,7 +41,7 @@ class LeaseHeldError(Exception):
 
 
 def refuse_leased(folder: Path, *, owner: str) -> None:
-    """Refuse a remote folder that another run has leased, and write nothing.
+    """Refuse a remote folder that another run has leased, and write no lease.
 
     Raises:
         LeaseHeldError: Another run holds the lease.

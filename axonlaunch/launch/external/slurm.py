@@ -32,6 +32,7 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
+from axonlaunch.system.node.exit_status import STATUSES
 from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
@@ -79,11 +80,12 @@ save() {
 trap 'again=yes; save' USR1
 trap 'stopped=yes; save' USR2""".splitlines()
 """Start of the script: functions and traps."""
-_AFTER_PROLOGUE = """\
+_AFTER_PROLOGUE = f"""\
 [ -z "$stopped" ] || exit 130
 # srun exits with the highest status, which may be that of a node which was ended after the failure.
+# The nodes write theirs: SLURM sends signals only to its own child, which must not be a shell.
 rm -rf "$statuses" && mkdir "$statuses"
-node='trap : TERM; "$@"; status=$?; echo $status >"$0/$SLURM_PROCID"; exit $status'""".splitlines()
+export {STATUSES}="$statuses\"""".splitlines()
 """Lines before the command that starts the nodes."""
 _AFTER_START = f"""\
 step=$!
@@ -165,8 +167,7 @@ def render(config: RunConfig, *, python: str = sys.executable, makes_folder: boo
         *launch.slurm.prologue,
         *_AFTER_PROLOGUE,
         *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
-        f'srun --kill-on-bad-exit=1 --cpu-bind=none bash -c "$node" "$statuses" '
-        f"{shlex.join(command)} &",
+        f"srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} &",
         *_AFTER_START,
     ]
     return "\n".join(lines) + "\n"

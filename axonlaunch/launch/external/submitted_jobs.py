@@ -75,6 +75,8 @@ def find_job(
     """
     searched: list[str] = []
     ended = None
+    if not needs_cluster and (of_folder := SlurmJob.of_folder(Path(run))) is not None:
+        return of_folder  # a folder names one job
     for job in _jobs_of(run, cluster, ray, needs_cluster, searched):
         if job.state().status is None:
             return job
@@ -99,10 +101,9 @@ def _jobs_of(
     """
     if not needs_cluster:
         searched.append("a run folder")
-        for folder in (Path(run), Path("runs", run)):
-            job = SlurmJob.of_folder(folder)
-            if job is not None:
-                yield job
+        job = SlurmJob.of_folder(Path("runs", run))
+        if job is not None:
+            yield job
     if cluster is not None:
         on_kubernetes = _jobs_on_kubernetes(cluster, run, needs_cluster)
         if on_kubernetes is not None:

@@ -63,7 +63,8 @@ def make_uneven(
             targets[row, : (sample * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
         elif sample % 4 == 3 and custom_loss is None:
             targets[row] = IGNORE_INDEX
-    if batch.positions is None and targets.ndim == 2 and targets.shape == batch.inputs.shape:
+    is_classes = targets.ndim == 2 and not targets.is_floating_point()
+    if batch.positions is None and is_classes and targets.shape == batch.inputs.shape:
         is_present = torch.ones_like(targets, dtype=torch.bool)
         if batch.present is not None:
             is_present &= batch.present

@@ -118,7 +118,7 @@ RESUME = Rule("expressed", _resume)
 
 def _zero_stage(translation: Translation, key: str, value: Any) -> None:
     text = str(value).lower()
-    stages = {"3": "fsdp", "2": "zero2", "1": "zero1"}
+    stages = {"3": "fsdp", "2": "zero2", "1": "zero1", "0": "ddp"}
     digits = [c for c in text.replace("zero", "z").split("z", 1)[-1] if c.isdigit()]
     if isinstance(value, dict):
         zero = value.get("zero_optimization")

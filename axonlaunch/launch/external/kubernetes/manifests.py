@@ -336,7 +336,8 @@ def _train_job(config: RunConfig, name: str, pod: dict[str, Any]) -> dict[str, A
         "enableServiceLinks",
     )
     patched = {key: value for key, value in pod.items() if key not in of_runtime}
-    patched["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
+    kept = ("volumeMounts", "securityContext")
+    patched["containers"] = [{"name": CONTAINER, **{key: container[key] for key in kept}}]
     template = {"metadata": {"labels": _labels(name)}, "spec": patched}
     job = {"name": CONTAINER, "template": {"spec": {"template": template}}}
     return {
