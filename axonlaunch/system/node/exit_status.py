@@ -17,7 +17,7 @@ def take_status_file() -> Path | None:
 
 
 def write_status(file: Path | None, status: int) -> None:
-    """Write the exit status; a file that can't be written is left out, as that of a lost node is."""
+    """Write the exit status, if the file can be written; that of a lost node is missing too."""
     if file is not None:
         with contextlib.suppress(OSError):
             file.write_text(f"{status}\n")
