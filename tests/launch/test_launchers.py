@@ -339,7 +339,7 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
     job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
     there = By(axonlaunch.folder, [], cluster)
-    follower = there.start(*job, "model.arguments={pause:0.2}")
+    follower = there.start(*job, "model.arguments={pause:1.0}")
     logged(axonlaunch.folder / "runs/job/metrics.jsonl", 5)
     second = there("train", *job[1:], status=2)
     assert "of this folder is running; follow it with axonlaunch logs job -f" in second.stderr
@@ -352,7 +352,8 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     log = there("logs", "job", "--follow").stdout
     assert "step 30" in log
     assert axonlaunch.losses("job") == axonlaunch.losses("whole")
-    assert there("logs", "job", "--rank", "1").stdout
+    of_rank_1 = (axonlaunch.folder / "runs/job/logs/rank_1.log").read_text()
+    assert there("logs", "job", "--rank", "1").stdout == of_rank_1
 
 
 @pytest.mark.slow
