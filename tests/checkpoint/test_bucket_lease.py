@@ -81,6 +81,34 @@ def test_lease_of_a_killed_run_ends_without_renewals(
     assert refused(folder, "second") == ""
 
 
+def test_lease_of_other_content_is_replaced_after_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_lease, "_SETTLED_S", 0.0)
+    (folder / LEASE).write_text("[]")
+    assert refused(folder, "second")
+    age(folder, 301)
+    assert refused(folder, "second") == ""
+
+
+def test_storage_that_can_not_create_on_a_condition_has_leases_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_lease, "_SETTLED_S", 0.0)
+    storage = filesystem(folder)
+    write = storage.pipe_file
+
+    def pipe_file(path: str, content: bytes, mode: str = "overwrite") -> None:
+        if mode == "create":
+            raise NotImplementedError("conditional writes")
+        write(path, content)
+
+    monkeypatch.setattr(storage, "pipe_file", pipe_file)
+    with hold_lease(folder, owner="first", run_dir="/runs/first"):
+        assert refused(folder, "second")
+    assert refused(folder, "second") == ""
+
+
 def test_of_two_runs_that_replace_an_ended_lease_one_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

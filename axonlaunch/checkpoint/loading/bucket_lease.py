@@ -109,11 +109,17 @@ class _Lease:
         """
         replaced = self.refuse_held()
         self._folder.mkdir(parents=True, exist_ok=True)
+        may_race = replaced is not None and replaced.get("owner") != self._content["owner"]
         try:
-            self._write(mode="overwrite" if replaced else "create")
+            self._write(mode="create" if replaced is None else "overwrite")
         except FileExistsError:  # another run has just created it
             raise _refusal(self._read() or {}) from None
-        if replaced and replaced.get("owner") != self._content["owner"]:
+        except Exception:  # storage that creates no file on a condition has errors of its own
+            if self._read() is not None:
+                raise
+            self._write(mode="overwrite")
+            may_race = True
+        if may_race:
             time.sleep(_SETTLED_S)
         if (there := self._read()) is None or there.get("token") != self._token:
             raise _refusal(there or {})
