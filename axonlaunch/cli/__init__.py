@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-from axonlaunch.system.node.exit_status import take_status_file, write_status
+from axonlaunch.system.exit_status import take_status_file, write_status
 from axonlaunch.system.text import streams
 
 

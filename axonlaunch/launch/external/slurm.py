@@ -32,7 +32,7 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
-from axonlaunch.system.node.exit_status import STATUSES
+from axonlaunch.system.exit_status import STATUSES
 from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
