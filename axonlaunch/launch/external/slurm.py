@@ -214,8 +214,8 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             message = "there is no sbatch here; submit from a node of the cluster"
             issues.append(ConfigIssue("launch.name", message, "slurm"))
         with gathering(issues):
-            # A running job locks its folder: say that first.
-            refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
+            if not issues:  # a running job locks its folder: say that first
+                refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
             run_dir.check_run_dir(config)
     if issues:
         raise ConfigError(issues)
