@@ -117,9 +117,8 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
             with in_one_process():
                 dcp.load({"model": batch}, storage_reader=source, no_dist=True)
             for read, tensor in batch.items():
-                stored = formats.get(read)
-                is_packed = stored is None or read in source.packed
-                packed = tensor if is_packed or stored is None else stored.quantize(tensor)
+                stored = None if read in source.packed else formats.get(read)
+                packed = tensor if stored is None else stored.quantize(tensor)
                 yield read, values_of(config, packed).to(dtype)
             batch = {}
 

@@ -30,8 +30,6 @@ _RENEWED_S = 60.0
 """Seconds between renewals."""
 _SETTLED_S = 2.0
 """Seconds after which a run that has replaced an ended lease reads whether another has, too."""
-
-
 _LONGEST = 4096
 """Length of names in a lease that are not printed."""
 
