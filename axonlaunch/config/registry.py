@@ -87,7 +87,7 @@ class RegisteredConfig:
     name: str
     """registered name"""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of what is registered under the name"""
+    """keyword arguments of the class or function"""
 
 
 class Registry(Generic[_T, F]):

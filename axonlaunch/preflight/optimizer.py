@@ -14,7 +14,11 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimization.optimizer import (
+    INCLUDED_OPTIMIZERS,
+    OPTIMIZERS,
+    FreeOptimizerConfig,
+)
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts, Sharding
 from axonlaunch.config.optimization.parameter_groups import (
     LR_SCALE,
@@ -55,7 +59,7 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
     if problems:
         return problems
     try:
-        if config.optimizer.name not in OWN_OPTIMIZERS:
+        if config.optimizer.name not in INCLUDED_OPTIMIZERS:
             problems += _registration_problems(config.optimizer, facts)
         if not problems:
             problems += layout_problems(config, Layout.of(config, world_size=num_ranks(config)))
@@ -123,7 +127,7 @@ def _conversion_problems(config: RunConfig, needs: Sharding) -> Iterator[ConfigI
     problem = ""
     if needs != "elementwise":
         problem = "can't update in fp32"
-    elif chosen.name not in OWN_OPTIMIZERS and probe(chosen, len(_MATRIX)).begins_with_states:
+    elif chosen.name not in INCLUDED_OPTIMIZERS and probe(chosen, len(_MATRIX)).begins_with_states:
         problem = "creates states before its first step, in the dtype of the weights"
     if problem and masters is not None:
         message = f"optimizer={name} {problem}; use null, or adamw"

@@ -191,7 +191,7 @@ def test_failing_logger_is_reported_once_without_ending_run(
         ),
         (
             "custom",
-            "loggers[0]=custom: names no logger; {target: package.module:Class} is your own",
+            "loggers[0]=custom: names no logger; {target: package.module:Class} is a custom",
         ),
         ("faulty_logger:Faulty", "loggers[0]=faulty_logger:Faulty: names no logger; {target: "),
         ("{traget: math:pi}", "loggers[0]={traget:math:pi}: has no name; did you mean target? "),

@@ -394,7 +394,7 @@ class Composer:
         options = sorted({*self._files.options(group), *(registry.names() if registry else ())})
         close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
         meant = f"did you mean {close}? " if close else ""
-        hint = "; plugins=[module] registers your own" if group in self._open_groups else ""
+        hint = "; plugins=[module] registers a custom one" if group in self._open_groups else ""
         message = f"there is no such option; {meant}known: {', '.join(options)}{hint}"
         return ConfigIssue(group, message, value)
 

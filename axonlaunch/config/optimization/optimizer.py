@@ -312,5 +312,5 @@ OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry(
 A target is called with groups of parameters (each a dict of ``params`` and the group's options) and
 with the options of the optimizer as keyword arguments.
 """
-OWN_OPTIMIZERS = frozenset(OPTIMIZERS.configs()) - {"custom"}
+INCLUDED_OPTIMIZERS = frozenset(OPTIMIZERS.configs()) - {"custom"}
 """Included optimizers. Their states are declared here, and tests compare them with the classes."""

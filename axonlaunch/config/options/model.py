@@ -5,6 +5,7 @@ Sizes have the names that Hugging Face uses. ``axonlaunch.models`` builds the mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,7 +110,11 @@ class LlamaConfig:
                 "numbers, and rotary positions need an even number; change either"
             )
             return [("num_attention_heads", message)]
-        groups = self.num_key_value_heads
+        return self.head_group_problems()
+
+    def head_group_problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` if query heads can't share the key-value heads equally."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
         if groups and heads % groups:
             message = f"num_attention_heads={heads} is not divisible by it; use {divisor_of(heads)}"
             return [("num_key_value_heads", message)]
@@ -122,8 +127,14 @@ class MoEConfig(LlamaConfig):
 
     name: str = "moe"
     """name of the model"""
+    num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
+    """number of blocks, each with attention and experts, or a feed-forward in the first ones"""
+    num_attention_heads: int = field(default=8, metadata={"min": 1})
+    """number of query heads per block; must divide hidden_size if head_dim is null"""
     head_dim: int | None = field(default=None, metadata={"min": 2})
-    """size of an attention head; null: hidden_size / num_attention_heads"""
+    """size of an attention head, an even number; null: hidden_size / num_attention_heads"""
+    intermediate_size: int = field(default=384, metadata={"min": 1})
+    """width of the feed-forward in the first first_k_dense_replace blocks, which have no experts"""
     qk_norm: bool = False
     """normalize the queries and keys of each head, as Qwen3 does"""
     num_experts: int = field(default=8, metadata={"min": 1, "max": MOST_LAYERS})
@@ -154,6 +165,8 @@ class MoEConfig(LlamaConfig):
                 return problems
         elif self.head_dim % 2:
             return [("head_dim", "rotary positions need an even number")]
+        elif problems := self.head_group_problems():
+            return problems
         problems = []
         for name in ("hidden_size", "moe_intermediate_size"):
             if (value := getattr(self, name)) % 8:
@@ -298,8 +311,35 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
     return [("num_attention_heads", message)]
 
 
-OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, MoEConfig, ViTConfig)
+INCLUDED_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, MoEConfig, ViTConfig)
 """Included models; the shapes of their inputs and outputs follow from their configurations."""
+LANGUAGE_MODELS = (TransformersModel.name, GPTConfig.name, LlamaConfig.name, MoEConfig.name)
+"""Names of models known to train well in bf16. Only the authors of other models can know."""
+
+
+def is_of_transformers(model: Mapping[str, Any]) -> bool:
+    """Return whether plain values of the group ``model`` select a model of transformers."""
+    return bool(model.get("name") == TransformersModel.name)
+
+
+def has_initial_weights(model: Mapping[str, Any]) -> bool:
+    """Return whether plain values of the group ``model`` name files of initial weights."""
+    is_pretrained = model.get("init", HuggingFaceConfig.init) == "pretrained"
+    has_path = is_of_transformers(model) and model.get("path") is not None
+    return model.get("weights") is not None or (has_path and is_pretrained)
+
+
+def title_of(model: Mapping[str, Any]) -> Any:
+    """Return a short title for plain values of the group ``model``.
+
+    It is the last part of the path of a model of transformers, the target of a custom model, or the
+    name of another model.
+    """
+    name, path, target = model.get("name"), model.get("path"), model.get("target")
+    if is_of_transformers(model) and isinstance(path, str):
+        return path.rstrip("/").rpartition("/")[2]
+    return target if name == CustomConfig.name and isinstance(target, str) else name
+
 
 MODELS: Registry[Any, None] = Registry(
     "model",

@@ -201,7 +201,7 @@ class _Walk:
 
 def _explain_unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
     """Return how to write an item of a list that has no name, or has code as its name."""
-    custom = f"{{target: package.module:Class}} is your own {variants.kind}"
+    custom = f"{{target: package.module:Class}} is a custom {variants.kind}"
     if not isinstance(group, dict):
         return f"is not a name; write {key}=[NAME], {one_of(variants.names())}; {custom}"
     if "name" not in group:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from axonlaunch.config import ConfigIssue, RunConfig, to_tree
-from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig
+from axonlaunch.config.options.model import INCLUDED_MODEL_CONFIGS, CustomConfig
 from axonlaunch.config.values.optional_keys import weights_of
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 
@@ -83,7 +83,7 @@ class ModelSource:
         """Origin of the model's code: this package, an installed library or the user."""
         if self.library is not None:
             return "library"
-        return "included" if type(self.model) in OWN_MODEL_CONFIGS else "user"
+        return "included" if type(self.model) in INCLUDED_MODEL_CONFIGS else "user"
 
     def problem(self, message: str) -> ConfigIssue:
         """Return a problem of the model with the configuration key that selects the model."""

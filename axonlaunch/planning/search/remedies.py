@@ -15,7 +15,7 @@ from typing import Any
 from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
 from axonlaunch.config.consistency.layout import Layout, estimate_device, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
+from axonlaunch.config.optimization.optimizer import INCLUDED_OPTIMIZERS, OPTIMIZERS
 from axonlaunch.config.precision import EIGHT_BITS, SIXTEEN_BITS
 from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
@@ -413,7 +413,7 @@ def _states(config: RunConfig) -> Options:
 def _updates_elements(config: RunConfig) -> bool:
     """Return whether weights are trained by an included optimizer that can update in fp32."""
     name = config.optimizer.name
-    is_included = name in OWN_OPTIMIZERS and OPTIMIZERS.facts(name).sharding == "elementwise"
+    is_included = name in INCLUDED_OPTIMIZERS and OPTIMIZERS.facts(name).sharding == "elementwise"
     return is_included and config.adapter is None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonlaunch.config.code.plugins import import_callable
-from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
+from axonlaunch.config.optimization.optimizer import INCLUDED_OPTIMIZERS, OPTIMIZERS, AdamWConfig
 from axonlaunch.config.optimization.schedules import SCHEDULERS
 from axonlaunch.config.values.optional_keys import (
     custom_arguments,
@@ -202,7 +202,7 @@ def class_of(config: Any) -> Any:
     """Return the optimizer class or factory, which is called with groups of parameters."""
     if config.name in ("lion", "muon"):
         return PlainLion if config.name == "lion" else PlainMuon
-    if config.name in OWN_OPTIMIZERS:
+    if config.name in INCLUDED_OPTIMIZERS:
         return _CLASSES[config.name]
     if (target := custom_target(config)) is not None:
         return import_callable("optimizer.target", target)
