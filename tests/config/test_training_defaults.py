@@ -12,9 +12,9 @@ from axonlaunch.config import flatten, to_tree
 from axonlaunch.config.composition.origins import origins_of
 from axonlaunch.config.consistency.resumed_settings import settings_unlike_resumed
 from axonlaunch.config.consistency.run_precision import with_precision
-from axonlaunch.config.optimization.optimizer import AdamWConfig
-from axonlaunch.config.optimization.schedules import CosineConfig
-from axonlaunch.config.optimization.training_defaults import note_on_defaults
+from axonlaunch.config.optimization.optimizer import INCLUDED_OPTIMIZERS, AdamWConfig
+from axonlaunch.config.optimization.schedules import SCHEDULERS, CosineConfig
+from axonlaunch.config.optimization.training_defaults import note_on_defaults, training_defaults
 
 PRETRAINED = ["model=hf", "model.path=/models/qwen"]
 FINE_TUNING = {
@@ -97,6 +97,20 @@ def test_each_optimizer_has_learning_rates_for_fine_tuning(
     values = values_of(*overrides, "adapter=lora")
     assert values["optimizer.lr"] == adapter
     assert values.get("optimizer.weight_decay", 0.0) == 0.0
+
+
+def test_no_included_option_fine_tunes_at_the_defaults_of_training_from_scratch() -> None:
+    model = {"name": "hf", "path": "/models/qwen"}
+    chosen = {
+        name: training_defaults({"model": model, "optimizer": {"name": name}})
+        for name in INCLUDED_OPTIMIZERS
+    } | {
+        name: training_defaults({"model": model, "scheduler": {"name": name}})
+        for name in SCHEDULERS.configs().keys() - {"custom"}
+    }
+    assert {name for name in INCLUDED_OPTIMIZERS if "optimizer.lr" not in chosen[name]} == set()
+    schedules = chosen.keys() - INCLUDED_OPTIMIZERS
+    assert {name for name in schedules if "scheduler.warmup_ratio" not in chosen[name]} == set()
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "wsd"])
