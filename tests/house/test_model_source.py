@@ -30,6 +30,19 @@ def test_hf_configuration_is_tested_by_isinstance_at_most_3_times() -> None:
     assert sum(bool(_TESTED.search(line)) for s in sources() for line in s.lines) <= 3
 
 
+def test_hf_option_is_named_only_where_it_is_defined_and_listed() -> None:
+    """Other files call functions beside its keys, or its source."""
+    named_in = {
+        source.path
+        for source in sources()
+        if "hf" in source.texts and not source.path.startswith("models/hf/")
+    }
+    assert named_in == {
+        "config/options/model.py",
+        "cli/configuration/ls.py",  # the list of proved layouts
+    }
+
+
 def test_hf_package_is_imported_only_by_the_source_of_a_model() -> None:
     importing = {
         source.path

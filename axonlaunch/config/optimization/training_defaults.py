@@ -16,6 +16,11 @@ from axonlaunch.config.optimization.optimizer import (
     FreeOptimizerConfig,
 )
 from axonlaunch.config.optimization.schedules import CosineConfig
+from axonlaunch.config.options.model import (
+    LANGUAGE_MODELS,
+    has_initial_weights,
+    is_of_transformers,
+)
 from axonlaunch.config.precision import automatic_precision
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.registry import EntryPointError, UnknownNameError
@@ -63,8 +68,6 @@ _FINE_TUNING_SCHEDULER: dict[str, dict[str, Any]] = {
     "wsd": _WARMUP,
     "inverse_sqrt": _WARMUP,
 }
-_LANGUAGE_MODELS = ("hf", "gpt", "llama", "moe")
-"""Models that are known to compute in bf16; of others only their author knows it."""
 
 
 def what_is_trained(tree: Mapping[str, Any]) -> Trained | None:
@@ -76,11 +79,9 @@ def what_is_trained(tree: Mapping[str, Any]) -> Trained | None:
     model = tree.get("model")
     if not isinstance(model, Mapping):
         return None
-    is_hf = model.get("name") == "hf"
-    reads_path = model.get("path") is not None and model.get("init", "pretrained") == "pretrained"
-    if model.get("weights") is not None or (is_hf and reads_path):
+    if has_initial_weights(model):
         return "full" if tree.get("adapter") is None else "adapter"
-    return "scratch" if is_hf else None
+    return "scratch" if is_of_transformers(model) else None
 
 
 def training_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def training_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         chosen |= {f"optimizer.{key}": value for key, value in options.items()}
         options = _FINE_TUNING_SCHEDULER.get(scheduler, {})
         chosen |= {f"scheduler.{key}": value for key, value in options.items()}
-    if tree["model"].get("name") in _LANGUAGE_MODELS:
+    if tree["model"].get("name") in LANGUAGE_MODELS:
         chosen["train.precision"] = "auto"
     return chosen
 

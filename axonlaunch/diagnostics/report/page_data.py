@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
+from axonlaunch.config.options.model import title_of
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.failure_text import failure_place, failure_reason, fold_ranks
 from axonlaunch.diagnostics.report.comparison import (
@@ -43,6 +44,8 @@ _BUCKETS = 800
 _COLUMNS = 400
 """Maximum number of columns in the map of ranks, and of points in the progress table."""
 _DIGITS = 7
+_OF_TITLE = ("name", "path", "target")
+"""Keys of the group ``model`` that its title is made from."""
 CURVES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -116,7 +119,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         *((metric_title(key), _short(run.evaluations[-1].get(key))) for key in run.metrics),
         ("layout", started.get("layout")),
         ("ranks", started.get("world_size")),
-        ("model", _model(run.config)),
+        ("model", title_of({key: run.config.get(f"model.{key}") for key in _OF_TITLE})),
         ("parameters", _thousands(started.get("parameters"))),
         ("data", run.config.get("data.name")),
         ("optimizer", run.config.get("optimizer.name")),
@@ -144,15 +147,6 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("folder", str(run.path)),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
-
-
-def _model(config: Mapping[str, Any]) -> Any:
-    """Return the model's name; for ``hf`` the last part of its path, for ``custom`` its target."""
-    name = config.get("model.name")
-    path, target = config.get("model.path"), config.get("model.target")
-    if name == "hf" and isinstance(path, str):
-        return path.rstrip("/").rpartition("/")[2]
-    return target if name == "custom" and isinstance(target, str) else name
 
 
 def _text(value: Any) -> str | None:

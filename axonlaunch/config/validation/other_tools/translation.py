@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import in_one_line, plain
 
@@ -158,6 +159,14 @@ class Translation:
     def option(self, group: str, name: str, *keys: str) -> None:
         """Select an option of a group, such as ``model=hf``."""
         self.options[group] = Setting(name, self._origin(keys), self._keys_in_file(keys))
+
+    def use_hub_model(self, key: str) -> None:
+        """Select the group of models of transformers.
+
+        Args:
+            key: Key of the other tool that names the model.
+        """
+        self.option("model", TransformersModel.name, key)
 
     def set(self, key: str, value: Any, *keys: str, note: str = "") -> None:
         """Set a key of the experiment.

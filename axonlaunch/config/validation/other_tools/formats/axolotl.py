@@ -17,7 +17,7 @@ from axonlaunch.config.validation.other_tools.translation import Format, Transla
 
 def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
-    translation.option("model", "hf", "base_model")
+    translation.use_hub_model("base_model")
     held_out = set_data(translation)
     if translation.flag("curriculum_sampling"):
         data_rules.set_in_order(translation, "curriculum_sampling")

@@ -232,7 +232,7 @@ _KEYS: Table = {
 
 def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
-    translation.option("model", "hf", "model_name_or_path")
+    translation.use_hub_model("model_name_or_path")
     held_out = _set_data(translation)
     if translation.flag("disable_shuffling"):
         data_rules.set_in_order(translation, "disable_shuffling")

@@ -128,7 +128,7 @@ _KEYS: Table = {
 
 def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
-    translation.option("model", "hf", "model")
+    translation.use_hub_model("model")
     _set_data(translation)
     key = "enable_activation_checkpointing"
     translation.set(

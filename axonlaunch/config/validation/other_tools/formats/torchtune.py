@@ -214,7 +214,7 @@ _KEYS: Table = {
 
 def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
-    translation.option("model", "hf", "model._component_")
+    translation.use_hub_model("model._component_")
     validates = _set_data(translation)
     if not translation.get("shuffle", True):
         data_rules.set_in_order(translation, "shuffle")

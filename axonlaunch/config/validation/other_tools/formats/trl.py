@@ -94,7 +94,7 @@ _KEYS: Table = {
 
 def _finish(translation: Translation) -> None:
     """Translate keys that depend on each other."""
-    translation.option("model", "hf", "model_name_or_path")
+    translation.use_hub_model("model_name_or_path")
     held_out = _set_data(translation)
     rules.set_batch(
         translation, "per_device_train_batch_size", "gradient_accumulation_steps", divided_by=1
