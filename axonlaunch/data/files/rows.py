@@ -102,13 +102,13 @@ class RowReader:
                     if number > self.skip:
                         yield number, row
         except MemoryError:
-            position = f" after {self.what} {number}" if number else ""
+            position = f" after {self.unit} {number}" if number else ""
             message = f"{self._source.name} can't be read{position}: not enough memory"
             raise UnreadableFileError(message) from None
         except Exception as error:
             if isinstance(error, UnreadableFileError) or not _is_due_to_file(error):
                 raise
-            position = f" after {self.what} {number}" if number else ""
+            position = f" after {self.unit} {number}" if number else ""
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"{self._source.name} can't be read{position}: {reason[:300]}"
             raise UnreadableFileError(message) from error
@@ -135,7 +135,7 @@ class RowReader:
         return max(0, last - self._source.after)
 
     @property
-    def what(self) -> str:
+    def unit(self) -> str:
         """Unit of the numbers: line or row."""
         is_text = self._source.format in (".jsonl", ".ndjson", ".csv", ".tsv")
         return "line" if is_text else "row"

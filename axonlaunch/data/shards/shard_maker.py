@@ -222,8 +222,8 @@ class ShardMaker:
         for chunk in itertools.chain(opened.chunks(progress), [None]):
             submitted = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
             if encoding is not None:
-                done, encoded, bad = _result_of(encoding, pending, source.name, opened.reader.what)
-                location = f"{source.name}, {opened.reader.what}"
+                done, encoded, bad = _result_of(encoding, pending, source.name, opened.reader.unit)
+                location = f"{source.name}, {opened.reader.unit}"
                 progress = written.add(progress, done, encoded, bad, location)
                 self._refuse_bad(progress)
                 fraction = (done_bytes + done.fraction * source.size) / max(1, total)
