@@ -1,4 +1,4 @@
-"""The command, forked from the server of the tests."""
+"""The command, forked from the server of the tests, and the conversion of other tools' files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import Command, Served
+from other_tools import Converter
 from served import Server
 
 
@@ -19,3 +20,9 @@ def axonlaunch(
     command = Served(tmp_path, server)
     yield command
     assert not command.processes()
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Converter:
+    """Return a function that writes a file of another tool and translates it."""
+    return Converter(tmp_path)
