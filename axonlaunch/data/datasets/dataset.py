@@ -127,10 +127,10 @@ class Batch:
     def forward_arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a forward: inputs and, for packed rows only, positions.
 
-        A module with the attribute ``takes_present`` also gets the mask of padding, if any.
+        A module that takes the mask of padding also gets it, if any.
         """
         named = {} if self.positions is None else {"positions": self.positions}
-        if self.present is not None and getattr(module, "takes_present", False):
+        if self.present is not None and takes_present(module):
             named["present"] = self.present
         return [self.inputs], named
 
@@ -312,6 +312,14 @@ def sample_targets(dataset: Dataset) -> Tensor:
         return torch.empty(shape, device="meta")
     shape = dataset.sample_shape if dataset.kind == "tokens" else ()
     return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def takes_present(module: nn.Module) -> bool:
+    """Return whether the forward of a module takes the mask of padding, ``Batch.present``.
+
+    Such modules have the attribute ``takes_present``, which is true.
+    """
+    return bool(getattr(module, "takes_present", False))
 
 
 class DatasetWithoutText:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.data.datasets.dataset import takes_present
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -167,11 +168,11 @@ class ExpertCounts:
     def _receive_padding(self, stage: nn.Module) -> None:
         """Let the forward of a stage take the mask of padding, see ``Batch.present``."""
         forward = stage.forward
-        takes_present = getattr(stage, "takes_present", False)
+        forward_takes_present = takes_present(stage)
 
         @functools.wraps(forward)
         def with_padding(*inputs: Any, present: Tensor | None = None, **named: Any) -> Any:
-            if takes_present and present is not None:
+            if forward_takes_present and present is not None:
                 named["present"] = present
             self._present = present
             return forward(*inputs, **named)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.dataset import (
+    IGNORE_INDEX,
+    AnyBatch,
+    Batch,
+    MicroBatch,
+    takes_present,
+)
 from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.specs.custom_loss import CustomLoss
@@ -178,7 +184,7 @@ def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], d
     """
     if isinstance(batch, Batch):
         named = {} if batch.positions is None else {"positions": batch.positions}
-        if batch.present is not None and getattr(model, "takes_present", False):
+        if batch.present is not None and takes_present(model):
             named["present"] = batch.present
         return [batch.inputs], named
     full = batch.full
