@@ -31,6 +31,19 @@ SMALL = [
 ]
 
 
+ROWS = """
+import torch
+
+
+class Rows:
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full((16,), index), torch.full((16,), index + 1)
+"""
+
+
 def write_rows(file: Path, word: str, count: int = 60) -> None:
     rows = [json.dumps({"text": f"{word} number {number} of all"}) for number in range(count)]
     file.write_text("\n".join(rows))
@@ -253,7 +266,7 @@ def test_a_checkpoint_without_a_description_of_its_data_resumes(
     run: Callable[..., list[int]], documents: list[str], tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
+        patched.setattr(Origin, "to_dict", lambda origin: None)
         run(*documents)
     assert newest(tmp_path).origin is None
     assert run(*documents, "data.sequence_length=8", steps=4)[:4] == [8, 9, 10, 11]
@@ -284,11 +297,21 @@ def test_other_added_tokens_are_named_when_a_run_resumes(tmp_path: Path) -> None
     ]
 
 
-def test_restart_after_a_user_dataset_reads_the_first_row(
-    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+def test_other_kind_of_data_is_an_error_or_begins_at_the_first_row(
+    run: Callable[..., list[int]],
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
-        run(*documents)
-    assert run(*documents, "checkpoint.changed_data=restart", steps=4)[:4] == [0, 1, 2, 3]
-    assert newest(tmp_path).first_row_at == 8
+    (tmp_path / "rows_of_a_user.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = ["data=custom", "data.target=rows_of_a_user:Rows", "data.num_classes=512"]
+    assert run(*custom)[:4] == [0, 1, 2, 3]
+    assert run(*custom, "checkpoint.changed_data=restart", steps=4)[:4] == [8, 9, 10, 11]
+    message = r'data.name=documents: was "custom" .*, or checkpoint.changed_data=restart'
+    with pytest.raises(ConfigError, match=message):
+        run(*documents, steps=6)
+    assert run(*documents, "checkpoint.changed_data=restart", steps=6)[:4] == [0, 1, 2, 3]
+    assert newest(tmp_path).first_row_at == 16
+    with pytest.raises(ConfigError, match=r'data.name=custom: was "documents"'):
+        run(*custom, steps=8)

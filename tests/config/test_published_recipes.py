@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import corpus
 import pytest
 import yaml
 from chat_templates import CHATML
-from command import Command
 from hf_families import save
-from hub_server import Hub, hub_server
+from hub_server import ServedAtHub, hub_server
+from served import Server
 
 pytest.importorskip("transformers")
 pytest.importorskip("huggingface_hub")
@@ -113,18 +112,8 @@ FIVE_STEPS = [
 ]
 
 
-@dataclass
-class WithHub(Command):
-    """The command with the address of the server, and a cache in its folder."""
-
-    hub: Hub
-
-    def environment(self) -> dict[str, str]:
-        return {**super().environment(), **self.hub.environment(self.folder)}
-
-
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[WithHub]:
+def command(tmp_path: Path, server: Server) -> Iterator[ServedAtHub]:
     with hub_server() as hub:
         for name, rows in ROWS.items():
             hub.dataset(name, data_files(name, rows))
@@ -133,7 +122,7 @@ def command(tmp_path: Path) -> Iterator[WithHub]:
         corpus.write_jsonl(tmp_path / "c4_demo.jsonl", TEXTS)
         for name in ("train", "validation"):
             (tmp_path / f"{name}.txt").write_text(f"{name}: to be, or not to be.\n" * 3000)
-        yield WithHub(tmp_path, hub)
+        yield ServedAtHub(tmp_path, server, hub)
 
 
 def data_files(name: str, rows: list[dict[str, Any]]) -> dict[str, str | bytes]:
@@ -167,7 +156,7 @@ def save_model(kind: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_converted_recipe_trains_five_steps(recipe: str, command: WithHub) -> None:
+def test_converted_recipe_trains_five_steps(recipe: str, command: ServedAtHub) -> None:
     kind, ranks = RECIPES[recipe]
     save_model(kind, command.folder / "model")
     experiments = command.folder / "mine" / "experiment"
