@@ -40,6 +40,10 @@ CHATS = [
     }
     for n in range(1500)
 ]
+CONVERSATIONS = [
+    {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]}
+    for n in range(1500)
+]
 TEXTS = [{"text": "to be or not to be " * 30, "chapter": "the rest is silence " * 30}] * 60
 SQUAD = [
     {
@@ -55,6 +59,8 @@ ROWS = {
     "yahma/alpaca-cleaned": ALPACA,
     "teknium/GPT4-LLM-Cleaned": ALPACA,
     "fozziethebeat/alpaca_messages_2k_test": CHATS,
+    "mlabonne/FineTome-100k": CONVERSATIONS,
+    "stas/openwebtext-10k": TEXTS * 5,
     "HuggingFaceH4/ultrachat_200k": CHATS,
     "HuggingFaceTB/smoltalk": CHATS,
     "HuggingFaceH4/deita-10k-v0-sft": CHATS,
@@ -76,6 +82,7 @@ RECIPES = {
     "automodel_falcon3_7b_squad_lora": ("llama", 2),
     "automodel_phi_4_squad_tp2": ("phi3", 2),
     "axolotl_cogito_3b_lora": ("llama", 1),
+    "axolotl_lfm2_350m_full": ("llama", 1),
     "axolotl_llama3_1b_lora": ("llama", 1),
     "axolotl_llama3_8b_long_context": ("llama", 8),
     "axolotl_mixtral_8x22b_qlora": ("mixtral", 1),
@@ -94,6 +101,8 @@ RECIPES = {
     "llamafactory_qwen3_4b_lora": ("qwen3", 1),
     "llamafactory_qwen3_4b_pretraining_lora": ("qwen3", 1),
     "llamafactory_v1_qwen3_4b_lora": ("qwen3", 2),
+    "nanogpt_gpt2_xl_shakespeare": ("gpt2", 1),
+    "nanotron_tiny_llama": ("llama", 8),
     "olmocore_olmo2_1b": ("olmo2", 2),
     "torchtitan_qwen3_moe_param_groups": ("qwen3_moe", 2),
     "torchtune_gemma_2b_full": ("gemma2", 1),
@@ -108,7 +117,7 @@ FIVE_STEPS = [
     *["data.sequence_length=128", "data.min_tokens=1", "train.matmul_group_size=32"],
     *["train.eval_every=0", "scheduler.warmup_steps=auto", "checkpoint.every=0"],
     *["train.log_every=1", "loggers=[]", "launch.backend=mock", "train.compile=false"],
-    *["checkpoint.keep_best=0", "checkpoint.async_save=false"],
+    *["checkpoint.keep_best=0", "checkpoint.async_save=false", "tokenizer.path=null"],
 ]
 
 
