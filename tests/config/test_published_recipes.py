@@ -40,10 +40,6 @@ CHATS = [
     }
     for n in range(1500)
 ]
-CONVERSATIONS = [
-    {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]}
-    for n in range(1500)
-]
 TEXTS = [{"text": "to be or not to be " * 30, "chapter": "the rest is silence " * 30}] * 60
 SQUAD = [
     {
@@ -59,7 +55,6 @@ ROWS = {
     "yahma/alpaca-cleaned": ALPACA,
     "teknium/GPT4-LLM-Cleaned": ALPACA,
     "fozziethebeat/alpaca_messages_2k_test": CHATS,
-    "mlabonne/FineTome-100k": CONVERSATIONS,
     "stas/openwebtext-10k": TEXTS * 5,
     "HuggingFaceH4/ultrachat_200k": CHATS,
     "HuggingFaceTB/smoltalk": CHATS,
@@ -82,8 +77,8 @@ RECIPES = {
     "automodel_falcon3_7b_squad_lora": ("llama", 2),
     "automodel_phi_4_squad_tp2": ("phi3", 2),
     "axolotl_cogito_3b_lora": ("llama", 1),
-    "axolotl_lfm2_350m_full": ("llama", 1),
     "axolotl_llama3_1b_lora": ("llama", 1),
+    "axolotl_llama3_8b_instruct_lora": ("llama", 1),
     "axolotl_llama3_8b_long_context": ("llama", 8),
     "axolotl_mixtral_8x22b_qlora": ("mixtral", 1),
     "axolotl_olmo3_7b_qlora": ("olmo2", 1),

@@ -514,8 +514,6 @@ def set_adapter(
         for name in heads:
             leave_out_head(translation, targets_key, name)
         chosen = [name for name in chosen if not _heads_and_embeddings([name])]
-    if chosen:
-        translation.set("adapter.targets", chosen, targets_key)
     translation.set("adapter.rank", int(translation.number(rank, 8)), rank)
     for key, target, default in (
         (f"{prefix}lora_alpha", "adapter.alpha", alpha),
@@ -528,5 +526,7 @@ def set_adapter(
     }.items():
         if translation.flag(key):
             translation.set(target, True, key)
+    if chosen:
+        translation.set("adapter.targets", chosen, targets_key)
     if trained:
         translation.set("train.unfreeze", trained, unfrozen)
