@@ -169,17 +169,19 @@ def _resumed_from(config: RunConfig) -> Path | None:
 
 def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIssue]:
     """Return a problem for each difference between the run's data and that of its checkpoint."""
-    checkpoint, saved, current = _origins(config, dataset)
-    if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
+    if config.checkpoint.changed_data == "restart" or (found := _origins(config, dataset)) is None:
+        return []
+    checkpoint, saved, current = found
+    if saved is None:
         return []
     return changed_data_issues(saved, current, checkpoint=checkpoint.path, data=config.data)
 
 
 def first_row_at(config: RunConfig, dataset: Dataset) -> int:
     """Return the number of samples of other data that a run read before its current data."""
-    checkpoint, saved, current = _origins(config, dataset)
-    if checkpoint is None:
+    if (found := _origins(config, dataset)) is None:
         return 0
+    checkpoint, saved, current = found
     restarts = config.checkpoint.changed_data == "restart"
     is_changed = is_other_data(saved, current, restarts=restarts)
     return checkpoint.samples if is_changed else checkpoint.first_row_at
@@ -187,11 +189,13 @@ def first_row_at(config: RunConfig, dataset: Dataset) -> int:
 
 def _origins(
     config: RunConfig, dataset: Dataset
-) -> tuple[Checkpoint | None, Origin | None, Origin | None]:
-    """Return the checkpoint to resume from and descriptions of its data and the current data."""
-    checkpoint = _newest(config)
-    if checkpoint is None:
-        return None, None, None
+) -> tuple[Checkpoint, Origin | None, Origin] | None:
+    """Return the checkpoint to resume from and descriptions of its data and the current data.
+
+    Return None if the run starts from step 0.
+    """
+    if (checkpoint := _newest(config)) is None:
+        return None
     saved = None if checkpoint.origin is None else Origin.from_dict(checkpoint.origin)
     return checkpoint, saved, describe_rows(config, dataset, like=saved)
 

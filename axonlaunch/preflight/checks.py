@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -58,6 +59,7 @@ from axonlaunch.preflight.dataset import (
     with_hub_data,
     with_packing,
     with_steps,
+    with_template_date,
     with_vocabulary,
 )
 from axonlaunch.preflight.devices import (
@@ -151,6 +153,9 @@ def _resolve(
         raise ConfigError(problems)
     config = with_vocabulary(with_adapter_settings(with_absolute_paths(config)))
     config = with_packing(config)
+    if here:
+        with suppress(ConfigError):  # the check of the data reports it
+            config = with_template_date(config, resumed=resumed_settings)
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import date
 from fractions import Fraction
 from typing import Any
 
@@ -17,13 +19,15 @@ from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
-from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
 from axonlaunch.config.values.optional_keys import packing_of
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.user_datasets import StreamedSamples
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress
+from axonlaunch.data.texts.chats.named_templates import chat_template
+from axonlaunch.data.texts.chats.template_date import writes_date
 from axonlaunch.data.texts.untokenized import find_untokenized
 from axonlaunch.data.tokenizers.changed_tokenizer import add_tokens
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, load_tokenizer
@@ -60,6 +64,53 @@ def with_hub_data(
     if here:
         fetch_data(data, report=report)
     return with_values(config, {"data": data})
+
+
+def with_template_date(
+    config: RunConfig, *, resumed: Callable[[RunConfig], Mapping[str, Any]]
+) -> RunConfig:
+    """Return a configuration with the day that chat templates with a date write.
+
+    It is the day on which the run began, so that the tokens of a run that resumes are the same.
+
+    Args:
+        config: Configuration of the run.
+        resumed: Returns the frozen configuration of the run that is resumed, by dotted key.
+
+    Raises:
+        ConfigError: The tokenizer or the template can't be read.
+    """
+    if not isinstance(config.data, TextRowsConfig) or not _writes_date(config):
+        return config
+    frozen, today = resumed(config), date.today().isoformat()
+    if isinstance(config.data, ChatConfig):
+        day = config.data.template_date or frozen.get("data.template_date") or today
+        return with_values(config, {"data.template_date": day})
+    key = "data.mix.{}.template_date"
+    mix = {
+        name: {**options, "template_date": frozen.get(key.format(name)) or today}
+        if isinstance(source := config.data.sources()[name], ChatConfig)
+        and source.template_date is None
+        else options
+        for name, options in config.data.mix.items()
+    }
+    return with_values(config, {"data": replace(config.data, mix=mix)})
+
+
+def _writes_date(config: RunConfig) -> bool:
+    """Return whether rows are written by a chat template with a date."""
+    data: Any = config.data
+    rows = data.sources().values() or [data]
+    if not any(isinstance(each, ChatConfig) and each.prompt_format is None for each in rows):
+        return False
+    if (chosen := getattr(data, "chat_template", None)) is not None:
+        return writes_date(chat_template(chosen))
+    if config.tokenizer.name == "train":
+        return False
+    loaded = load_tokenizer(tokenizer_of(config))
+    return isinstance(loaded, PretrainedTokenizer) and writes_date(
+        str(loaded.transformers.chat_template)
+    )
 
 
 def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:

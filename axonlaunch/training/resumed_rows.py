@@ -37,13 +37,13 @@ def place_rows(
     saved = None if resumed.origin is None else Origin.from_dict(resumed.origin)
     current = describe_rows(config, dataset, like=saved) if world.is_main else None
     restarts = config.checkpoint.changed_data == "restart"
-    is_changed = world.is_main and is_other_data(saved, current, restarts=restarts)
+    is_changed = current is not None and is_other_data(saved, current, restarts=restarts)
     if not any_rank(is_changed, world=world):
         return ()
     if not restarts:
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
-        if world.is_main and saved is not None:
+        if current is not None and saved is not None:
             issues = changed_data_issues(saved, current, checkpoint=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples

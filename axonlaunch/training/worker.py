@@ -228,8 +228,7 @@ def _saver(
     """
 
     def describe() -> dict[str, Any] | None:
-        origin = describe_rows(config, loader.dataset) if world.is_main else None
-        return None if origin is None else origin.to_dict()
+        return describe_rows(config, loader.dataset).to_dict() if world.is_main else None
 
     if not config.checkpoint.every:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from axonlaunch.data.datasets import loader
 from axonlaunch.data.datasets.origin import Origin
 from axonlaunch.data.shards import shard_maker
 from axonlaunch.data.shards.file_sum import sum_of_file
-from axonlaunch.preflight import checkpoint as checkpoint_checks, checks
+from axonlaunch.preflight import checkpoint as checkpoint_checks, checks, dataset as dataset_checks
 from axonlaunch.training import worker
 
 SMALL = [
@@ -29,6 +30,19 @@ SMALL = [
     *("launch.backend=mock", "checkpoint.every=2", "checkpoint.keep_last=9"),
     *("model.max_position_embeddings=64", "model.vocab_size=512"),
 ]
+
+
+ROWS = """
+import torch
+
+
+class Rows:
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.full((16,), index), torch.full((16,), index + 1)
+"""
 
 
 def write_rows(file: Path, word: str, count: int = 60) -> None:
@@ -180,6 +194,32 @@ def test_a_changed_chat_template_is_an_error_or_begins_at_the_first_row(
     assert newest(tmp_path).first_row_at == 8
 
 
+def test_resumed_run_keeps_the_day_that_its_chat_template_writes(
+    run: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    template = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    folder = corpus.save_tokenizer(tmp_path / "tokenizer", chat_template=template)
+    chats = [{"prompt": f"What is {number}?", "completion": "It is."} for number in range(40)]
+    keys = [
+        *("data=chat", f"data.files=[{corpus.write_jsonl(tmp_path / 'a.jsonl', chats)}]"),
+        *("data.train_on=all", f"tokenizer.path={folder}", "data.sequence_length=32"),
+    ]
+    clock = type("Clock", (datetime.date,), {"today": classmethod(lambda cls: cls(2026, 1, day))})
+    monkeypatch.setattr(dataset_checks, "date", clock)
+    day = 30
+    run(*keys, f"data.cache_dir={tmp_path}/cache")
+    frozen = checks.resolve(config.load([*SMALL, *keys]), devices=0)
+    assert frozen.data.template_date == "2026-01-30"  # type: ignore[attr-defined]
+    (tmp_path / "run" / "config.yaml").write_text(config.to_yaml(frozen))
+    day = 31
+    keys += [f"data.cache_dir={tmp_path}/empty"]
+    assert run(*keys, steps=4)[:4] == [8, 9, 10, 11]
+    with pytest.raises(ConfigError, match=r'data.template_date=2026-01-31: was "2026-01-30"'):
+        run(*keys, "data.template_date=2026-01-31", steps=6)
+    assert run(*keys, "checkpoint.changed_data=restart", steps=6)[:4] == [0, 1, 2, 3]
+
+
 def test_a_changed_file_of_bytes_or_of_tokens_is_an_error(
     run: Callable[..., list[int]], tmp_path: Path
 ) -> None:
@@ -253,7 +293,7 @@ def test_a_checkpoint_without_a_description_of_its_data_resumes(
     run: Callable[..., list[int]], documents: list[str], tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
+        patched.setattr(Origin, "to_dict", lambda origin: None)
         run(*documents)
     assert newest(tmp_path).origin is None
     assert run(*documents, "data.sequence_length=8", steps=4)[:4] == [8, 9, 10, 11]
@@ -284,11 +324,21 @@ def test_other_added_tokens_are_named_when_a_run_resumes(tmp_path: Path) -> None
     ]
 
 
-def test_restart_after_a_user_dataset_reads_the_first_row(
-    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+def test_other_kind_of_data_is_an_error_or_begins_at_the_first_row(
+    run: Callable[..., list[int]],
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
-        run(*documents)
-    assert run(*documents, "checkpoint.changed_data=restart", steps=4)[:4] == [0, 1, 2, 3]
-    assert newest(tmp_path).first_row_at == 8
+    (tmp_path / "rows_of_a_user.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = ["data=custom", "data.target=rows_of_a_user:Rows", "data.num_classes=512"]
+    assert run(*custom)[:4] == [0, 1, 2, 3]
+    assert run(*custom, "checkpoint.changed_data=restart", steps=4)[:4] == [8, 9, 10, 11]
+    message = r'data.name=documents: was "custom" .*, or checkpoint.changed_data=restart'
+    with pytest.raises(ConfigError, match=message):
+        run(*documents, steps=6)
+    assert run(*documents, "checkpoint.changed_data=restart", steps=6)[:4] == [0, 1, 2, 3]
+    assert newest(tmp_path).first_row_at == 16
+    with pytest.raises(ConfigError, match=r'data.name=custom: was "documents"'):
+        run(*custom, steps=8)

@@ -63,6 +63,45 @@ def test_an_expert_degree_becomes_fsdp_with_divided_experts(
 
 
 @pytest.mark.parametrize(
+    ("tool", "added", "key"),
+    [
+        (
+            "axolotl",
+            "adapter: lora\nlora_target_linear: false\nloraplus_lr_ratio: 4\n"
+            "lora_target_modules: [lm_head, embed_tokens]\nlora_modules_to_save: [norm]",
+            "lora_target_modules",
+        ),
+        (
+            "llamafactory",
+            "lora_target: lm_head,embed_tokens\nadditional_target: norm",
+            "lora_target",
+        ),
+        (
+            "trl",
+            "use_peft: true\nlora_target_modules: [lm_head, embed_tokens]\n"
+            "lora_modules_to_save: [norm]",
+            "lora_target_modules",
+        ),
+    ],
+)
+def test_adapter_of_the_head_alone_becomes_a_trained_head(
+    tool: str, added: str, key: str, convert: Converter
+) -> None:
+    translation = convert(FILES[tool], added)
+    assert left_out(translation)[key].startswith(
+        "only layers of the blocks can be adapted; lm_head"
+    )
+    assert "adapter" not in translation.options
+    assert translation.settings["train.freeze"].value == ["*"]
+    trained = ["*lm_head*", "*embed_tokens*", "*norm*"]
+    assert translation.settings["train.unfreeze"].value == trained
+    groups = {
+        name for name in translation.settings if name.startswith(("adapter.", "optimizer.gr"))
+    }
+    assert not groups
+
+
+@pytest.mark.parametrize(
     ("added", "targets"),
     [
         (r"lora_target_modules: '.*\.layers.[\d]+.mlp'", [r"(.*\.layers.[\d]+.mlp)"]),

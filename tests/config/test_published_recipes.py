@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import corpus
 import pytest
 import yaml
 from chat_templates import CHATML
-from command import Command
 from hf_families import save
-from hub_server import Hub, hub_server
+from hub_server import ServedAtHub, hub_server
+from served import Server
 
 pytest.importorskip("transformers")
 pytest.importorskip("huggingface_hub")
@@ -56,6 +55,7 @@ ROWS = {
     "yahma/alpaca-cleaned": ALPACA,
     "teknium/GPT4-LLM-Cleaned": ALPACA,
     "fozziethebeat/alpaca_messages_2k_test": CHATS,
+    "stas/openwebtext-10k": TEXTS * 5,
     "HuggingFaceH4/ultrachat_200k": CHATS,
     "HuggingFaceTB/smoltalk": CHATS,
     "HuggingFaceH4/deita-10k-v0-sft": CHATS,
@@ -78,6 +78,7 @@ RECIPES = {
     "automodel_phi_4_squad_tp2": ("phi3", 2),
     "axolotl_cogito_3b_lora": ("llama", 1),
     "axolotl_llama3_1b_lora": ("llama", 1),
+    "axolotl_llama3_8b_instruct_lora": ("llama", 1),
     "axolotl_llama3_8b_long_context": ("llama", 8),
     "axolotl_mixtral_8x22b_qlora": ("mixtral", 1),
     "axolotl_olmo3_7b_qlora": ("olmo2", 1),
@@ -95,6 +96,8 @@ RECIPES = {
     "llamafactory_qwen3_4b_lora": ("qwen3", 1),
     "llamafactory_qwen3_4b_pretraining_lora": ("qwen3", 1),
     "llamafactory_v1_qwen3_4b_lora": ("qwen3", 2),
+    "nanogpt_gpt2_xl_shakespeare": ("gpt2", 1),
+    "nanotron_tiny_llama": ("llama", 8),
     "olmocore_olmo2_1b": ("olmo2", 2),
     "torchtitan_qwen3_moe_param_groups": ("qwen3_moe", 2),
     "torchtune_gemma_2b_full": ("gemma2", 1),
@@ -109,22 +112,12 @@ FIVE_STEPS = [
     *["data.sequence_length=128", "data.min_tokens=1", "train.matmul_group_size=32"],
     *["train.eval_every=0", "scheduler.warmup_steps=auto", "checkpoint.every=0"],
     *["train.log_every=1", "loggers=[]", "launch.backend=mock", "train.compile=false"],
-    *["checkpoint.keep_best=0", "checkpoint.async_save=false"],
+    *["checkpoint.keep_best=0", "checkpoint.async_save=false", "tokenizer.path=null"],
 ]
 
 
-@dataclass
-class WithHub(Command):
-    """The command with the address of the server, and a cache in its folder."""
-
-    hub: Hub
-
-    def environment(self) -> dict[str, str]:
-        return {**super().environment(), **self.hub.environment(self.folder)}
-
-
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[WithHub]:
+def command(tmp_path: Path, server: Server) -> Iterator[ServedAtHub]:
     with hub_server() as hub:
         for name, rows in ROWS.items():
             hub.dataset(name, data_files(name, rows))
@@ -133,7 +126,7 @@ def command(tmp_path: Path) -> Iterator[WithHub]:
         corpus.write_jsonl(tmp_path / "c4_demo.jsonl", TEXTS)
         for name in ("train", "validation"):
             (tmp_path / f"{name}.txt").write_text(f"{name}: to be, or not to be.\n" * 3000)
-        yield WithHub(tmp_path, hub)
+        yield ServedAtHub(tmp_path, server, hub)
 
 
 def data_files(name: str, rows: list[dict[str, Any]]) -> dict[str, str | bytes]:
@@ -167,7 +160,7 @@ def save_model(kind: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_converted_recipe_trains_five_steps(recipe: str, command: WithHub) -> None:
+def test_converted_recipe_trains_five_steps(recipe: str, command: ServedAtHub) -> None:
     kind, ranks = RECIPES[recipe]
     save_model(kind, command.folder / "model")
     experiments = command.folder / "mine" / "experiment"

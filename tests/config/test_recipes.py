@@ -161,6 +161,11 @@ FULL: dict[str, list[str]] = {
     "llama3_8b": [BINARY],
     "llama3_70b": [BINARY],
     "tiny_llama": [],
+    "mamba": [
+        *sized("mamba", hidden_size=768, intermediate_size=1536, num_hidden_layers=24),
+        *("model.config.vocab_size=50280", "model.config.state_size=16", TEXTS),
+        "data.sequence_length=32",  # it is traced token by token
+    ],
 }
 """Overrides by which recipes need no Hub: models of the same sizes."""
 

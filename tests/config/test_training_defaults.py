@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import axonlaunch
 from axonlaunch import config
 from axonlaunch.config import flatten, to_tree
 from axonlaunch.config.composition.origins import origins_of
@@ -77,25 +78,71 @@ def test_defaults_depend_on_the_model_and_the_data(
     assert {key: values[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "full", "adapter"),
-    [
-        ("adam", 2e-5, 2e-4),
-        ("nadam", 2e-5, 2e-4),
-        ("muon", 2e-5, 2e-4),
-        ("lion", 2e-6, 2e-5),
-        ("adafactor", 1e-3, 1e-2),
-        ("sgd", 1e-2, 1e-2),
-        ("custom optimizer.target=mine:Adam8bit", 2e-5, 2e-4),
-    ],
-)
-def test_each_optimizer_has_learning_rates_for_fine_tuning(
-    optimizer: str, full: float, adapter: float
-) -> None:
-    overrides = [*PRETRAINED, *f"optimizer={optimizer}".split()]
-    assert values_of(*overrides)["optimizer.lr"] == full
-    values = values_of(*overrides, "adapter=lora")
-    assert values["optimizer.lr"] == adapter
+COLUMNS = {
+    "all weights of a pretrained model": PRETRAINED,
+    "adapter of a pretrained model": [*PRETRAINED, "adapter=lora"],
+    "model of transformers from scratch": [*PRETRAINED, "model.init=random"],
+    "other models": ["model=gpt"],
+}
+"""Columns of the page's table, with overrides of such a run."""
+A_CLASS = "custom optimizer.target=mine:Adam8bit"
+ROWS = {
+    "`optimizer.lr`: `adamw`, `adam`, `nadam`, `muon`": ["adamw", "adam", "nadam", "muon"],
+    "`lion`": ["lion"],
+    "`adafactor`": ["adafactor"],
+    "`sgd`": ["sgd"],
+    "a class of yours": [A_CLASS],
+}
+"""Rows of the table with learning rates, with the optimizers that they name."""
+OTHER_ROWS = {
+    "`optimizer.weight_decay`": "optimizer.weight_decay",
+    "`optimizer.betas`": "optimizer.betas",
+    "warm-up": "scheduler.warmup_ratio",
+    "`scheduler.final_lr_ratio` (`cosine`, `linear`)": "scheduler.final_lr_ratio",
+    "`train.precision`": "train.precision",
+}
+"""The other rows, with their keys."""
+
+
+def table_of_defaults() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the columns of the table on the page, and the cells of each row by its first cell."""
+    page = Path(axonlaunch.__file__).parent / "docs" / "configuration.md"
+    section = page.read_text().partition("\n## Defaults by what is trained\n")[2]
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    first, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return first[1:], {row[0]: row[1:] for row in rows}
+
+
+def shown(key: str, value: Any) -> str:
+    """Return how the table writes a value."""
+    if key == "scheduler.warmup_ratio":
+        return "1/15" if value is None else f"{value:.0%}"
+    if key == "train.precision":
+        return "that of the preset, else fp32" if value == "fp32" else f"`{value}`"
+    return ", ".join(f"{number:g}" for number in (value if isinstance(value, list) else [value]))
+
+
+def test_table_of_defaults_has_the_values_of_runs() -> None:
+    columns, rows = table_of_defaults()
+    assert columns == [*COLUMNS]
+    assert {*rows} == {*ROWS, *OTHER_ROWS}
+    for overrides, column in zip(COLUMNS.values(), range(len(columns)), strict=True):
+        for row, optimizers in ROWS.items():
+            written = float(rows[row][column].partition(";")[0])
+            for optimizer in optimizers:
+                values = values_of(*overrides, *f"optimizer={optimizer}".split())
+                assert values["optimizer.lr"] == written, (row, columns[column])
+        values = values_of(*overrides)
+        for row, key in OTHER_ROWS.items():
+            cell = rows[row][column].partition(" of the steps")[0].removesuffix(" (`adamw`)")
+            assert cell == shown(key, values[key]), (row, columns[column])
+    assert "`llama3_8b` 3e-4" in rows[next(iter(ROWS))][-1]
+    assert values_of("model=llama3_8b")["optimizer.lr"] == 3e-4
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "nadam", "muon", "lion", "sgd", A_CLASS])
+def test_no_optimizer_decays_weights_in_fine_tuning(optimizer: str) -> None:
+    values = values_of(*PRETRAINED, "adapter=lora", *f"optimizer={optimizer}".split())
     assert values.get("optimizer.weight_decay", 0.0) == 0.0
 
 

@@ -336,3 +336,25 @@ def test_template_text_around_content_is_trained_on(chats: Chats) -> None:
     dataset = chats(rows, "AGENT")
     texts = [dataset.decode(tokens) for tokens, _ in tokens_and_counted(dataset)]
     assert [json.dumps([CALL]) in text for text in texts] == [False, True]
+
+
+def test_template_with_a_date_writes_the_configured_day(
+    chats: Chats, folders: Callable[[str | None], str], tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl")
+    template = Path(trl.__file__).parent / "chat_templates" / "llama3_2.jinja"
+    assert 'strftime_now("%d %b %Y")' in template.read_text()
+    keys: dict[str, Any] = {"chat_template": str(template), "sequence_length": 600}
+    data = chats([{"messages": CHAT}], template_date="2025-03-09", **keys)
+    row = next(data.pieces(0, split="train")).tokens
+    tokenizer: Any = data.tokenizer
+    expected = tokenizer.transformers.apply_chat_template(CHAT, date_string="09 Mar 2025")
+    assert row.tolist() == expected["input_ids"]
+    assert "Today Date: 09 Mar 2025" in data.decode(row.tolist())
+    assert data.info.notes[1].startswith("data.template_date=2025-03-09: the chat template writes")
+
+
+def test_date_in_a_computed_format_is_refused(chats: Chats) -> None:
+    template = "{% set form = '%d' %}{{ strftime_now(form) }}{{ messages[0]['content'] }}"
+    with pytest.raises(ConfigError, match="computes the format of the time that it writes"):
+        chats([{"messages": CHAT}], chat_template=template, train_on="all")

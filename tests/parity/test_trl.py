@@ -151,7 +151,7 @@ CASES = {
         ["train.dft=true"],
         {"assistant_only_loss": True, "loss_type": "dft"},
     ),
-    "routers": Case(MESSAGES, MESSAGES, kind="mixtral", changes={"router_aux_loss_coef": 0.2}),
+    "routers": Case(MESSAGES, MESSAGES, kind="mixtral", changes={"router_aux_loss_coef": 5.0}),
     "adapter": Case(MESSAGES, MESSAGES, LORA, adapts=True),
     "adapter, added tokens": Case(MESSAGES, MESSAGES, [*LORA, *ADDED], adds=True, adapts=True),
 }
@@ -192,8 +192,14 @@ def full_batch(name: str, path: Path) -> list[str]:
 
 
 @functools.cache
-def by_trl(name: str, path: Path) -> tuple[list[float], int]:
-    """Return the loss of each step of SFTTrainer, and how many tokens count in a step."""
+def by_trl(name: str, path: Path, *, masks_lasts: bool = True) -> tuple[list[float], int, Any]:
+    """Return the loss of each step of SFTTrainer, how many tokens count in a step, and a batch.
+
+    Args:
+        name: Name of the case.
+        path: Folder of the case.
+        masks_lasts: Whether routers do not read the last token of each row, as here.
+    """
     import datasets
     import transformers
     import trl
@@ -214,10 +220,12 @@ def by_trl(name: str, path: Path) -> tuple[list[float], int]:
     if case.adapts:
         model = by_peft(model, name, path)
     losses: list[float] = []
+    batches: list[dict[str, Any]] = []
 
     class Recording(trl.SFTTrainer):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().compute_loss(*args, **kwargs)
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            batches.append({name: inputs[name].clone() for name in ("input_ids", "attention_mask")})
+            result = super().compute_loss(model, inputs, *args, **kwargs)
             loss = result[0] if isinstance(result, tuple) else result
             losses.append(loss.detach().item())
             return result
@@ -252,22 +260,18 @@ def by_trl(name: str, path: Path) -> tuple[list[float], int]:
         processing_class=tokenizer,
     )
     counted = sum(sum(n != -100 for n in row["labels"][1:]) for row in trainer.train_dataset)
-    if case.kind == "mixtral":
-        trainer.data_collator = without_last_tokens(trainer.data_collator)
+    if case.kind == "mixtral" and masks_lasts:
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: without_last_tokens(collate(rows))
     trainer.train()
-    return losses, counted
+    return losses, counted, batches[0]
 
 
-def without_last_tokens(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def without_last_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     """Mask the last token of each row, which routers of a model read in trl but not here."""
-
-    def masked(rows: Any) -> Any:
-        batch = collate(rows)
-        lasts = batch["attention_mask"].sum(1) - 1
-        batch["attention_mask"][torch.arange(len(lasts)), lasts] = 0
-        return batch
-
-    return masked
+    mask = batch["attention_mask"].clone()
+    mask[torch.arange(len(mask)), mask.sum(1) - 1] = 0
+    return {**batch, "attention_mask": mask}
 
 
 def by_peft(model: Any, name: str, path: Path) -> Any:
@@ -312,7 +316,32 @@ def test_counted_tokens_and_losses_are_those_of_trl(
     name: str, layout: str, folder: Callable[[str], Path]
 ) -> None:
     path = folder(name)
-    losses, counted = by_trl(name, path)
+    losses, counted, _ = by_trl(name, path)
     assert counted_here(name, path) == counted
     ours = hf_loops.by_axonlaunch(path, LAYOUTS[layout], *full_batch(name, path))
     assert ours == pytest.approx(losses, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_router_loss_differs_from_trl_by_the_last_token_of_each_row(
+    folder: Callable[[str], Path],
+) -> None:
+    """The last token is only a target here; in trl, routers read it too."""
+    import transformers
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    path = folder("routers")
+    theirs, _, batch = by_trl("routers", path, masks_lasts=False)
+    ours = hf_loops.by_axonlaunch(path, LAYOUTS["single"], *full_batch("routers", path))
+    lengths = batch["attention_mask"].sum(1)
+    assert lengths.unique().numel() > 2  # rows of several lengths, with padding
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        routers = model(**batch, output_router_logits=True).router_logits
+    every, fewer = (
+        load_balancing_loss_func(routers, 4, model.config.num_experts_per_tok, mask).item()
+        for mask in (batch["attention_mask"], without_last_tokens(batch)["attention_mask"])
+    )
+    difference = model.config.router_aux_loss_coef * (every - fewer)
+    assert abs(difference) > 5e-4
+    assert theirs[0] - ours[0] == pytest.approx(difference, abs=3e-6)

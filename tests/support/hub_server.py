@@ -5,18 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import served
+from command import Served
+from served import Server
 
 TOKEN, READ_TOKEN = "hf_write", "hf_read"
 USER, ORG, READ_ONLY_ORG = "someone", "team", "museum"
@@ -91,19 +96,66 @@ class Hub:
 
     def use(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, token: str = "") -> None:
         """Let this process use the server, with a cache in a folder."""
-        import huggingface_hub
-        from huggingface_hub import constants
-
         for name, value in self.environment(folder, token=token).items():
             monkeypatch.setenv(name, value)
-        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "ENDPOINT", self.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf" / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "hf" / "token"))
-        # Objects made at import know the real address.
-        api = huggingface_hub.HfApi(endpoint=self.url)
-        monkeypatch.setattr(huggingface_hub.hf_api, "api", api)
+        for place, name, value in _read_at_import():
+            monkeypatch.setattr(place, name, value)
+
+
+def _read_at_import() -> list[tuple[Any, str, Any]]:
+    """Return what huggingface_hub reads from the environment when it is imported, read again."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    url, home = os.environ["HF_ENDPOINT"], os.environ["HF_HOME"]
+    return [
+        (constants, "ENDPOINT", url),
+        (
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        ),
+        (constants, "HF_HUB_CACHE", f"{home}/hub"),
+        (constants, "HF_TOKEN_PATH", f"{home}/token"),
+        (huggingface_hub.hf_api, "api", huggingface_hub.HfApi(endpoint=url)),
+    ]
+
+
+@dataclass
+class ServedAtHub(Served):
+    """The command and its ranks, forked from the server of the tests, with a local Hub.
+
+    Attributes:
+        hub: State of the Hub.
+    """
+
+    hub: Hub
+
+    def start(self, *overrides: str) -> served.Forked:
+        """Start the command without waiting for it."""
+        return served.Forked(
+            _command,
+            self.server,
+            self.hub.environment(self.folder),
+            *overrides,
+            folder=self.folder,
+            environment=self.environment(),
+        )
+
+
+def _command(server: Server, variables: dict[str, str], *overrides: str) -> None:
+    """Run the ``axonlaunch`` command with a Hub."""
+    _with_hub(
+        variables, partial(served.command, server, around=partial(_with_hub, variables)), *overrides
+    )
+
+
+def _with_hub(variables: dict[str, str], function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a forked process that uses a Hub."""
+    os.environ.update(variables)
+    for place, name, value in _read_at_import():
+        setattr(place, name, value)
+    function(*args)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, Literal
 
 from axonlaunch.config.problems.did_you_mean import unknown
@@ -47,6 +48,13 @@ def _split_problems(splits: Mapping[str, str | None]) -> Iterator[tuple[str, str
             parse_splits("train" if text is None else text)
         except ValueError as reason:
             yield name, str(reason)
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _has_hub_data(files: Sequence[str]) -> bool:
@@ -273,6 +281,10 @@ class ChatConfig(TextRowsConfig):
     """chat template instead of the tokenizer's, which is kept and exported with it: chatml, llama3,
     gemma, phi3, zephyr, alpaca, a file, or text in Jinja; null: that of the tokenizer
     """
+    template_date: str | None = None
+    """day, 2026-11-29, that a chat template with a date writes, as Llama 3.2's does; null: that on
+    which the run starts, also when it resumes
+    """
     train_on: Literal["assistant", "all"] = "assistant"
     """tokens that count in the loss. assistant: tokens of the assistant, found by the generation
     marks of the template or by the text that each turn adds; all: every token except the first
@@ -309,6 +321,8 @@ class ChatConfig(TextRowsConfig):
         if self.prompt_format is not None and self.chat_template is not None:
             message = "data.prompt_format writes rows without a chat template; use one of them"
             problems.append(("chat_template", message))
+        if self.template_date is not None and not _is_day(self.template_date):
+            problems.append(("template_date", "is no day; write it as 2026-11-29"))
         problems += [
             (name, "is empty; write a name, a file or a text, or null")
             for name in ("prompt_format", "chat_template")

@@ -1,6 +1,6 @@
 """Describes the training rows of a dataset, for a checkpoint and for the run that resumes from it.
 
-User-defined datasets are not described.
+Of a user-defined dataset only the name is known.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ _LISTED = 10_000
 """Maximum number of files that are described individually; more are described in groups."""
 
 
-def describe_rows(
-    config: RunConfig, dataset: Dataset, *, like: Origin | None = None
-) -> Origin | None:
-    """Describe the source of a run's training rows; None for a user-defined dataset.
+def describe_rows(config: RunConfig, dataset: Dataset, *, like: Origin | None = None) -> Origin:
+    """Describe the source of a run's training rows; of a user-defined dataset, its name.
 
     Args:
         config: Configuration of the run.
@@ -39,7 +37,7 @@ def describe_rows(
             are described; None: those tokenized so far.
     """
     if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
-        return None
+        return Origin(files=(), options={"name": config.data.name})
     info = dataset.info
     sources = config.data.sources() if isinstance(config.data, TextRowsConfig) else {}
     is_chat = config.data.name == "chat" or any(

@@ -60,14 +60,12 @@ class Origin:
         return cls(files, content["options"], content["tokenizer"], content["template"], shards)
 
 
-def find_differences(saved: Origin, now: Origin | None) -> Iterator[tuple[str, str]]:
+def find_differences(saved: Origin, now: Origin) -> Iterator[tuple[str, str]]:
     """Yield ``(key, message)`` for each difference from the description in a checkpoint.
 
-    Args:
-        saved: The description in the checkpoint.
-        now: The description of the current data; None: it is a user-defined dataset.
+    If the kind of the data differs, nothing else is compared.
     """
-    if now is None:
+    if saved.options.get("name") != now.options["name"]:
         yield "data.name", f"was {_short(saved.options.get('name'))}"
         return
     for name in sorted({*saved.options, *now.options}):
@@ -83,18 +81,16 @@ def find_differences(saved: Origin, now: Origin | None) -> Iterator[tuple[str, s
         yield "data.files", _changed_files(saved.files, now.files)
 
 
-def is_other_data(saved: Origin | None, now: Origin | None, *, restarts: bool) -> bool:
+def is_other_data(saved: Origin | None, now: Origin, *, restarts: bool) -> bool:
     """Return whether a run resumes on other data than its checkpoint's.
 
     Args:
-        saved: The description in the checkpoint; None: it was a user-defined dataset.
-        now: The description of the current data; None: it is a user-defined dataset.
+        saved: The description in the checkpoint; None: it has none.
+        now: The description of the current data.
         restarts: Whether the run restarts at the first row of changed data. Otherwise data without
             a description counts as unchanged.
     """
-    if saved is None:
-        return restarts and now is not None
-    return any(find_differences(saved, now))
+    return restarts if saved is None else any(find_differences(saved, now))
 
 
 def _digests(origin: Origin) -> list[str]:
@@ -132,7 +128,7 @@ def printable(text: str) -> str:
 
 
 def changed_data_issues(
-    saved: Origin, now: Origin | None, *, checkpoint: Path, data: Any
+    saved: Origin, now: Origin, *, checkpoint: Path, data: Any
 ) -> list[ConfigIssue]:
     """Return the differences from a checkpoint's rows as problems of a configuration.
 

@@ -396,8 +396,8 @@ class StreamedSamples(_StructuredSamples):
             )
         if self.num_workers > 1:
             notes.append(
-                f"data.workers={self.num_workers}: a stream is read in its order, so one process "
-                "per rank reads it"
+                f"data.workers={self.num_workers}: a stream has one order, so one process per rank "
+                f"reads it; a dataset with __getitem__ and __len__ is read by {self.num_workers}"
             )
         return DatasetInfo(notes=tuple(notes), is_unsized=not self.num_samples)
 

@@ -25,6 +25,8 @@ def make_encoder(config: TextRowsConfig, tokenizer: Tokenizer) -> Encoder:
                 fields=config.fields,
                 assistant_only=assistant_only,
             )
-        return ChatEncoder(tokenizer, fields=config.fields, assistant_only=assistant_only)
+        return ChatEncoder(
+            tokenizer, fields=config.fields, assistant_only=assistant_only, day=config.template_date
+        )
     assert isinstance(config, DocumentsConfig)
     return DocumentEncoder(tokenizer, field=config.text_field)

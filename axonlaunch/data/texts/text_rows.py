@@ -274,9 +274,17 @@ class TextRows:
             f"data: {len(self._places):,} {unit}s, {tokens:,} tokens; {verb} "
             f"{self.num_samples:,} rows of {config.sequence_length:,} "
             f"({self._tables['train'].filled:.1%} full); {held_out} held out",
+            *self._date(),
             *self._added_tokens(),
             *self._left_out(),
         )
+
+    def _date(self) -> list[str]:
+        """Return a note on the day that the chat template writes."""
+        if not isinstance(self._config, ChatConfig) or self._config.template_date is None:
+            return []
+        day = self._config.template_date
+        return [f"data.template_date={day}: the chat template writes it; a resumed run keeps it"]
 
     def _added_tokens(self) -> list[str]:
         """Return a note on tokens that the configuration adds to the tokenizer."""

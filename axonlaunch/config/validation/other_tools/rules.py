@@ -457,17 +457,25 @@ _HEADS_AND_EMBEDDINGS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wt
 
 
 def leave_out_head(translation: Translation, key: str, name: str) -> None:
-    """Report a head or embedding that the other tool adapts."""
+    """Report a head or embedding that the other tool adapts, beside layers of the blocks."""
     text = f"layers of the blocks are adapted, not {name}; train.unfreeze=['*{name}*'] trains it"
     translation.leave_out(key, f"{text} in full")
 
 
-def _is_head_or_embedding(translation: Translation, key: str, name: object) -> bool:
-    last = str(name).rpartition(".")[2]
-    if last not in _HEADS_AND_EMBEDDINGS:
-        return False
-    leave_out_head(translation, key, last)
-    return True
+def _heads_and_embeddings(targets: list[Any]) -> list[str]:
+    """Return the last parts of the names of heads and embeddings among names of layers."""
+    names = [str(name).rpartition(".")[2] for name in targets]
+    return [name for name in names if name in _HEADS_AND_EMBEDDINGS]
+
+
+def _train_in_full(translation: Translation, key: str, names: list[str], also: list[str]) -> None:
+    """Train heads and embeddings in full, because an adapter would have no other layer."""
+    both = " and ".join(names)
+    text = f"only layers of the blocks can be adapted; {both} is trained in full, without adapter"
+    translation.leave_out(key, text)
+    del translation.options["adapter"]
+    translation.set("train.freeze", ["*"], key)
+    translation.set("train.unfreeze", [*(f"*{name}*" for name in names), *also], key)
 
 
 def set_adapter(
@@ -482,6 +490,8 @@ def set_adapter(
 ) -> None:
     """Set the options of a LoRA adapter.
 
+    A file that adapts only heads and embeddings gets no adapter.
+
     Args:
         translation: Translation.
         rank: Key with the rank.
@@ -491,6 +501,19 @@ def set_adapter(
         unfrozen: Key with modules that are trained in full.
         prefix: Beginning of the keys.
     """
+    if isinstance(targets, str) and targets not in ("all-linear", "all"):
+        targets = named_layers(targets)
+    chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
+    written = translation.get(unfrozen) or []
+    modules = written.split(",") if isinstance(written, str) else translation.items(unfrozen)
+    trained = [f"*{str(name).strip()}*" for name in modules]
+    if isinstance(chosen, list) and (heads := _heads_and_embeddings(chosen)):
+        if len(heads) == len(chosen):
+            _train_in_full(translation, targets_key, heads, trained)
+            return
+        for name in heads:
+            leave_out_head(translation, targets_key, name)
+        chosen = [name for name in chosen if not _heads_and_embeddings([name])]
     translation.set("adapter.rank", int(translation.number(rank, 8)), rank)
     for key, target, default in (
         (f"{prefix}lora_alpha", "adapter.alpha", alpha),
@@ -503,17 +526,7 @@ def set_adapter(
     }.items():
         if translation.flag(key):
             translation.set(target, True, key)
-    if isinstance(targets, str) and targets not in ("all-linear", "all"):
-        targets = named_layers(targets)
-    chosen = "all-linear" if targets in ("all", ["all"], ["all-linear"]) else targets
-    if isinstance(chosen, list):
-        chosen = [
-            name for name in chosen if not _is_head_or_embedding(translation, targets_key, name)
-        ]
     if chosen:
         translation.set("adapter.targets", chosen, targets_key)
-    modules = translation.get(unfrozen)
-    if modules:
-        names = modules.split(",") if isinstance(modules, str) else translation.items(unfrozen)
-        patterns = [f"*{str(name).strip()}*" for name in names]
-        translation.set("train.unfreeze", patterns, unfrozen)
+    if trained:
+        translation.set("train.unfreeze", trained, unfrozen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 
 import numpy as np
 
@@ -36,7 +37,12 @@ class ChatEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, fields: Mapping[str, str], assistant_only: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        fields: Mapping[str, str],
+        assistant_only: bool,
+        day: str | None = None,
     ) -> None:
         """Load the chat template.
 
@@ -44,12 +50,14 @@ class ChatEncoder:
             tokenizer: Tokenizer with a chat template.
             fields: Names of columns and keys by what they hold.
             assistant_only: Whether only the assistant's tokens count as targets.
+            day: Day in ISO format that a template with a date writes; None: today.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or a computed field is no Jinja.
         """
         compile_fields(fields)
-        self._template = ChatTemplate(tokenizer, marks_assistant=assistant_only)
+        today = date.today().isoformat()
+        self._template = ChatTemplate(tokenizer, marks_assistant=assistant_only, day=day or today)
         self._tokenizer, self._fields = tokenizer, dict(fields)
         template = self._template.fingerprint
         text = json.dumps([_FORMAT, tokenizer.fingerprint, template, self._fields, assistant_only])

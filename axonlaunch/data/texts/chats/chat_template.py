@@ -25,6 +25,7 @@ from axonlaunch.data.files.rows import BadRow
 from axonlaunch.data.files.tables import LARGEST_ROW
 from axonlaunch.data.texts.chats.chat_rows import Chat, Message
 from axonlaunch.data.texts.chats.named_templates import TEMPLATES
+from axonlaunch.data.texts.chats.template_date import with_date, writes_date
 from axonlaunch.data.tokenizers.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
@@ -41,19 +42,22 @@ class ChatTemplate:
     """Renders chats by a tokenizer's template.
 
     Attributes:
-        fingerprint: Hash of the template.
+        fingerprint: Hash of the template, and the day that it writes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, marks_assistant: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, marks_assistant: bool, day: str | None = None
+    ) -> None:
         """Find the template.
 
         Args:
             tokenizer: Tokenizer with the template.
             marks_assistant: Whether to find the tokens of the assistant.
+            day: Day in ISO format that a template with a date writes; None: today.
 
         Raises:
-            ConfigError: There is no template, or this tokenizer can't locate the assistant's
-                tokens.
+            ConfigError: There is no template, it computes the format of its date, or this tokenizer
+                can't locate the assistant's tokens.
         """
         key = "tokenizer.path"
         if not isinstance(tokenizer, PretrainedTokenizer):
@@ -63,9 +67,9 @@ class ChatTemplate:
             )
             raise ConfigError([ConfigIssue(key, message)])
         self._pretrained, loaded = tokenizer, tokenizer.transformers
-        self.fingerprint = tokenizer.template_fingerprint
+        self.fingerprint, self._day = tokenizer.template_fingerprint, None
         try:
-            loaded.get_chat_template()
+            template = loaded.get_chat_template()
         except ValueError:
             message = (
                 "the tokenizer has no chat template; use the one of the model's instruct version, "
@@ -78,6 +82,12 @@ class ChatTemplate:
                 "tokens; use a tokenizer with this file, or data.train_on=all"
             )
             raise ConfigError([ConfigIssue(key, message)])
+        if day is not None and writes_date(template):
+            try:
+                with_date(template, day)
+            except ValueError as error:
+                raise ConfigError([ConfigIssue(key, str(error))]) from None
+            self.fingerprint, self._day = f"{self.fingerprint} {day}", day
         self._marks_assistant = marks_assistant
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
@@ -87,7 +97,8 @@ class ChatTemplate:
             IsolatedCallError: The template took too long, or too much memory.
         """
         size = sum(len(str(chat.messages)) for chat in chats)
-        return self._call_isolated(_write, self._marks_assistant, list(chats), characters=size)
+        options = (self._marks_assistant, self._day)
+        return self._call_isolated(_write, options, list(chats), characters=size)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a prompt that asks the assistant to answer messages.
@@ -112,9 +123,10 @@ class ChatTemplate:
 
 
 def _write(
-    tokenizer: PretrainedTokenizer, marks_assistant: bool, chats: list[Chat]
+    tokenizer: PretrainedTokenizer, options: tuple[bool, str | None], chats: list[Chat]
 ) -> list[Written | BadRow]:
-    return _Writer(tokenizer.transformers, marks_assistant=marks_assistant).write(chats)
+    marks_assistant, day = options
+    return _Writer(tokenizer.transformers, marks_assistant=marks_assistant, day=day).write(chats)
 
 
 def _prompt(tokenizer: PretrainedTokenizer, messages: list[Message]) -> list[int]:
@@ -128,9 +140,10 @@ def _end_of_turn(tokenizer: PretrainedTokenizer) -> str:
 class _Writer:
     """Renders chats in this process, with templates and tokenizers that may not be trusted."""
 
-    def __init__(self, tokenizer: Any, *, marks_assistant: bool) -> None:
+    def __init__(self, tokenizer: Any, *, marks_assistant: bool, day: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._marks_assistant = marks_assistant
+        self._day = day
         self._has_marks = bool(_MARKS.search(tokenizer.get_chat_template()))
         self._taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
         self._jinja: Any = importlib.import_module("transformers.utils.chat_template_utils")
@@ -228,6 +241,7 @@ class _Writer:
             rendered = self._tokenizer.apply_chat_template(
                 [chat.messages for chat, _ in written],
                 tools=tools,
+                chat_template=self._template(tools),
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
@@ -248,7 +262,7 @@ class _Writer:
         _, [spans] = self._jinja.render_jinja_template(
             [chat.messages],
             tools=chat.tools,
-            chat_template=self._tokenizer.get_chat_template(tools=chat.tools),
+            chat_template=self._template(chat.tools),
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **chat.options},
         )
@@ -339,6 +353,11 @@ class _Writer:
             return "", ""
         return end.strip(), closing
 
+    def _template(self, tools: Any) -> str:
+        """Return the template, with the day that it writes; some have another one for tools."""
+        template: str = self._tokenizer.get_chat_template(tools=tools)
+        return template if self._day is None else with_date(template, self._day)
+
     def _render(self, messages: Sequence[Message], chat: Chat | None, *, asks: bool = False) -> str:
         """Render messages.
 
@@ -346,9 +365,11 @@ class _Writer:
             ValueError: The template rejects them.
         """
         try:
+            tools = None if chat is None else chat.tools
             text: str = self._tokenizer.apply_chat_template(
                 [*messages],
-                tools=None if chat is None else chat.tools,
+                tools=tools,
+                chat_template=self._template(tools),
                 tokenize=False,
                 add_generation_prompt=asks,
                 **({} if chat is None else chat.options),

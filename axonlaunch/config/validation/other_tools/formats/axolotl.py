@@ -167,7 +167,7 @@ def _set_adapter(translation: Translation) -> None:
         targets_key=key,
         unfrozen="lora_modules_to_save",
     )
-    if translation.has("loraplus_lr_ratio"):
+    if translation.has("loraplus_lr_ratio") and "adapter" in translation.options:
         scale = {"*.lora_B.weight": {"lr_scale": float(translation.number("loraplus_lr_ratio"))}}
         translation.set("optimizer.groups", scale, "loraplus_lr_ratio")
 

@@ -307,7 +307,7 @@ def _set_finetuning(translation: Translation) -> None:
             targets_key="lora_target",
             unfrozen="additional_target",
         )
-        if translation.has("loraplus_lr_ratio"):
+        if translation.has("loraplus_lr_ratio") and "adapter" in translation.options:
             scale = {
                 "*.lora_B.weight": {"lr_scale": float(translation.number("loraplus_lr_ratio"))}
             }
