@@ -44,7 +44,11 @@ from axonlaunch.engines.data_parallel.torch_internals import (
 )
 from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
-from axonlaunch.engines.expert.experts import dispatch_experts, dispatched_experts
+from axonlaunch.engines.expert.experts import (
+    dispatch_experts,
+    dispatched_experts,
+    name_invalid_routes,
+)
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
@@ -303,6 +307,8 @@ def _expert_counts(
     """Observe the experts; not in compiled blocks, whose graphs have no hooks."""
     if not num_experts or plan.config.train.compile:
         return None
+    if plan.experts is None:
+        name_invalid_routes(modules, num_experts)
     model: Any = plan.config.model
     with plan.source.storing():
         return ExpertCounts(

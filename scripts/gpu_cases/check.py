@@ -42,6 +42,7 @@ SMALL = [
     "launch.nproc=1",
 ]
 GPT, LLAMA = ["model=gpt"], ["model=llama_debug"]
+MOE = ["model=moe_debug", "strategy=fsdp"]
 BF16, ESTIMATE = "train.precision=bf16", ["model=llama_debug", "launch.nproc=8"]
 COMMANDS = {
     "doctor": ["doctor", "--json"],
@@ -64,6 +65,7 @@ RUNS = {
         ]
         for what in ("none", "params", "optimizer_states", "full")
     },
+    "mixture bf16": [*MOE, BF16],
     "compiled": [*LLAMA, BF16, "strategy=fsdp", "train.compile=true"],
     "full recomputation": [*LLAMA, BF16, "train.activation_checkpointing=full"],
     "selective recomputation": [*LLAMA, BF16, "train.activation_checkpointing=selective"],
@@ -97,6 +99,10 @@ LAYOUTS = {
     },
     "hybrid": ["strategy=hybrid", "launch.nproc=8"],
     "context": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+    **{
+        f"experts {name}": [*MOE, "strategy.expert.degree=2", "launch.nproc=2", *chosen]
+        for name, chosen in (("fp32", []), ("bf16", [BF16]))
+    },
     "context bf16": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2", BF16],
 }
 VERIFIED = {f"verified {name}": layout for name, layout in LAYOUTS.items()}

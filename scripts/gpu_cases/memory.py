@@ -45,7 +45,8 @@ MIB = 2**20
 SNAPSHOTS = Path("gpu-memory")
 BF16, SELECTIVE = "train.precision=bf16", "train.activation_checkpointing=selective"
 FULL, COMPILED = "train.activation_checkpointing=full", "train.compile=true"
-NONE = "train.activation_checkpointing=none"
+MODE = "train.activation_checkpointing"
+NONE = f"{MODE}=none"
 INPUTS = "train.activation_checkpointing=offload"
 IN_BACKWARD = ("train.optimizer_in_backward=true", "train.grad_clip=null")
 LLAMA_1B = [
@@ -60,6 +61,12 @@ GPT = [
     *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=16"),
 ]
 
+MIXTURE = [
+    *("model=moe_debug", "model.hidden_size=1024", "model.moe_intermediate_size=1024"),
+    *("model.num_hidden_layers=12", "model.num_attention_heads=16", "data=synthetic_tokens"),
+    *("data.sequence_length=2048", "train.global_batch_size=4", "strategy=fsdp", BF16),
+]
+
 CASES: dict[str, tuple[int, list[str]]] = {
     "gpt2 fp32": (1, [*GPT, "strategy=single"]),
     "gpt2 bf16": (1, [*GPT, "strategy=single", BF16]),
@@ -70,6 +77,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "1.2B updated in backward": (1, [*LLAMA_1B, "strategy=single", BF16, SELECTIVE, *IN_BACKWARD]),
     "1.2B compiled": (1, [*LLAMA_1B, "strategy=single", BF16, COMPILED]),
     "1.2B fsdp 1": (1, [*LLAMA_1B, "strategy=fsdp", BF16]),
+    **{f"mixture {mode}": (1, [*MIXTURE, f"{MODE}={mode}"]) for mode in ("none", "full")},
     "1.2B fp32": (
         1,
         [
@@ -125,6 +133,7 @@ CASES_OF_CPU: dict[str, tuple[int, list[str]]] = {
     "fsdp 4": (4, [*TINY, "strategy=fsdp"]),
     "fsdp 2 x tensor 2": (4, [*TINY, "strategy=fsdp", "strategy.tensor.degree=2"]),
     "fsdp x context 2": (2, [*TINY, "strategy=fsdp", "strategy.context.degree=2"]),
+    "mixture of 2": (2, [*TINY, "model=moe_debug", "strategy=fsdp"]),
     "pipeline 2 1f1b": (
         2,
         [*TINY, "strategy=pipeline", "strategy.pipeline.degree=2", "train.micro_batch_size=1"],

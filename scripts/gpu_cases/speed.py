@@ -16,9 +16,9 @@ group do nothing, so the speed of 8 ranks is that of their kernels without commu
 also has the difference between rounds and the host's time to issue a step.
 
 One step of axonlaunch is profiled after all were timed: its number of kernels, their work, and the
-time in which the device is idle. ``gpu-logs`` keeps the trace of a case that is too slow. Then
-steps with offload and saves in the background are compared with the link between host and device
-(``transfers.py``).
+time in which the device is idle. ``gpu-logs`` keeps the trace of a case that is too slow. Then the
+experts of a rank are compared with torchtitan's way (``mixture.py``), and steps with offload and
+saves in the background with the link between host and device (``transfers.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import mixture
 import table
 import torch
 import torch.distributed as dist
@@ -115,6 +116,8 @@ def main() -> int:
         model = transfers.MODEL if is_cuda else transfers.MODEL_OF_CPU
         if args.case == transfers.SAVES:
             found = transfers.saved(model, device)
+        elif args.case in mixture.CASES:
+            found = mixture.timed(args.case, device)
         elif args.case in transfers.OFFLOADED:
             found = passing([*model, *transfers.OFFLOADED[args.case]], device)
         else:
@@ -131,6 +134,8 @@ def main() -> int:
         found = json.loads(ran.stdout.splitlines()[-1])
         if name == transfers.SAVES:
             return transfers.of_saves(**found)
+        if name in mixture.CASES:
+            return mixture.judged(name, found, on_cuda=is_cuda)
         if name in transfers.OFFLOADED:
             return transfers.of_offload(name, found, on_cuda=is_cuda)
         row = judged(name, **found)
@@ -138,7 +143,8 @@ def main() -> int:
             _trace_of(name).unlink(missing_ok=True)
         return row
 
-    return table.run([*cases, *transfers.OFFLOADED, transfers.SAVES], args.only, case)
+    names = [*cases, *mixture.CASES, *transfers.OFFLOADED, transfers.SAVES]
+    return table.run(names, args.only, case)
 
 
 def _trace_of(name: str) -> Path:

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
+from hf_families import FAMILIES
+from moe_layouts import EXPERTS, SETTINGS
+
+from axonlaunch.config.problems.errors import plain
 
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
@@ -91,3 +95,24 @@ def test_context_ranks_without_data_parallel_ones_train_as_one_process(
     served.train(*arguments, "name=parts")
     served.train("strategy=single", "name=whole")
     assert served.losses("parts") == pytest.approx(served.losses("whole"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("moe_debug", "zbv-2"), ("moe_debug", "tensor-4"), ("mixtral", "hsdp-2")]
+)
+def test_divided_experts_in_processes_train_as_one_process(
+    served: Command, kind: str, layout: str
+) -> None:
+    model = SETTINGS
+    if kind != "moe_debug":
+        config = f"model.config={plain({**FAMILIES[kind], 'num_local_experts': 8})}"
+        model = ["model=hf", "model.init=random", config, "data=synthetic_tokens"]
+        model = [*model, "data.sequence_length=16", "train.global_batch_size=8"]
+    depth = (
+        "model.config.num_hidden_layers=4" if kind != "moe_debug" else "model.num_hidden_layers=4"
+    )
+    ran = served("verify", *model, depth, *EXPERTS[layout], "launch.backend=gloo", "--json")
+    reported = json.loads(ran.stdout)
+    assert (reported["verdict"], reported["differences"]) == ("passed", [])
+    assert "expert" in reported["layout"]

@@ -100,6 +100,30 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
     assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "base",
+    [
+        "train.param_dtype=bf16",
+        "adapter.base=nf4",
+        "adapter.base=int8 train.param_dtype=bf16",
+    ],
+)
+def test_analytic_gathers_of_frozen_base_equal_trace(base: str) -> None:
+    """Quantized weights are gathered as their bytes, others in the compute type."""
+    sizes = ["model.hidden_size=256", "model.intermediate_size=512"]
+    layout = ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=4"]
+    adapted = ["train.precision=bf16", "adapter=lora", *base.split()]
+    chosen = estimate_config([*MODEL, *sizes, *layout, *adapted])
+    alone, works = on_one_device(chosen), []
+    for config, ranks in ((alone, 1), (chosen, 4)):
+        works += forked_map.map_forked([lambda c=config, n=ranks: step_work(c, world_size=n)])
+    reported = scaled(works[0], chosen, Layout.of(chosen, world_size=4), layers=(4,))
+    assert of_data_ranks(reported.first.micro_layer.work) == of_data_ranks(
+        works[1].first.micro_layer.work
+    )
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "ranks"),

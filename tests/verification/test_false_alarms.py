@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
-from parity_table import MODELS
+from parity_table import BATCH, MODELS, Combination, combinations_in_tests
 from torch import Tensor, nn
 
 from axonlaunch.verification.comparison import compare
@@ -122,6 +122,18 @@ def test_it_passes(overrides: list[str]) -> None:
     verdict = verify(overrides)
     assert verdict.failure is None
     assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "combination",
+    [c for c in combinations_in_tests() if "expert" in c.layout.label],
+    ids=str,
+)
+def test_rows_with_divided_experts_pass(combination: Combination) -> None:
+    ranks = [f"train.global_batch_size={BATCH}", f"launch.nproc={combination.layout.ranks}"]
+    verdict = verify([*combination.model_overrides, *combination.overrides, *ranks])
+    assert verdict.passed, (verdict.failure, verdict.reason, verdict.differences)
 
 
 def test_a_gradient_that_is_nothing_but_rounding_may_have_any_of_its_size() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.data.datasets.dataset import takes_present
+from axonlaunch.engines.expert.routing import naming_invalid_route
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -95,7 +96,7 @@ class ExpertCounts:
                 # The module holds its counts, so that estimates know which block they belong to.
                 modules[name].num_chosen = counts
                 self._counts[name] = counts
-                modules[name].register_forward_hook(self._counter(counts), with_kwargs=True)
+                modules[name].register_forward_hook(self._counter(name, counts), with_kwargs=True)
                 if bias_rate is not None:
                     router = router_with_bias(stage, name)
                     assert router is not None, f"{name} has no router with a bias"
@@ -180,7 +181,7 @@ class ExpertCounts:
         stage.forward = with_padding
         stage.__dict__["takes_present"] = True
 
-    def _counter(self, counts: Tensor) -> Callable[..., None]:
+    def _counter(self, layer: str, counts: Tensor) -> Callable[..., None]:
         """Return a forward hook that counts the choices of one layer."""
 
         def count(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
@@ -193,6 +194,7 @@ class ExpertCounts:
                 counted = torch.ones_like(flat)
                 if self._present is not None:
                     counted = self._present.flatten().to(flat.dtype).repeat_interleave(self._top_k)
-                counts.scatter_add_(0, flat, counted)
+                with naming_invalid_route(layer, chosen, num_experts=len(counts)):
+                    counts.scatter_add_(0, flat, counted)
 
         return count

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch
-from axonlaunch.engines.expert.routing import InvalidRouteError
+from axonlaunch.engines.expert.routing import InvalidRouteError, naming_invalid_route
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
     ShardSpec,
@@ -74,8 +76,7 @@ class DispatchedExperts(ReadsLocally):
             reason = f"the weights of its experts are {weights[token].tolist()}"
         if group is not None:
             token += group.rank * len(weights)
-        message = f"the router of {self.layer} gives an invalid route to token {token}: {reason}"
-        return InvalidRouteError(message, token=token)
+        return InvalidRouteError.of_layer(self.layer, reason, token=token)
 
     def _part(self, value: Tensor, group: ProcessGroup) -> Tensor:
         """Return this tensor rank's part of all tokens, padded to equal parts."""
@@ -127,6 +128,32 @@ def dispatch_experts(
             _shard_adapters(module, axis, num_experts=num_experts)
         convert_module(module, DispatchedExperts)
         axis.distribute(module)
+
+
+def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> None:
+    """Let undivided experts name the layer and the token of an expert that does not exist.
+
+    Args:
+        stages: Models or pipeline stages.
+        names: Names of the modules of experts; names that a stage lacks are skipped.
+    """
+    for stage in stages:
+        modules = dict(stage.named_modules())
+        for name in names:
+            if name in modules:
+                modules[name].forward = _explaining(modules[name], name)
+
+
+def _explaining(module: Any, layer: str) -> Callable[..., Tensor]:
+    forward, num_experts = module.forward, module.num_experts
+
+    @functools.wraps(forward)
+    def explained(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        with naming_invalid_route(layer, top_k_index, num_experts=num_experts):
+            result: Tensor = forward(hidden_states, top_k_index, top_k_weights)
+        return result
+
+    return explained
 
 
 def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +26,12 @@ class InvalidRouteError(RuntimeError):
     def __init__(self, message: str, *, token: int, row: int | None = None) -> None:
         super().__init__(message)
         self.token, self.row, self.micro_batch = token, row, 0
+
+    @classmethod
+    def of_layer(cls, layer: str, reason: str, *, token: int) -> Self:
+        """Return the error of a token in a layer of a full name."""
+        message = f"the router of {layer} gives an invalid route to token {token}: {reason}"
+        return cls(message, token=token)
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,8 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
     received_counts = exchange_rows(counts[:num_experts], group, sent=each, received=each)
     sent, received = read_counts(counts, received_counts, experts=experts, group=group)
     if sent[num_experts]:
-        row = int((~is_valid).nonzero()[0])
-        message = f"expert {int(rows[row])} does not exist; there are {num_experts}, from 0 on"
-        raise InvalidRouteError(message, token=row // experts.shape[-1])
+        token, message = invalid_expert(experts, num_experts=num_experts)
+        raise InvalidRouteError(message, token=token)
     local = torch.arange(per_rank, device=experts.device).repeat(group.size)
     return Routes(
         order=rows.argsort(stable=True),
@@ -76,6 +84,44 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
         received=_sums(received, per_rank),
         local_experts=local.repeat_interleave(received_counts, output_size=sum(received)),
     )
+
+
+def invalid_expert(experts: Tensor, *, num_experts: int) -> tuple[int, str]:
+    """Return the first token with an expert that does not exist, and what is wrong with it.
+
+    Args:
+        experts: Experts of each token, [T, K], at least one of which does not exist.
+        num_experts: Number of experts that exist.
+    """
+    rows = experts.flatten()
+    row = int(((rows < 0) | (rows >= num_experts)).nonzero()[0])
+    message = f"expert {int(rows[row])} does not exist; there are {num_experts}, from 0 on"
+    return row // experts.shape[-1], message
+
+
+@contextmanager
+def naming_invalid_route(layer: str, experts: Tensor, *, num_experts: int) -> Iterator[None]:
+    """Replace an error that an expert that does not exist has caused.
+
+    Choices are looked at only after an error, because each check makes the host wait. On GPUs
+    torch's error stays, because no values can be read after it.
+
+    Args:
+        layer: Full name of the module of experts.
+        experts: Experts of each token, [T, K].
+        num_experts: Number of experts that exist.
+
+    Raises:
+        InvalidRouteError: The error was caused by such an expert.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError):
+        is_on_host = experts.device.type == "cpu"
+        if is_on_host and ((experts < 0) | (experts >= num_experts)).any():
+            token, reason = invalid_expert(experts, num_experts=num_experts)
+            raise InvalidRouteError.of_layer(layer, reason, token=token) from None
+        raise
 
 
 def read_counts(

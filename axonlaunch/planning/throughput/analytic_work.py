@@ -339,9 +339,8 @@ class _Scaled:
             parts = [(False, (1 - experts) / layout.tensor), (True, experts / layout.expert)]
         for is_expert, fraction in parts:
             division = layout.division(is_expert=is_expert)
-            elements = fraction / self._config.train.parameter_bytes
-            gather = Amount(1, share.parameter_bytes * elements * self._compute_bytes)
-            reduced = share.gradient_bytes * elements * self._precision.reduce.nbytes
+            gather = Amount(1, share.gathered_bytes * fraction)
+            reduced = share.num_trained * fraction * self._precision.reduce.nbytes
             shard_axes = self._nontrivial(division.shard_axes)
             if shard_axes:
                 _add(work, CollectiveOp("forward", "all_gather", shard_axes), gather)

@@ -28,6 +28,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.source_of import source_of
@@ -55,11 +56,16 @@ class Share:
         work: Amount of each operation.
         gradient_bytes: Bytes of the rank's trained parameters.
         parameter_bytes: Bytes of the rank's parameters.
+        gathered_bytes: Bytes of these parameters as ``fully_shard`` gathers them: in the compute
+            type, except quantized ones.
+        num_trained: Number of values of the rank's trained parameters.
     """
 
     work: Work
     gradient_bytes: float = 0.0
     parameter_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    num_trained: float = 0.0
 
     def plus(self, other: Share, *, times: float = 1.0) -> Share:
         """Return ``self + times * other``."""
@@ -67,6 +73,8 @@ class Share:
             add(self.work, other.work, factor=times),
             self.gradient_bytes + times * other.gradient_bytes,
             self.parameter_bytes + times * other.parameter_bytes,
+            self.gathered_bytes + times * other.gathered_bytes,
+            self.num_trained + times * other.num_trained,
         )
 
 
@@ -473,13 +481,19 @@ class _Steps:
             engine.backward(batch)
             with trace.updating(), fake_world.assume_true():
                 engine.update()
-        parameters = dict(engine.named_parameters()).values()
-        sizes = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
+        named = dict(engine.named_parameters())
+        parameters = [local_part(p.detach()) for p in named.values()]
+        trained = [local_part(p.detach()) for p in named.values() if p.requires_grad]
         length = reduced.sample.shape[0] if reduced.sample.ndim == 1 else 1
+        compute = precision_of(reduced.config).compute.nbytes
         share = Share(
             trace.work,
-            gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
-            parameter_bytes=sum(size for size, _ in sizes),
+            gradient_bytes=sum(p.nbytes for p in trained),
+            parameter_bytes=sum(p.nbytes for p in parameters),
+            gathered_bytes=sum(
+                p.numel() * compute if p.is_floating_point() else p.nbytes for p in parameters
+            ),
+            num_trained=sum(p.numel() for p in trained),
         )
         return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
 

@@ -37,7 +37,7 @@ from axonlaunch.models.build import build_model, on_meta, spec_for
 from axonlaunch.models.facts.scaled_layers import scaled_layers
 from axonlaunch.models.modules.module_state import evaluating
 from axonlaunch.models.source_of import source_of
-from axonlaunch.models.specs.custom_loss import build_custom_loss
+from axonlaunch.models.specs.custom_loss import CustomLoss, build_custom_loss
 from axonlaunch.models.specs.model_spec import ModelOutputs, not_a_tensor
 from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification.decisions.chosen_experts import ChosenExperts
@@ -424,7 +424,20 @@ class PlainRun:
                 dft=train.dft and training,
                 eaft=train.eaft if training else 0.0,
             )
-        total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch)) + auxiliary
+        if self._spec.mixes_samples != "batch":
+            return self._custom_sum(self._custom_loss, outputs, batch)
+        # A custom loss may depend on other samples of its micro-batch, also if the forward had all.
+        size = self._layout.micro_batch_size
+        pieces = [*plain_model.micro_batches_of(batch, size)]
+        parts = outputs.split(size)[: len(pieces)]
+        sums = [
+            self._custom_sum(self._custom_loss, part[: piece.num_samples], piece)
+            for part, piece in zip(parts, pieces, strict=True)
+        ]
+        return torch.stack(sums).sum() + auxiliary
+
+    def _custom_sum(self, loss: CustomLoss, outputs: Any, batch: MicroBatch) -> Tensor:
+        total = loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0
 
     def _count(self, batch: AnyBatch) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import moe_layouts
 import pytest
 import torch
 from configured import run_config
@@ -194,6 +195,40 @@ def test_sample_with_an_invalid_route_is_named(weight: float) -> None:
         return str(failure.value), expected
 
     for actual, expected in World.mock(4).run(run):
+        assert actual == expected
+
+
+@pytest.mark.parametrize("wrong", [-1, 8])
+@pytest.mark.parametrize("model", ["moe_debug", "qwen3_moe"])
+def test_sample_of_an_expert_that_does_not_exist_is_named_with_undivided_experts(
+    model: str, wrong: int
+) -> None:
+    described = [*SETTINGS, family("qwen3_moe", num_experts=8)]
+    if model == "moe_debug":
+        described = [*moe_layouts.SETTINGS, "model.num_hidden_layers=2"]
+    chosen = run_config([*described, "strategy=fsdp", "launch.nproc=2", *ONE_BY_ONE])
+
+    def run(world: World) -> tuple[str, str]:
+        engine, loader = rank_engine(chosen, world)
+        experts = {n: m for module in engine.modules for n, m in module.named_modules()}
+        layer = next(reversed([name for name in experts if name.endswith(".experts")]))
+
+        def spoil(_: Any, inputs: Any) -> Any:
+            hidden, choice, weights = inputs
+            choice = choice.clone()
+            choice[9, 1] = wrong
+            return hidden, choice, weights
+
+        experts[layer].register_forward_pre_hook(spoil)
+        with pytest.raises(RuntimeError) as failure, naming_sample(loader, step=0):
+            engine.train_step(loader.batch(0))
+        expected = (
+            f"the router of {layer} gives an invalid route to token 9: expert {wrong} does not "
+            f"exist; there are 8, from 0 on (step 1, sample {loader.indices(0)[0]} of the data set)"
+        )
+        return str(failure.value), expected
+
+    for actual, expected in World.mock(2).run(run):
         assert actual == expected
 
 

@@ -115,15 +115,23 @@ def entropy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(outputs.flatten(0, 1), targets, reduction="sum")
 
 
+@ax.register_loss("contrast_of_a_router_test")
+def contrast(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return a loss of each sample that depends on the others of its micro-batch."""
+    return entropy(outputs - outputs.mean(0), batch)
+
+
 def test_router_loss_is_added_to_a_custom_loss(padded: list[str], tmp_path: Path) -> None:
     save("mixtral", tmp_path, router_aux_loss_coef=WEIGHT)
     expected = plain_losses(tmp_path, padded)
     custom = [*padded, "train.loss=entropy_of_a_router_test"]
     losses = by_axonlaunch(tmp_path, LAYOUTS["micro-batches"], *custom)
     assert losses == pytest.approx(expected, rel=1e-5)
-    compared = run_config([*SETTINGS, f"model.path={tmp_path}", *LAYOUTS["fsdp"], *custom])
-    result = on_mock(compared, ComparisonPlan(steps=2))
-    assert result.passed, result.differences
+    for loss in ("entropy", "contrast"):
+        named = [*padded, f"train.loss={loss}_of_a_router_test", "train.micro_batch_size=2"]
+        compared = run_config([*SETTINGS, f"model.path={tmp_path}", *LAYOUTS["fsdp"], *named])
+        result = on_mock(compared, ComparisonPlan(steps=2))
+        assert result.passed, result.differences
 
 
 def test_evaluation_leaves_the_router_loss_out(padded: list[str], tmp_path: Path) -> None:
