@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
+from axonlaunch.engines.optimizer.clipping import scales_gradients
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
@@ -43,7 +44,7 @@ class UpdateArithmetic:
         read_state: Converts a stored state to the type of the update.
         store_state: Converts an updated state to the type in which it is stored.
         factor: Factor of the gradients in the next step, 0-dim; None for 1. Gradients are
-            multiplied in the type of the update.
+            multiplied in the type of the update, unless the optimizer scales them itself.
     """
 
     dtype: torch.dtype | None = None
@@ -140,7 +141,7 @@ def _working_copy(
     dtype = arithmetic.dtype or tensor.dtype
     working = nn.Parameter(copies.source.to(dtype))
     working.grad = copies.gradient.to(dtype)
-    if arithmetic.factor is not None:
+    if arithmetic.factor is not None and not scales_gradients(optimizer):
         local_part(working.grad).mul_(arithmetic.factor.to(working.device))
     stored = optimizer.state.pop(tensor, {})
     read = {
