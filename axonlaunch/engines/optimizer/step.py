@@ -121,8 +121,14 @@ class Update:
     def _build(self) -> list[Optimizer]:
         optimizers = self._optimizers()
         if self._arithmetic.dtype is not None:
+            elementwise = {
+                parameter
+                for name, parameter in self._updated.items()
+                if sharding_of(self._configs[name]) == "elementwise"
+            }
             for optimizer in optimizers:
-                stream_parameters(optimizer, arithmetic=self._arithmetic)
+                at_once = optimizer.param_groups[0]["params"][0] not in elementwise
+                stream_parameters(optimizer, arithmetic=self._arithmetic, at_once=at_once)
         return optimizers
 
     def _round_states(self, seed: int, facts: Mapping[str, ParameterFacts]) -> None:
@@ -243,7 +249,10 @@ class Update:
             if tensor.dtype != dtype:
                 master = new_state(_MASTER, tensor, device=self._states_device(tensor), dtype=dtype)
                 self._masters[parameter] = master.copy_(local_part(tensor))
-        self._arithmetic.masters = self._masters
+        self._arithmetic.masters = {
+            parameter: as_sharded(_MASTER, master, parameter)
+            for parameter, master in self._masters.items()
+        }
 
     def finish(self) -> None:
         """Wait for work started by ``apply``; must be called before parameters are read."""
