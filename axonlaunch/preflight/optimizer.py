@@ -116,7 +116,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
 
 
 def _conversion_problems(config: RunConfig, needs: Sharding) -> Iterator[ConfigIssue]:
-    """Yield an optimizer that can't update in fp32, or store its states in another format."""
+    """Yield an optimizer that can't update in fp32, or can't round its states."""
     optimizer, name = config.optimizer, config.optimizer.name
     state, masters = state_format(optimizer), master_format(optimizer)
     is_smaller = quantizes_states(optimizer) or (state is not None and state.is_low)
@@ -125,9 +125,14 @@ def _conversion_problems(config: RunConfig, needs: Sharding) -> Iterator[ConfigI
         return
     chosen = with_options(optimizer, ParameterFacts(name="", shape=_MATRIX))
     problem = ""
-    if needs != "elementwise":
-        problem = "can't update in fp32"
-    elif chosen.name not in INCLUDED_OPTIMIZERS and probe(chosen, len(_MATRIX)).begins_with_states:
+    if needs != "elementwise" and is_smaller:
+        message = (
+            f"optimizer={name} updates full matrices, and only the states of updates of single "
+            "elements are rounded; use parameter, or adamw"
+        )
+        yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
+        return
+    if chosen.name not in INCLUDED_OPTIMIZERS and probe(chosen, len(_MATRIX)).begins_with_states:
         problem = "creates states before its first step, in the dtype of the weights"
     if problem and masters is not None:
         message = f"optimizer={name} {problem}; use null, or adamw"

@@ -44,6 +44,14 @@ LAYOUTS = {
     "pipeline fsdp": ["strategy=pipeline", "strategy.data_parallel=fsdp", "launch.nproc=4"],
     "offloaded": ["strategy=fsdp", "launch.nproc=2", "strategy.fsdp.cpu_offload=optimizer_states"],
 }
+MATRIX_OPTIMIZERS = {
+    "muon, single": ["strategy=single", "optimizer=muon"],
+    "muon, fsdp": ["strategy=fsdp", "launch.nproc=2", "optimizer=muon"],
+    "muon, zero1 tensor": [*LAYOUTS["zero1 tensor"], "optimizer=muon"],
+    "adafactor, fsdp": ["strategy=fsdp", "launch.nproc=2", "optimizer=adafactor"],
+    "adafactor, zero1": [*LAYOUTS["zero1"], "optimizer=adafactor"],
+    "adafactor, tensor": [*LAYOUTS["tensor"], "optimizer=adafactor"],
+}
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -81,10 +89,10 @@ def train(
     return World.mock(chosen.launch.nproc).run(run)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MATRIX_OPTIMIZERS])
 def test_masters_train_as_fp32_weights_computed_in_bf16_to_the_bit(layout: str) -> None:
-    overrides = LAYOUTS[layout]
+    overrides = (LAYOUTS | MATRIX_OPTIMIZERS)[layout]
     expected = train([*BF16, *overrides], rounds=True)
     actual = train([*MASTERS, FP32_GRADIENTS, *overrides])
     for (losses, state), (expected_losses, expected_state) in zip(actual, expected, strict=True):

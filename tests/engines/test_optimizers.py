@@ -10,6 +10,7 @@ from typing import Any
 import optimizer_layouts
 import pytest
 import torch
+import torch.distributed as dist
 from configured import run_config
 from gathered import Held, gathered, held
 from rank_engine import rank_engine
@@ -369,18 +370,27 @@ def test_muon_updates_experts_as_torch_updates_the_matrix_of_each() -> None:
             assert torch.equal(of_rank, expected), layout
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ["train.precision=fp32"],
+        ["train.precision=bf16", "train.param_dtype=bf16", "optimizer.master_weights=fp32"],
+    ],
+    ids=["fp32", "masters"],
+)
 def test_muon_distributes_matrices_over_ranks(
-    monkeypatch: pytest.MonkeyPatch,
+    precision: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[int] = []
+    done: dict[int, int] = dict.fromkeys(range(4), 0)
     iterate = muon.orthogonalized
 
     def counted(matrix: Tensor, **iteration: Any) -> Tensor:
-        done.append(matrix.numel())
+        done[dist.get_rank()] += matrix.numel()
         return iterate(matrix, **iteration)
 
     monkeypatch.setattr(muon, "orthogonalized", counted)
-    chosen = run_config([*SMALL, *OVERRIDES["muon"], "strategy=fsdp", "launch.nproc=4"])
+    layout = ["strategy=fsdp", "launch.nproc=4"]
+    chosen = run_config([*SMALL, *OVERRIDES["muon"], *layout, *precision])
 
     def on_rank(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
@@ -388,4 +398,6 @@ def test_muon_distributes_matrices_over_ranks(
         engine.update()
 
     World.mock(4).run(on_rank)
-    assert sum(done) == 2 * (4 * 16 * 16 + 2 * 16 * 64)  # each matrix of two blocks once
+    # Each matrix of two blocks once.
+    assert sum(done.values()) == 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert max(done.values()) == 16 * 64 + 2 * 16 * 16

@@ -164,8 +164,11 @@ def test_resume_with_other_parameter_dtype_is_refused(
     ("overrides", "problem"),
     [
         (["train.precision=fp32"], "weights in bf16 compute in bf16, not in fp32; use bf16"),
-        (["optimizer=muon", FP32_STATES], "optimizer=muon can't update in fp32; use parameter"),
-        (["optimizer=muon", MASTERS], "optimizer=muon can't update in fp32; use null"),
+        (
+            ["optimizer=muon", MASTERS, "optimizer.state_dtype=bf16"],
+            "optimizer.state_dtype=bf16: optimizer=muon updates full matrices, and only the states "
+            "of updates of single elements are rounded; use parameter, or adamw",
+        ),
         (
             ["optimizer=custom", "optimizer.target=torch.optim:Adagrad", MASTERS],
             "optimizer=custom creates states before its first step, in the dtype of the weights; "

@@ -186,7 +186,7 @@ def _custom(target: str) -> list[str]:
             [*MIXTURE, *LAYOUTS["tensor"], "adapter.targets=[experts.*]"],
             r"down_proj_lora.lora_A.weight has rows of 192 values, and strategy.tensor.degree=2",
         ),
-        (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon can't update in fp32"),
+        (["optimizer=muon", "optimizer.state_dtype=8bit"], "muon updates full matrices"),
         (
             [*_custom("torch.optim:Adagrad"), "optimizer.state_dtype=8bit"],
             "creates states before its first step, in the dtype of the weights; use parameter",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import World
 from axonlaunch.config.optimization.optimizer import (
+    AdamConfig,
     AdamWConfig,
     CustomOptimizerConfig,
     LionConfig,
@@ -31,7 +32,7 @@ from axonlaunch.config.optimization.schedules import (
 from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.clipping import gradient_norm
-from axonlaunch.engines.optimizer.offload import StreamedUpdate
+from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.schedules import learning_rate
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.precision.policy import LossScale
@@ -314,9 +315,27 @@ def test_gradient_norm_of_large_tensor_equals_float64(dtype: torch.dtype) -> Non
     torch.testing.assert_close(norm.double(), sum(squares).sqrt(), rtol=1e-6, atol=0)
 
 
+FUSED_ADAGRAD = CustomOptimizerConfig(target="torch.optim:Adagrad", arguments={"fused": True})
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None], ids=str)
-def test_loss_scale_is_removed_while_clipping(
-    monkeypatch: pytest.MonkeyPatch, max_norm: float | None
+@pytest.mark.parametrize(
+    ("config", "is_streamed", "num_passes"),
+    [
+        (AdamWConfig(), False, 0),
+        (AdamConfig(), True, 0),
+        (SGDConfig(), False, 0),
+        (FUSED_ADAGRAD, False, 0),
+        (LionConfig(), True, 0),
+        (LionConfig(), False, 1),
+    ],
+)
+def test_loss_scale_is_removed_while_clipping_in_one_pass_or_in_the_update(
+    config: Any,
+    is_streamed: bool,
+    num_passes: int,
+    max_norm: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference is ``torch.amp``: unscaled, then clipped."""
     own, plain = parameters(), parameters()
@@ -327,14 +346,21 @@ def test_loss_scale_is_removed_while_clipping(
     scaler.unscale_(torch.optim.SGD(plain.values()))
     limit = math.inf if max_norm is None else max_norm
     expected = nn.utils.clip_grad_norm_(plain.values(), limit)
+    reference, update = Update(config, plain), Update(config, own)
+    if is_streamed:
+        update = StreamedUpdate(config, own, device=HOST, states_on=HOST)
     passes: list[int] = []
     multiply = torch._foreach_mul_
     monkeypatch.setattr(
         torch, "_foreach_mul_", lambda *args: (passes.append(1), multiply(*args))[1]
     )
-    update = Update(SGDConfig(lr=0.1), own)
     norm = update.clip_gradients(max_norm, loss_scale=torch.tensor(scaler.get_scale()))
-    assert len(passes) == 1
+    assert len(passes) == num_passes
     torch.testing.assert_close(norm, expected)
-    for name, parameter in own.items():
-        torch.testing.assert_close(parameter.grad, plain[name].grad, rtol=1e-6, atol=0)
+    monkeypatch.undo()
+    for _ in range(2):
+        for each in (update, reference):
+            each.apply(rate=lambda _: 0.1)
+        for name, parameter in own.items():
+            torch.testing.assert_close(parameter, plain[name], rtol=1e-6, atol=1e-6)
+            parameter.grad, plain[name].grad = (gradients(1)[name] for _ in range(2))

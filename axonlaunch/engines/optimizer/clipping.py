@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.checks.argument_checks import device_of
@@ -59,6 +60,15 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> None
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if factor is not None and gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+
+def scales_gradients(optimizer: Optimizer) -> bool:
+    """Return whether steps apply ``grad_scale`` and ``found_inf``, as those of fused kernels do.
+
+    ``grad_scale`` divides the gradients, and ``found_inf`` skips a step if it is 1. Both are
+    attributes that ``torch.amp.GradScaler`` sets before a step: 0-dim, fp32.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:

@@ -25,7 +25,12 @@ from axonlaunch.config.precision import (
     state_format,
     update_format,
 )
-from axonlaunch.engines.optimizer.clipping import clipping_factor, gradient_norm, scale_gradients
+from axonlaunch.engines.optimizer.clipping import (
+    clipping_factor,
+    gradient_norm,
+    scale_gradients,
+    scales_gradients,
+)
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
     as_sharded,
@@ -34,7 +39,11 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
-from axonlaunch.engines.optimizer.streaming import UpdateArithmetic, stream_parameters
+from axonlaunch.engines.optimizer.streaming import (
+    STREAMED,
+    UpdateArithmetic,
+    stream_parameters,
+)
 from axonlaunch.engines.precision.rounded_states import RoundedStates
 from axonlaunch.models.tensors.packed_blocks import STATE_FORMATS
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -112,8 +121,14 @@ class Update:
     def _build(self) -> list[Optimizer]:
         optimizers = self._optimizers()
         if self._arithmetic.dtype is not None:
+            elementwise = {
+                parameter
+                for name, parameter in self._updated.items()
+                if sharding_of(self._configs[name]) == "elementwise"
+            }
             for optimizer in optimizers:
-                stream_parameters(optimizer, arithmetic=self._arithmetic)
+                at_once = optimizer.param_groups[0]["params"][0] not in elementwise
+                stream_parameters(optimizer, arithmetic=self._arithmetic, at_once=at_once)
         return optimizers
 
     def _round_states(self, seed: int, facts: Mapping[str, ParameterFacts]) -> None:
@@ -192,7 +207,6 @@ class Update:
             self._step()
         else:
             self._step_unless(skip)
-        self._arithmetic.factor = None
         self.forget_gradients()
 
     def _begin_step(self, *, rate: Callable[[float], float], step: int) -> None:
@@ -235,7 +249,10 @@ class Update:
             if tensor.dtype != dtype:
                 master = new_state(_MASTER, tensor, device=self._states_device(tensor), dtype=dtype)
                 self._masters[parameter] = master.copy_(local_part(tensor))
-        self._arithmetic.masters = self._masters
+        self._arithmetic.masters = {
+            parameter: as_sharded(_MASTER, master, parameter)
+            for parameter, master in self._masters.items()
+        }
 
     def finish(self) -> None:
         """Wait for work started by ``apply``; must be called before parameters are read."""
@@ -257,7 +274,7 @@ class Update:
         Torch's fused kernels check the flag on the device; for other optimizers the host waits for
         it, and for states in 8 bits, which would change if they were quantized once more.
         """
-        are_fused = all(_leaves_out_steps(optimizer) for optimizer in self.optimizers)
+        are_fused = all(scales_gradients(optimizer) for optimizer in self.optimizers)
         if self._quantizes or not (are_fused and self._has_states()):
             if bool(overflowed == 0):
                 self._step()
@@ -286,9 +303,10 @@ class Update:
         return True
 
     def forget_gradients(self) -> None:
-        """Free all gradients."""
+        """Free all gradients, and forget their factor."""
         for tensor in [*self.tensors.values(), *self._updated.values()]:
             tensor.grad = None
+        self._leave_factor_to_update(None)
 
     def clip_gradients(
         self,
@@ -299,6 +317,9 @@ class Update:
     ) -> Tensor:
         """Scale gradients to a maximum norm; return the full model's original norm, 0-dim.
 
+        The gradients change in ``apply`` if the update can scale them, which saves a pass over
+        them, otherwise here.
+
         Args:
             max_norm: Maximum norm; None does not clip.
             norm: Norm if already computed; None computes that of ``tensors``.
@@ -307,11 +328,25 @@ class Update:
         if norm is None:
             norm = gradient_norm(self.tensors.values())
         norm, factor = clipping_factor(norm, max_norm=max_norm, loss_scale=loss_scale)
-        if self._arithmetic.dtype is None:
-            scale_gradients(self.tensors.values(), factor)
-        else:
-            self._arithmetic.factor = factor
+        self._leave_factor_to_update(factor)
+        scale_gradients(self._tensors_to_scale(), factor)
         return norm
+
+    def _leave_factor_to_update(self, factor: Tensor | None) -> None:
+        """Set the factor by which the next step multiplies gradients; None for 1."""
+        self._arithmetic.factor = factor
+        for optimizer in filter(scales_gradients, self.optimizers):
+            optimizer.grad_scale = (  # type: ignore[attr-defined]
+                None if factor is None else factor.reciprocal().to(self._step_device(optimizer))
+            )
+
+    def _tensors_to_scale(self) -> list[Tensor]:
+        """Return the tensors of optimizers that do not scale gradients in their steps."""
+        return [
+            self.tensors[name]
+            for name, parameter in self._updated.items()
+            if not (scales_gradients(owner := self._owners[parameter]) or owner in STREAMED)
+        ]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return optimizer states as ``{"<parameter>.<state>": tensor}``; allocate missing ones.
@@ -433,11 +468,6 @@ def _is_unmade(states: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]
     return bool(marked) and all(
         bool((state.isnan() if math.isnan(mark) else state == mark).all()) for state, mark in marked
     )
-
-
-def _leaves_out_steps(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer checks ``found_inf`` on the device, as fused ones do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 A working copy replaces each parameter during its update, so only one copy exists at a time. On a
 GPU there are up to three: one arriving, one being updated, one leaving. The master of a parameter
-is a working copy that is kept.
+is a working copy that is kept. Optimizers that exchange parts of parameters among ranks process all
+of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
+from axonlaunch.engines.optimizer.clipping import scales_gradients
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
@@ -26,6 +29,8 @@ STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers with a streaming step."""
 StateConversion = Callable[[Tensor, str, Tensor], Tensor]
 """Maps a parameter, the name of a state and its value to the value in another type."""
+Groups = list[tuple[dict[str, Any], list[Tensor]]]
+"""Parameters that are updated at once, with their group of options."""
 
 
 def _same_value(parameter: Tensor, name: str, value: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ class UpdateArithmetic:
         read_state: Converts a stored state to the type of the update.
         store_state: Converts an updated state to the type in which it is stored.
         factor: Factor of the gradients in the next step, 0-dim; None for 1. Gradients are
-            multiplied in the type of the update.
+            multiplied in the type of the update, unless the optimizer scales them itself.
     """
 
     dtype: torch.dtype | None = None
@@ -59,17 +64,19 @@ def stream_parameters(
     device: torch.device | None = None,
     states_on: torch.device | None = None,
     arithmetic: UpdateArithmetic | None = None,
+    at_once: bool = False,
 ) -> None:
     """Make an optimizer's step process parameters one after another, on a device or in a type.
 
-    Only valid for optimizers that update each parameter from only its own gradient and states,
-    which is true of all in torch except LBFGS.
+    Except with ``at_once``, this is only valid for optimizers that update each parameter from only
+    its own gradient and states, which is true of all in torch except LBFGS.
 
     Args:
         optimizer: The optimizer; its parameters are on the host or on the device.
         device: Device of the update; None for the device of the parameter.
         states_on: Device of the states between updates; None for the device of the update.
         arithmetic: Types of the update; None for those of the parameters.
+        at_once: Whether a step processes all parameters at once.
     """
     update = optimizer.step
     chosen = arithmetic or UpdateArithmetic()
@@ -81,22 +88,27 @@ def stream_parameters(
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        sizes = [local_part(t.detach()).numel() for group in groups for t in group["params"]]
+        sizes = [_num_elements([t]) for group in groups for t in group["params"]]
         largest = max(sizes, default=0)
         try:
-            for group in groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
-                        size = local_part(tensor.detach()).numel()
-                        with streams.arriving(size, largest=largest):
-                            copies = _brought(self, tensor, device or tensor.device, chosen)
-                        working, host_states = _working_copy(self, tensor, copies, chosen)
-                        self.param_groups = [{**group, "params": [working]}]
-                        update()
-                        used = (copies, working, working.grad, dict(self.state[working]))
-                        with streams.leaving(*used):
-                            home = states_on or working.device
-                            _taken_back(self, tensor, working, home, host_states, chosen)
+            for members in _updated_at_once(groups) if at_once else _one_by_one(groups):
+                tensors = [tensor for _, of_group in members for tensor in of_group]
+                with streams.arriving(_num_elements(tensors), largest=largest):
+                    brought = [_brought(self, t, device or t.device, chosen) for t in tensors]
+                working = {
+                    tensor: _working_copy(self, tensor, copies, chosen)
+                    for tensor, copies in zip(tensors, brought, strict=True)
+                }
+                self.param_groups = [
+                    {**group, "params": [working[tensor][0] for tensor in of_group]}
+                    for group, of_group in members
+                ]
+                update()
+                used = [(copy, copy.grad, dict(self.state[copy])) for copy, _ in working.values()]
+                with streams.leaving(brought, used):
+                    for tensor, (copy, host_states) in working.items():
+                        home = states_on or copy.device
+                        _taken_back(self, tensor, copy, home, host_states, chosen)
         finally:
             self.param_groups = groups
             streams.finish()
@@ -105,6 +117,24 @@ def stream_parameters(
     # torch's learning rate schedulers expect a bound method.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     STREAMED.add(optimizer)
+
+
+def _one_by_one(groups: list[dict[str, Any]]) -> Iterator[Groups]:
+    """Yield each parameter that has a gradient."""
+    for group in groups:
+        for tensor in group["params"]:
+            if tensor.grad is not None:
+                yield [(group, [tensor])]
+
+
+def _updated_at_once(groups: list[dict[str, Any]]) -> Iterator[Groups]:
+    """Yield all parameters that have gradients."""
+    yield [(group, [t for t in group["params"] if t.grad is not None]) for group in groups]
+
+
+def _num_elements(tensors: list[Tensor]) -> int:
+    """Return the number of elements of this rank's parts."""
+    return sum(local_part(tensor.detach()).numel() for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -140,7 +170,7 @@ def _working_copy(
     dtype = arithmetic.dtype or tensor.dtype
     working = nn.Parameter(copies.source.to(dtype))
     working.grad = copies.gradient.to(dtype)
-    if arithmetic.factor is not None:
+    if arithmetic.factor is not None and not scales_gradients(optimizer):
         local_part(working.grad).mul_(arithmetic.factor.to(working.device))
     stored = optimizer.state.pop(tensor, {})
     read = {

@@ -91,8 +91,8 @@ _NOT_READ = {
     "fsdp::chunk_cat": ("out",),
 }
 """Arguments that are only written, or from which only a few rows are read."""
-_NOT_WRITTEN = {f"aten::_fused_{name}_": ("grads",) for name in ("adam", "adamw", "sgd")}
-"""Arguments that are written only with a gradient scaler."""
+_FUSED_UPDATES = {f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")}
+"""Operations that write their argument ``grads`` only with ``grad_scale``."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,9 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         if argument.name not in _NOT_READ.get(name, ()):
             total += sum(map(_size, tensors))
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and argument.name not in _NOT_WRITTEN.get(name, ()):
+        if name in _FUSED_UPDATES and argument.name == "grads":
+            writes = kwargs.get("grad_scale") is not None
+        if writes:
             total += sum(map(_size, tensors))
             written |= {id(t.untyped_storage()) for t in tensors}
     if name == "fsdp::all_gather_copy_in":
