@@ -257,7 +257,8 @@ def node_namespaces(
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Run a cluster of two node daemons; yield the environment that reaches it."""
     needs("slurmctld", "slurmd", "munged", "srun", "sbatch")
-    subprocess.run([SCRIPTS / "slurm-up", folder], check=True, capture_output=True, timeout=60)
+    program = [SCRIPTS / "slurm-up", folder, str(os.getpid())]
+    subprocess.run(program, check=True, capture_output=True, timeout=60)
     try:
         yield {"SLURM_CONF": str(folder / "slurm.conf")}
     finally:
@@ -270,7 +271,7 @@ def kubernetes(folder: Path) -> Iterator[Path]:
     needs("openssl", "unshare")
     path = f"{BIN}:{os.environ['PATH']}"
     started = subprocess.run(
-        [SCRIPTS / "kube-up", folder],
+        [SCRIPTS / "kube-up", folder, str(os.getpid())],
         capture_output=True,
         text=True,
         timeout=200,

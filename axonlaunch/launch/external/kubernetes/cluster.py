@@ -21,7 +21,8 @@ _READ_S, _CHANGE_S = 10.0, 30.0
 """Timeouts of requests in seconds. A follower repeats those that only read, and reports it."""
 _LEAST_ERROR, _TOO_MANY, _SERVER_ERROR = 400, 429, 500
 """HTTP statuses."""
-_MANAGER = "axonlaunch"
+MANAGER = "axonlaunch"
+"""Name under which the server notes the fields that axonlaunch has set."""
 KEYS = {
     "Job": "job",
     "JobSet": "jobset",
@@ -175,7 +176,7 @@ class Cluster:
             body: The object.
             dry: Whether the server only checks it.
         """
-        query = {"fieldValidation": "Strict", "fieldManager": _MANAGER}
+        query = {"fieldValidation": "Strict", "fieldManager": MANAGER}
         if dry:
             query["dryRun"] = "All"
         kind, name = body["kind"], body["metadata"]["name"]
@@ -184,7 +185,7 @@ class Cluster:
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
         """Merge a change into an object."""
         action = f"change the {kind} {name}"
-        query = {"fieldManager": _MANAGER}
+        query = {"fieldManager": MANAGER}
         return self._json("PATCH", self.path(kind, name), action, query, change)
 
     def delete(self, kind: str, name: str, uid: str = "") -> None:
