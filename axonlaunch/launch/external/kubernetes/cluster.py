@@ -87,6 +87,8 @@ class Cluster:
         Raises:
             ConfigError: The package ``kubernetes`` is not installed, or there is no such context.
         """
+        import yaml
+
         try:
             from kubernetes import client, config
         except ImportError:
@@ -104,8 +106,11 @@ class Cluster:
             config.load_kube_config(files, context=self.context, client_configuration=settings)
         except config.ConfigException as error:
             default_namespace = _in_pod(settings, error, context)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            message = f"the kubeconfig can't be read ({error}); kubectl config view shows it"
+        except ConfigError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            message = f"the kubeconfig can't be read ({reason}); kubectl config view shows it"
             raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
         self.namespace = namespace or default_namespace
         self.server = str(settings.host).rstrip("/")
