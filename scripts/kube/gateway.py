@@ -3,9 +3,9 @@
 Commands send their requests here, the controllers and the node send theirs to the server. A request
 that suspends a Job sets its parallelism to 0 and marks it. So its controller deletes the pods, and
 creates new ones when the Job resumes, as that of Kubernetes since 1.21 does. In answers, a marked
-Job is suspended. The failure policy of a Job, which the server drops, becomes an annotation that
-the node reads. All other requests pass unchanged. While the server does not answer, connections are
-closed without an answer.
+Job is suspended, by the client that set its parallelism. The failure policy of a Job, which the
+server drops, becomes an annotation that the node reads. All other requests pass unchanged. While
+the server does not answer, connections are closed without an answer.
 """
 
 import argparse
@@ -49,6 +49,10 @@ def show(job):
     if MARK in (job["metadata"].get("annotations") or {}):
         job["spec"] |= {"suspend": True, "parallelism": job["spec"]["completions"]}
         job["status"].setdefault("conditions", []).append(CONDITION)
+        for entry in job["metadata"].get("managedFields", []):
+            fields = entry["fieldsV1"].get("f:spec", {})
+            if "f:parallelism" in fields:
+                fields["f:suspend"] = fields.pop("f:parallelism")
     return job
 
 

@@ -363,6 +363,20 @@ def test_stopped_job_ends_the_follower_when_its_pods_have_saved(
     assert job.state() == JobState("RUNNING")
 
 
+@pytest.mark.parametrize(("manager", "name"), [("axonlaunch", "STOPPED"), ("kueue", "SUSPENDED")])
+def test_job_is_stopped_only_if_axonlaunch_has_suspended_it(manager: str, name: str) -> None:
+    """The mark of an earlier stop stays if another program resumes the job."""
+    cluster = Canned()
+    job_of(cluster).stop()
+    assert cluster.job is not None
+    fields = {"f:spec": {"f:suspend": {}}}
+    cluster.job["metadata"]["managedFields"] = [
+        {"manager": "axonlaunch", "fieldsV1": {"f:metadata": {"f:annotations": {}}}},
+        {"manager": manager, "fieldsV1": fields},
+    ]
+    assert job_of(cluster).state().name == name
+
+
 def test_job_that_a_queue_suspends_is_followed_until_it_comes_back() -> None:
     cluster = Canned(suspend=True)
     assert job_of(cluster).state().status is None

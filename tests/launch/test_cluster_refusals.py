@@ -1,4 +1,4 @@
-"""What a real API server refuses, in this process (scripts/kube-up)."""
+"""Answers of a real API server, in this process (scripts/kube-up)."""
 
 from __future__ import annotations
 
@@ -111,6 +111,27 @@ def test_quota_of_pods_is_why_a_job_waits(small: Cluster) -> None:
     job = ClusterJob.of_object(small, objects.job)
     wait_for(lambda: "exceeded quota: team" in job.state().note, seconds=60)
     assert job.state().note.startswith("Job waiting waits: ")
+
+
+def test_stopped_job_that_another_program_resumes_is_stopped_no_longer(api: Cluster) -> None:
+    objects = objects_of("resumed")
+    create_all(objects, api, "resumed")
+    job = ClusterJob.of_object(api, objects.job)
+
+    def suspend(is_suspended: bool) -> None:
+        path, change = api.path("Job", "resumed"), {"spec": {"suspend": is_suspended}}
+        api._json("PATCH", path, "suspend", {"fieldManager": "kubectl-patch"}, change)
+
+    job.stop()
+    wait_for(lambda: job.state().name == "STOPPED", seconds=60)
+    suspend(False)
+    assert job.state().name == "PENDING"
+    suspend(True)
+    assert job.state().name == "SUSPENDED"
+    job.resume()
+    job.stop()
+    assert job.state().name in ("STOPPING", "STOPPED")
+    api.delete("Job", "resumed")
 
 
 def test_credentials_that_the_server_does_not_know_are_reported(

@@ -446,11 +446,16 @@ def test_job_on_kubernetes_is_found_by_the_name_of_its_run(
         find_job("--", Cluster())
 
 
-def test_missing_kubeconfig_and_unknown_context_are_reported(
+def test_missing_or_broken_kubeconfig_and_unknown_context_are_reported(
     server: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="it has eve, old"):
+    unknown = "^launch.kubernetes.context=somewhere: the kubeconfig has no such context"
+    with pytest.raises(ConfigError, match=f"{unknown}; it has eve, old$"):
         Cluster("somewhere")
+    (tmp_path / "broken").write_text("contexts: [")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+    with pytest.raises(ConfigError, match=r"can't be read \(while parsing a flow"):
+        Cluster()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no usable kubeconfig"):
         Cluster()

@@ -253,11 +253,17 @@ def node_namespaces(
             _ip("link", "del", bridge)
 
 
+def _ending_with_this_process(script: str) -> list[Path | str]:
+    """Return the command of a script whose cluster ends when these tests end, even if killed."""
+    return [SCRIPTS / script, "--until", str(os.getpid())]
+
+
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Run a cluster of two node daemons; yield the environment that reaches it."""
     needs("slurmctld", "slurmd", "munged", "srun", "sbatch")
-    subprocess.run([SCRIPTS / "slurm-up", folder], check=True, capture_output=True, timeout=60)
+    program = _ending_with_this_process("slurm-up")
+    subprocess.run([*program, folder], check=True, capture_output=True, timeout=60)
     try:
         yield {"SLURM_CONF": str(folder / "slurm.conf")}
     finally:
@@ -265,12 +271,17 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def kubernetes(folder: Path) -> Iterator[Path]:
-    """Run a cluster whose pods are processes of this machine; yield its folder."""
+def kubernetes(folder: Path, definitions: Path | None = None) -> Iterator[Path]:
+    """Run a cluster whose pods are processes of this machine; yield its folder.
+
+    Args:
+        folder: Folder of the cluster.
+        definitions: Folder with definitions of custom resources, for which another server runs.
+    """
     needs("openssl", "unshare")
     path = f"{BIN}:{os.environ['PATH']}"
     started = subprocess.run(
-        [SCRIPTS / "kube-up", folder],
+        [*_ending_with_this_process("kube-up"), folder, *([definitions] if definitions else [])],
         capture_output=True,
         text=True,
         timeout=200,

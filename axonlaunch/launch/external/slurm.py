@@ -214,7 +214,9 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             message = "there is no sbatch here; submit from a node of the cluster"
             issues.append(ConfigIssue("launch.name", message, "slurm"))
         with gathering(issues):
-            if not issues:  # a running job locks its folder: say that first
+            # A running job locks its folder: say that first. A waiting job does not, and
+            # checkpoint.overwrite would move its folder aside.
+            if not issues:
                 refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
             run_dir.check_run_dir(config)
     if issues:
@@ -289,8 +291,6 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     Raises:
         ConfigError: ``sbatch`` failed.
     """
-    # Before an existing run is moved aside for checkpoint.overwrite.
-    refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
     with ExitStack() as submission:
         with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
             folder = Path(config.run_dir)

@@ -21,7 +21,8 @@ _READ_S, _CHANGE_S = 10.0, 30.0
 """Timeouts of requests in seconds. A follower repeats those that only read, and reports it."""
 _LEAST_ERROR, _TOO_MANY, _SERVER_ERROR = 400, 429, 500
 """HTTP statuses."""
-_MANAGER = "axonlaunch"
+MANAGER = "axonlaunch"
+"""Name under which the server notes the fields that axonlaunch has set."""
 KEYS = {
     "Job": "job",
     "JobSet": "jobset",
@@ -86,6 +87,8 @@ class Cluster:
         Raises:
             ConfigError: The package ``kubernetes`` is not installed, or there is no such context.
         """
+        import yaml
+
         try:
             from kubernetes import client, config
         except ImportError:
@@ -103,8 +106,11 @@ class Cluster:
             config.load_kube_config(files, context=self.context, client_configuration=settings)
         except config.ConfigException as error:
             default_namespace = _in_pod(settings, error, context)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            message = f"the kubeconfig can't be read ({error}); kubectl config view shows it"
+        except ConfigError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            message = f"the kubeconfig can't be read ({reason}); kubectl config view shows it"
             raise ConfigError([ConfigIssue("launch.kubernetes.context", message)]) from None
         self.namespace = namespace or default_namespace
         self.server = str(settings.host).rstrip("/")
@@ -175,7 +181,7 @@ class Cluster:
             body: The object.
             dry: Whether the server only checks it.
         """
-        query = {"fieldValidation": "Strict", "fieldManager": _MANAGER}
+        query = {"fieldValidation": "Strict", "fieldManager": MANAGER}
         if dry:
             query["dryRun"] = "All"
         kind, name = body["kind"], body["metadata"]["name"]
@@ -184,7 +190,7 @@ class Cluster:
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
         """Merge a change into an object."""
         action = f"change the {kind} {name}"
-        query = {"fieldManager": _MANAGER}
+        query = {"fieldManager": MANAGER}
         return self._json("PATCH", self.path(kind, name), action, query, change)
 
     def delete(self, kind: str, name: str, uid: str = "") -> None:

@@ -14,10 +14,12 @@ from axonlaunch.config.problems.errors import INVALID, TRANSIENT
 from axonlaunch.launch.external.followed_job import JobState
 from axonlaunch.launch.external.kubernetes.cluster import (
     KEYS,
+    MANAGER,
     Cluster,
     RefusedError,
     UnreachableError,
 )
+from axonlaunch.launch.external.kubernetes.kueue import QUEUE, is_queued, workload_of
 from axonlaunch.launch.external.kubernetes.manifests import (
     CHECKPOINT_DIR,
     CONTAINER,
@@ -35,8 +37,6 @@ from axonlaunch.launch.external.kubernetes.pods import (
     waiting_reason,
 )
 
-_QUEUE, _OWNER = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/job-uid"
-"""Labels of Kueue: of a job, and of the Workload that Kueue makes for it."""
 _Answer = TypeVar("_Answer")
 LOST = "UNREACHABLE"
 """State of a job while the API server does not answer."""
@@ -191,7 +191,9 @@ class ClusterJob:
             raise ConfigError([ConfigIssue("", f"{now.note}{again}")])
         if (now.name in ("SUSPENDED", "STOPPING", "STOPPED")) == is_suspended:
             raise ConfigError([ConfigIssue("", now.note or f"{self.title} is running")])
-        workload = retry(self._workload, self.cluster, self.name)
+        workload = retry(
+            partial(workload_of, self.cluster, self.kind, self.name), self.cluster, self.name
+        )
         if workload is None and now.name == "QUEUED":
             message = f"Kueue has made no Workload for {self.title} yet; try again"
             raise ConfigError([ConfigIssue("", message, is_transient=True)])
@@ -215,49 +217,6 @@ class ClusterJob:
             )
             raise ConfigError([ConfigIssue("", message)])
 
-    def _workload(self) -> dict[str, Any] | None:
-        """Return the object with which Kueue admits the job; None if no queue does.
-
-        Raises:
-            RefusedError: The server does not allow it.
-            UnreachableError: The server does not answer.
-        """
-        job = self.cluster.get(self.kind, self.name)
-        if job is None or _QUEUE not in job["metadata"].get("labels", {}):
-            return None
-        found = self._workloads(job)
-        return found[0] if found else None
-
-    def _is_queued(self, job: dict[str, Any]) -> bool:
-        """Return whether a suspended job waits for a queue of Kueue.
-
-        So does one whose Workload Kueue has not made yet, or which the user may not read.
-
-        Raises:
-            RefusedError: The server does not allow it.
-            UnreachableError: The server does not answer.
-        """
-        if _QUEUE not in job["metadata"].get("labels", {}):
-            return False
-        try:
-            workloads = self._workloads(job)
-        except RefusedError as refused:
-            if refused.status == 403:
-                return True
-            raise
-        return workloads is not None and all(each["spec"].get("active", True) for each in workloads)
-
-    def _workloads(self, job: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the objects with which Kueue admits the job; None if there is no Kueue.
-
-        Raises:
-            RefusedError: The server does not allow it.
-            UnreachableError: The server does not answer.
-        """
-        if not self.cluster.has_kueue:  # the label has no effect
-            return None
-        return self.cluster.find("Workload", f"{_OWNER}={job['metadata']['uid']}")
-
     def pods(self) -> list[dict[str, Any]]:
         """Return the pods of the run, the oldest first.
 
@@ -280,11 +239,11 @@ class ClusterJob:
             reason = f"{failed.get('reason', '')}: {failed.get('message', '')}".strip(": ")
             return JobState("FAILED", f"{self.title}: failed ({reason})", self._failed_status())
         if job["spec"].get("suspend"):
-            if self._is_queued(job):
-                queue = job["metadata"]["labels"][_QUEUE]
+            if is_queued(self.cluster, job):
+                queue = job["metadata"]["labels"][QUEUE]
                 return JobState("QUEUED", f"{self.title} is suspended; waits for the queue {queue}")
             again = f"resume it with axonlaunch resume {self.name}"
-            if _STOPPED not in (job["metadata"].get("annotations") or {}):
+            if not _is_stopped(job):
                 return JobState("SUSPENDED", f"{self.title} is suspended; {again}")
             if any(phase(pod) == "Running" for pod in self.pods()):
                 return JobState("STOPPING", f"{self.title} saves a checkpoint and is suspended")
@@ -391,6 +350,23 @@ def retry(request: Callable[[], _Answer], cluster: Cluster, name: str) -> _Answe
         message = f"{cluster.server} does not answer ({error}); check the cluster and the network"
         problem = ConfigIssue("launch.kubernetes.context", message, is_transient=True)
         raise ConfigError([problem]) from None
+
+
+def _is_stopped(job: dict[str, Any]) -> bool:
+    """Return whether ``axonlaunch stop`` has suspended a job.
+
+    Its mark is not enough: another program may have let the job run since, and suspended it again.
+    Then that program manages ``spec.suspend``. In a queue, Kueue always does.
+    """
+    metadata = job["metadata"]
+    if _STOPPED not in (metadata.get("annotations") or {}):
+        return False
+    managers = {
+        entry.get("manager")
+        for entry in metadata.get("managedFields") or []
+        if "f:suspend" in entry.get("fieldsV1", {}).get("f:spec", {})
+    }
+    return QUEUE in metadata.get("labels", {}) or not managers or MANAGER in managers
 
 
 def _conditions(job: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -72,12 +72,13 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     Raises:
         ConfigError: The objects are not valid, or the server refuses them.
     """
-    objects = _objects(config, options)
     if options.render:
-        print("---", to_text(objects), sep="\n", end="")  # a sweep prints several
+        # A sweep prints several.
+        print("---", to_text(_objects(config, options)), sep="\n", end="")
         return 0, None
+    cluster = Cluster.of(config.launch.kubernetes)  # before the estimate, which takes time
+    objects = _objects(config, options)
     output = sys.stderr if options.as_json else sys.stdout
-    cluster = Cluster.of(config.launch.kubernetes)
     return submit_objects(config, objects, cluster, announce=lambda text: print(text, file=output))
 
 

@@ -16,6 +16,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.options.launch import KubernetesConfig
 from axonlaunch.config.problems.errors import INVALID
 from axonlaunch.launch.environment.environment_variables import POD_SUBMISSION
+from axonlaunch.launch.external.kubernetes.kueue import QUEUE
 from axonlaunch.launch.external.kubernetes.names import Volume, object_name, toleration
 from axonlaunch.launch.external.kubernetes.resources import PodResources
 from axonlaunch.launch.multinode.token import POD_FILE
@@ -101,7 +102,7 @@ def build_objects(config: RunConfig, resources: PodResources, patch: Any = None)
         job = _train_job(config, name, pod)
     labels = _labels(name)
     if options.queue:
-        labels["kueue.x-k8s.io/queue-name"] = options.queue
+        labels[QUEUE] = options.queue
     about = {RUN_DIR: config.run_dir, NPROC: str(config.launch.nproc)}
     if config.checkpoint.path is not None:
         about[CHECKPOINT_DIR] = config.checkpoint.path
