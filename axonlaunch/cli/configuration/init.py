@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.configuration.config import write_schema
-from axonlaunch.cli.shared.options import Json, print_json, refuse
+from axonlaunch.cli.shared.options import Json, print_json, refuse, words_of
 from axonlaunch.cli.shared.output_files import writing
 
 HELP = "Write a small project that trains. It has settings, a model, data and a test."
@@ -47,7 +47,12 @@ def command(
     ] = Path(),
     kind: Annotated[
         str,
-        typer.Option("--from", metavar="KIND", help="chat, documents, image or custom."),
+        typer.Option(
+            "--from",
+            metavar="KIND",
+            help="chat, documents, image or custom.",
+            autocompletion=words_of(*_TITLES),
+        ),
     ] = "custom",
     as_json: Json = False,
 ) -> None:
