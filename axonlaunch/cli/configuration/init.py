@@ -105,11 +105,7 @@ def _files(kind: str) -> Iterator[tuple[str, str]]:
         .read_text()
         .format(
             title=_TITLES[kind],
-            run=next(
-                line.split()[1]
-                for line in texts["run.yaml"].splitlines()
-                if line.startswith("name:")
-            ),
+            report=f"axonlaunch report runs/{_name_of_run(texts['run.yaml'])}",
             files="\n".join(
                 f"| `{name}` | {text} |"
                 for name, text in _CONTENTS.items()
@@ -118,6 +114,11 @@ def _files(kind: str) -> Iterator[tuple[str, str]]:
         )
     )
     yield from texts.items()
+
+
+def _name_of_run(settings: str) -> str:
+    lines = settings.splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("name:"))
 
 
 def _jsonl(rows: Iterator[dict[str, str]]) -> str:
