@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.command_help import Command
-from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help
+from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help, words_of
 from axonlaunch.system.storage.files import why_no_folder
 from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
@@ -220,12 +220,20 @@ def export(
     ] = None,
     form: Annotated[
         str,
-        typer.Option("--format", metavar="FORMAT", help="File format; only safetensors."),
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="File format; only safetensors.",
+            autocompletion=words_of("safetensors"),
+        ),
     ] = "safetensors",
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="DTYPE", help="fp32, bf16 or fp16; default: as saved.", show_default=False
+            metavar="DTYPE",
+            help="fp32, bf16 or fp16; default: as saved.",
+            show_default=False,
+            autocompletion=words_of("fp32", "bf16", "fp16"),
         ),
     ] = None,
     file_gb: Annotated[

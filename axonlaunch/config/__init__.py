@@ -32,6 +32,7 @@ from axonlaunch.config.values.plain_values import (
     with_values,
 )
 from axonlaunch.system.storage.files import read_text
+from axonlaunch.system.storage.run_files import CONFIG
 from axonlaunch.system.storage.trusted_files import is_trusted
 
 __all__ = [
@@ -56,8 +57,6 @@ __all__ = [
     "type_config",
 ]
 
-
-CONFIG = "config.yaml"
 """File name of the frozen configuration in a run folder."""
 
 

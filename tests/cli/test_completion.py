@@ -19,6 +19,7 @@ from run_folders import run_folder
 
 from axonlaunch.cli.app import app
 from axonlaunch.cli.configuration.completion import completions
+from axonlaunch.cli.configuration.keys_and_values import keys_and_values
 
 ROOT: Any = typer.main.get_command(app)
 
@@ -35,11 +36,31 @@ ROOT: Any = typer.main.get_command(app)
         ("axonlaunch train x=1 train.prec", ["train.precision="]),
         ("axonlaunch train train.compile=", ["train.compile=false", "train.compile=true"]),
         ("axonlaunch train strategy.tensor.deg", ["strategy.tensor.degree="]),
+        ("axonlaunch init --from ", ["chat", "custom", "documents", "image"]),
+        ("axonlaunch init --from=c", ["--from=chat", "--from=custom"]),
+        ("axonlaunch verify --reference f", ["fp64"]),
+        ("axonlaunch checkpoint export runs/a --format ", ["safetensors"]),
+        ("axonlaunch ls strat", ["strategies"]),
+        ("axonlaunch train --config c", []),
         ("axonlaunch nothing ", []),
     ],
 )
 def test_line_is_completed(line: str, words: list[str]) -> None:
     assert completions(line, ROOT) == words
+
+
+def test_keys_are_cached_until_something_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    listed = keys_and_values()
+    [file] = tmp_path.glob("*/completion-*.json")
+    file.write_text(file.read_text().replace("optimizer.lr", "optimizer.from_the_cache"))
+    assert "optimizer.from_the_cache" in keys_and_values()
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert "optimizer.from_the_cache" in keys_and_values()
+    (tmp_path / "site-packages").mkdir()
+    assert keys_and_values() == listed
 
 
 def test_names_of_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +160,7 @@ def test_tab_completes_commands_options_keys_values_runs_and_files(shell: Termin
         ("train +strategy=hyb\t", "train +strategy=hybrid"),
         ("report ru\t", "report runs/one"),
         ("train --config mi\t", "train --config mine.yaml"),
+        ("init --from doc\t", "init --from documents"),
     ]:
         shell.send(f"axonlaunch {typed}")
         shell.send("\n")

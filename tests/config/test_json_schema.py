@@ -9,6 +9,7 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.cli.configuration.config import schema_of_files
+from axonlaunch.cli.configuration.init import _files
 from axonlaunch.config.composition.compose import packaged_configs
 from axonlaunch.config.values.plain_values import read_yaml
 
@@ -23,11 +24,16 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(schema)
 
 
-@pytest.mark.slow
 def test_schema_accepts_every_included_experiment(validator: Any) -> None:
     assert len(EXPERIMENTS) > 10
     for file in EXPERIMENTS:
-        assert validator.is_valid(read_yaml(file.read_text())), file.name
+        assert not [*validator.iter_errors(read_yaml(file.read_text()))], file.name
+
+
+@pytest.mark.parametrize("kind", ["chat", "custom", "documents", "image"])
+def test_schema_accepts_the_file_of_a_new_project(validator: Any, kind: str) -> None:
+    settings = dict(_files(kind))["run.yaml"]
+    assert not [*validator.iter_errors(read_yaml(settings))]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,9 @@ def test_schema_accepts_frozen_configurations(validator: Any, overrides: list[st
     "text",
     [
         "strategy: fsdp\nmodel:\n  name: hf\n  path: a/b\ntrain:\n  epochs: 0.5\n",
-        "model: mine\noptimizer:\n  name: mine\n  anything: 1\nadapter: null\n",
+        "plugins: [a]\nmodel: mine\noptimizer:\n  name: mine\n  anything: 1\nadapter: null\n",
+        "plugins: [a]\nstrategy:\n  data_parallel: mine\nloggers: [mine]\ntrain:\n  loss: mine\n",
+        "defaults: [_self_, {override /model: hf}, {strategy: fsdp}]\n",
         "train:\n  steps: ${oc.env:STEPS}\n  eval_every: 0.5 epoch\n",
         "data:\n  files: train.jsonl\nloggers: [wandb, {target: 'a:B', arguments: {b: 1}}]\n",
     ],
@@ -69,6 +77,25 @@ def test_schema_accepts_files_of_users(validator: Any, text: str) -> None:
         "optimizer:\n  lr: -1.0\n",
         "model: 3\n",
         "loggers: [3]\n",
+        "strategy: fsdpp\n",
+        "tokenizer: byte\n",
+        "adapter: lorra\n",
+        "hardware: h100\n",
+        "experiment: llama\n",
+        "model: gpt2\n",
+        "model:\n  name: gptt\n",
+        "optimizer: adamx\n",
+        "scheduler:\n  name: cosin\n",
+        "data: docs\n",
+        "launch: slurmm\n",
+        "loggers: [wandbb]\n",
+        "metrics: [{name: acuracy}]\n",
+        "train:\n  loss: cross\n",
+        "strategy:\n  data_parallel: fsdpp\n",
+        "strategy:\n  expert:\n    dispatch: all\n",
+        "plugins: [a]\nstrategy: fsdpp\n",
+        "defaults: [{override /model: hff}]\n",
+        "defaults: [{override /modle: hf}]\n",
     ],
 )
 def test_schema_rejects_mistakes(validator: Any, text: str) -> None:

@@ -51,7 +51,8 @@ def test_settings_that_a_job_needs_are_all_reported() -> None:
         ),
         (
             "volumes=['runs:relative']",
-            "launch.kubernetes.volumes: 'runs:relative' is not CLAIM:/PATH or CLAIM:/PATH:ro",
+            "launch.kubernetes.volumes: 'runs:relative' is not CLAIM:/PATH or CLAIM:/PATH:ro, "
+            "with the name of a claim in lower case",
         ),
         (
             "memory=8gb",

@@ -328,7 +328,7 @@ def test_files_of_a_node_are_deleted_when_its_actor_is_killed(tmp_path: Path) ->
     ) as node:
         assert node.stdin is not None
         assert node.stderr is not None
-        assert node.stderr.readline().startswith(b"waiting for the run later to start")
+        assert node.stderr.readline().startswith(b"waiting for a run in later to start")
         node.stdin.close()
         assert node.wait(timeout=30) == 128 + signal.SIGKILL
     assert not folder.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import run_folder
+from run_folders import run_folder, write_lines
 
 import axonlaunch as ax
 
@@ -33,6 +33,27 @@ def test_frame_of_pandas_has_a_row_per_logged_step(tmp_path: Path) -> None:
     frame = run.frame()
     assert len(frame) == 3
     assert frame["loss"].tolist() == run.metrics["loss"].tolist()
+    assert run.frame("evaluations")["eval_loss"].tolist() == [1.5]
+    assert run.frame("system").empty
+    with pytest.raises(ValueError, match="use 'metrics', 'evaluations' or 'system'"):
+        run.frame("samples")  # type: ignore[arg-type]
+
+
+def test_samples_of_each_node_are_columns_with_one_per_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    folder = run_folder(tmp_path / "run")
+    (folder / "logs").mkdir(exist_ok=True)
+    for host, file in (("a", "events.jsonl"), ("b", "logs/rank_2.events.jsonl")):
+        samples = [
+            {"event": "system", "time": second, "host": host, "cpu": 0.5, "gpu_use": [0.25, second]}
+            for second in (1.0, 2.0)
+        ]
+        write_lines(folder / file, samples)
+    run = ax.load_run(folder)
+    assert list(run.system) == ["a", "b"]
+    assert list(run.system["b"]) == ["time", "cpu", "gpu_use_0", "gpu_use_1"]
+    np.testing.assert_allclose(run.system["b"]["gpu_use_1"], [1.0, 2.0])
+    assert run.frame("system")["node"].tolist() == ["a", "a", "b", "b"]
 
 
 def test_folder_without_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

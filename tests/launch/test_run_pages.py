@@ -226,15 +226,19 @@ def test_watch_of_a_folder_shows_the_table_of_its_runs(
     assert re.search(r"^one +done", shown, flags=re.MULTILINE)
 
 
-def test_watch_waits_for_a_run_that_starts_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("started", ["later", "later/0"])
+def test_watch_waits_for_a_run_or_a_sweep_that_starts_later(
+    started: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    start = threading.Timer(0.3, run_folder, (tmp_path / "runs/later",))
+    start = threading.Timer(0.3, run_folder, (tmp_path / "runs" / started,))
     start.start()
     assert await_run(Path("later")) == Path("runs/later")
     start.join()
-    assert capsys.readouterr().err == "waiting for the run later to start (Ctrl-C to stop)\n"
+    assert capsys.readouterr().err == "waiting for a run in later to start (Ctrl-C to stop)\n"
     assert await_run(Path("later")) == Path("runs/later")
 
 

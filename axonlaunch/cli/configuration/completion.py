@@ -5,14 +5,15 @@ The scripts of the shells call ``axonlaunch completion --line``, which imports n
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.options import refuse
+from axonlaunch.cli.shared.options import refuse, words_of
+from axonlaunch.system.storage.run_files import CONFIG
 
 HELP = "Print the completion script of bash or zsh. It completes commands, keys, values and runs."
 EXAMPLES = """Examples:
@@ -55,7 +56,13 @@ _OF_RUNS = {"run", "runs", "run_dir", "folder", "first", "second"}
 def command(
     context: typer.Context,
     shell: Annotated[
-        str | None, typer.Argument(metavar="SHELL", help="bash or zsh.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="SHELL",
+            help="bash or zsh.",
+            show_default=False,
+            autocompletion=words_of(*_SCRIPTS),
+        ),
     ] = None,
     line: Annotated[
         str | None,
@@ -96,25 +103,64 @@ def completions(line: str, root: Any) -> list[str]:
             return []
         words = words[words.index(named[0]) + 1 :]
         parser = commands[named[0]]
-    if last.startswith("-"):
-        options = [name for parameter in parser.params for name in parameter.opts]
-        return sorted(name for name in options if name.startswith(last) and name != last)
-    names = {parameter.name for parameter in parser.params}
-    candidates = [*_keys(last)] if "overrides" in names else []
-    if parser.name == "help":
-        candidates += [path.stem for path in (Path(__file__).parents[2] / "docs").glob("*.md")]
-    if names & _OF_RUNS and "kind" not in names:
-        candidates += _runs()
+    candidates = _candidates(parser, words[-1] if words else "", last)
     return sorted({word for word in candidates if word.startswith(last) and word != last})
 
 
-def _keys(last: str) -> Iterator[str]:
+def _candidates(parser: Any, previous: str, last: str) -> Iterator[str]:
+    """Yield words that a command accepts after another word.
+
+    Args:
+        parser: The command.
+        previous: Word before the last one; empty if that is the command's name.
+        last: Text that the word begins with.
+    """
+    option, equals, text = last.partition("=")
+    if (parameter := _option(parser, previous)) is not None:
+        yield from _values_of_option(parser, parameter, last)
+    elif equals and (parameter := _option(parser, option)) is not None:
+        for value in _values_of_option(parser, parameter, text):
+            yield f"{option}={value}"
+    elif last.startswith("-"):
+        yield from (name for parameter in parser.params for name in parameter.opts)
+    else:
+        yield from _arguments(parser, last)
+
+
+def _option(parser: Any, name: str) -> Any:
+    """Return the option of a command that has this name and takes a value; None if none has."""
+    for parameter in parser.params:
+        if name in parameter.opts and not parameter.is_flag:
+            return parameter
+    return None
+
+
+def _values_of_option(parser: Any, parameter: Any, text: str) -> Iterator[str]:
+    """Yield the values that an option lists; none for files, which the shell completes itself."""
+    for item in parameter.shell_complete(typer.Context(parser), text):
+        if item.type == "plain":
+            yield item.value
+
+
+def _arguments(parser: Any, last: str) -> Iterator[str]:
+    """Yield settings, runs and words of lists, as the arguments of a command accept them."""
+    names = {parameter.name for parameter in parser.params}
+    if "overrides" in names:
+        yield from _settings(last)
+    if names & _OF_RUNS and "kind" not in names:
+        yield from _runs()
+    for parameter in parser.params:
+        if parameter.param_type_name == "argument":
+            yield from _values_of_option(parser, parameter, last)
+
+
+def _settings(last: str) -> Iterator[str]:
     """Yield settings that begin with a word, up to the next dot or with their values."""
-    from axonlaunch.cli.configuration.config import schema_of_files
+    from axonlaunch.cli.configuration.keys_and_values import keys_and_values
 
     prefix = "+" if last.startswith("+") else ""
     key, equals, _ = last.removeprefix("+").partition("=")
-    values = dict(_values(schema_of_files(), ""))
+    values = keys_and_values()
     if equals:
         if key in ("checkpoint.resume", "model.weights"):
             yield from (f"{prefix}{key}={run}" for run in _runs())
@@ -128,38 +174,9 @@ def _keys(last: str) -> Iterator[str]:
             yield f"{prefix}{name}="
 
 
-def _values(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each dotted key below a schema with the values that it lists."""
-    found: dict[str, list[str]] = {}
-    inside: list[tuple[str, dict[str, Any]]] = []
-    for name, described in _properties(schema):
-        key = f"{prefix}{name}"
-        texts = found.setdefault(key, [])
-        texts += [text for text in _values_of(described) if text not in texts]
-        inside.append((key, described))
-    yield from found.items()
-    for key, described in inside:
-        yield from _values(described, f"{key}.")
-
-
-def _properties(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from schema.get("properties", {}).items()
-    for each in schema.get("anyOf", []):
-        yield from _properties(each)
-
-
-def _values_of(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the values that a schema lists, in the syntax of overrides."""
-    from axonlaunch.config.problems.errors import plain
-
-    yield from (plain(value) for value in schema.get("enum", []))
-    if schema.get("type") == "boolean":
-        yield from ("true", "false")
-    for each in schema.get("anyOf", []):
-        yield from _values_of(each)
-
-
-def _runs() -> list[str]:
-    from axonlaunch.config import CONFIG
-
-    return [str(path.parent) for path in Path("runs").glob(f"**/{CONFIG}")]
+def _runs() -> Iterator[str]:
+    """Yield the folders of runs in ``runs``, at any depth except inside of other runs."""
+    for parent, names, files in os.walk("runs"):
+        if CONFIG in files:
+            yield parent
+            names.clear()

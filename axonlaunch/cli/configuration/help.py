@@ -42,6 +42,7 @@ def command(
         typer.Argument(
             metavar="TOPIC...",
             help="Name of a page, or words to search for; default: list all pages.",
+            autocompletion=lambda: [path.stem for path in DOCS.glob("*.md")],
         ),
     ] = None,
     as_json: Json = False,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.configuration.config import write_schema
-from axonlaunch.cli.shared.options import Json, print_json, refuse
+from axonlaunch.cli.shared.options import Json, print_json, refuse, words_of
 from axonlaunch.cli.shared.output_files import writing
 
 HELP = "Write a small project that trains. It has settings, a model, data and a test."
@@ -47,7 +47,12 @@ def command(
     ] = Path(),
     kind: Annotated[
         str,
-        typer.Option("--from", metavar="KIND", help="chat, documents, image or custom."),
+        typer.Option(
+            "--from",
+            metavar="KIND",
+            help="chat, documents, image or custom.",
+            autocompletion=words_of(*_TITLES),
+        ),
     ] = "custom",
     as_json: Json = False,
 ) -> None:
@@ -100,11 +105,7 @@ def _files(kind: str) -> Iterator[tuple[str, str]]:
         .read_text()
         .format(
             title=_TITLES[kind],
-            run=next(
-                line.split()[1]
-                for line in texts["run.yaml"].splitlines()
-                if line.startswith("name:")
-            ),
+            report=f"axonlaunch report runs/{_name_of_run(texts['run.yaml'])}",
             files="\n".join(
                 f"| `{name}` | {text} |"
                 for name, text in _CONTENTS.items()
@@ -113,6 +114,11 @@ def _files(kind: str) -> Iterator[tuple[str, str]]:
         )
     )
     yield from texts.items()
+
+
+def _name_of_run(settings: str) -> str:
+    lines = settings.splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("name:"))
 
 
 def _jsonl(rows: Iterator[dict[str, str]]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from axonlaunch.cli.shared.options import ConfigDir, Json, print_json
+from axonlaunch.cli.shared.options import ConfigDir, Json, print_json, words_of
 from axonlaunch.system.text.terminal import console_on
 
 Value = TypeVar("Value")
@@ -65,6 +65,7 @@ def command(
             metavar="GROUP",
             help=f"One of {', '.join(LISTS.values())}, or its plural. hf lists which "
             "layouts are proved for each model_type of transformers. Default: all groups.",
+            autocompletion=words_of(*LISTS, HF),
         ),
     ] = None,
     like: Annotated[

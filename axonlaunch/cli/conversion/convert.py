@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.configuration.config import write_schema
-from axonlaunch.cli.shared.options import Json, escape_unprintable, print_json
+from axonlaunch.cli.shared.options import Json, escape_unprintable, print_json, words_of
 from axonlaunch.cli.shared.output_files import writing
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def command(
             metavar="TOOL",
             help="axolotl, llamafactory, llamafactory-v1, torchtune or trl; default: recognized by "
             "the keys.",
+            autocompletion=words_of(
+                "axolotl", "llamafactory", "llamafactory-v1", "torchtune", "trl"
+            ),
             show_default=False,
         ),
     ] = None,

@@ -20,6 +20,7 @@ from axonlaunch.cli.shared.options import (
     TokenCount,
     check_tokens,
     print_json,
+    words_of,
 )
 from axonlaunch.cli.shared.output_files import writing
 from axonlaunch.launch.local.preload_rules import preloads
@@ -76,6 +77,7 @@ def command(
                 "low_precision: also search 16-bit weights with fp32 masters, 8-bit optimizer "
                 "states and fp8 products, which change the numerics of a run."
             ),
+            autocompletion=words_of("low_precision"),
             show_default=False,
         ),
     ] = None,

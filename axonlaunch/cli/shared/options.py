@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -59,6 +59,15 @@ TokenCount = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def words_of(*words: str) -> Callable[[], list[str]]:
+    """Return a function with the values of an option, for ``typer.Option(autocompletion=...)``."""
+
+    def values() -> list[str]:
+        return [*words]
+
+    return values
 
 
 def show_help(context: typer.Context) -> None:

@@ -93,15 +93,18 @@ def _newest(folder: Path) -> Path:
 
 
 def await_run(path: Path) -> Path:
-    """Return the folder of a run with this path or name; wait until a missing folder has a run."""
+    """Return the folder with this path or run's name; wait until a missing one has a run or runs."""
+    from axonlaunch.cli.shared.run_folders import has_runs
     from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
 
     folders = [path] if path.is_absolute() else [path, Path("runs", path)]
     if any(folder.exists() for folder in folders):
         return next(folder for folder in folders if folder.exists())
-    typer.echo(f"waiting for the run {path} to start (Ctrl-C to stop)", err=True)
+    typer.echo(f"waiting for a run in {path} to start (Ctrl-C to stop)", err=True)
     while True:
         for folder in folders:
+            if has_runs(folder):
+                return folder
             with suppress(NotARunError):
                 read_run(folder)
                 return folder

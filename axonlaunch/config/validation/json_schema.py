@@ -2,6 +2,7 @@
 
 The schema is of a file that ``train FILE.yaml`` takes and of a frozen ``config.yaml``. It knows the
 keys, types and limits of all included options; rules between values are only checked by a load.
+Names that are neither included nor installed are accepted only in files with ``plugins``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _LIMITS = {
 _INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{|^[-+]?[\d.]+[eE][-+]?\d+$"}
 """A reference to another key or to a variable of the environment, which any value may be, or a
 number like 1e-3, which YAML 1.1 reads as text."""
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}
+_REGISTERED = {spec.name for spec in dataclasses.fields(RunConfig) if "variants" in spec.metadata}
+"""Groups with options that plug-ins can register."""
 _ANY_GROUP: Schema = {"type": ["object", "null"]}
 
 
@@ -55,18 +59,70 @@ def json_schema(options: Mapping[str, list[str]]) -> Schema:
         options: Options of each group that has files, as ``{"strategy": ["ddp", "fsdp"]}``.
     """
     root = _group(RunConfig, defaults=RunConfig())
+    choices: dict[str, Schema] = {}
     for group, names in options.items():
-        choice = {"type": ["string", "null"], "anyOf": [{"enum": [*names, None]}, {}]}
+        included = {"anyOf": [{"enum": [*names, None]}, _REFERENCE]}
+        open_choice = {"type": ["string", "null"], "anyOf": [{"enum": [*names, None]}, {}]}
+        choices[group] = open_choice if group in _REGISTERED else included
         keys = root["properties"].get(group, {"description": "a complete recipe"})
         described = {name: keys.pop(name) for name in ("description",) if name in keys}
-        root["properties"][group] = {**described, "anyOf": [choice, *([keys] if keys else [])]}
-    defaults = "options of groups, [{override /model: hf}], and names of other files"
-    root["properties"]["defaults"] = {"description": defaults, "type": "array"}
+        variants = [keys] if keys else []
+        root["properties"][group] = {**described, "anyOf": [choices[group], *variants]}
+    root["properties"]["defaults"] = {
+        "description": "options of groups, [{override /model: hf}], and names of other files",
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, _defaults_entry(choices)]},
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "configuration of axonlaunch",
         **root,
+        "if": {
+            "required": ["plugins"],
+            "properties": {"plugins": {"not": {"enum": [[], "", None]}}},
+        },
+        "else": _without_plugins(options),
     }
+
+
+def _defaults_entry(choices: Mapping[str, Schema]) -> Schema:
+    """Return the schema of ``{override /model: hf}``, from the schema of each group's option."""
+    patterns = {
+        rf"^((optional|override) )?/?{group}(@.+)?$": choice for group, choice in choices.items()
+    }
+    return {"type": "object", "patternProperties": patterns, "additionalProperties": False}
+
+
+def _without_plugins(options: Mapping[str, list[str]]) -> Schema:
+    """Return the schema that, in files without plug-ins, rejects names that they could register."""
+    overlay = _registered_names(RunConfig)
+    choices: dict[str, Schema] = {}
+    for group, names in options.items():
+        if group in _REGISTERED:
+            known = {"enum": [*names, None]}
+            keys = {"type": "object", "properties": {"name": {"anyOf": [known, _REFERENCE]}}}
+            overlay["properties"][group] = {"anyOf": [known, _REFERENCE, keys]}
+            choices[group] = {"anyOf": [known, _REFERENCE]}
+    # Entries with other groups are left to the schema of all files.
+    entry = {**_defaults_entry(choices), "additionalProperties": True, "type": ["object", "string"]}
+    overlay["properties"]["defaults"] = {"type": "array", "items": entry}
+    return overlay
+
+
+def _registered_names(schema: type) -> Schema:
+    """Return a schema that allows only the registered names in a dataclass's keys."""
+    hints, properties = typing.get_type_hints(schema), dict[str, Schema]()
+    for spec in dataclasses.fields(schema):
+        facts, hint = spec.metadata, hints[spec.name]
+        registry = facts.get("each") or facts.get("variants") or facts.get("names")
+        if registry is not None:
+            known = {"enum": [*registry.names(), None]}
+            entry = {"properties": {"name": {"anyOf": [known, _REFERENCE]}}, "type": "object"}
+            name = {"anyOf": [known, _REFERENCE, entry]}
+            properties[spec.name] = {"items": name} if "each" in facts else name
+        elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            properties[spec.name] = _registered_names(hint)
+    return {"properties": properties}
 
 
 def _group(schema: type, *, defaults: Any = None, name: str | None = None) -> Schema:

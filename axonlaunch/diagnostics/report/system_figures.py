@@ -59,7 +59,7 @@ def system_of(run: RunRecord) -> dict[str, Any] | None:
         lowest, median and highest value; lines of the lowest and highest also have ``nodes``, the
         index of the node at each x.
     """
-    samples = _samples_by_node(run)
+    samples = samples_by_node(run)
     if not samples:
         return None
     first = min(event["time"] for event in run.events or next(iter(samples.values())))
@@ -76,7 +76,7 @@ def system_of(run: RunRecord) -> dict[str, Any] | None:
     return {"nodes": list(samples), "absent": _num_absent(run, len(samples)), "views": views}
 
 
-def _samples_by_node(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+def samples_by_node(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
     """Return the samples of each node in order of time, by a name of the node.
 
     The name is its host's, with the first rank if several nodes are processes of one host.

@@ -14,6 +14,7 @@ from axonlaunch.config.options.model import MOST_LAYERS, TransformersModel
 from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, plain
 from axonlaunch.models.hf.reading import files, library
+from axonlaunch.models.hf.reading.other_folders import describe_export
 from axonlaunch.models.hf.reading.quantized_files import QUANTIZATION, refuse_quantized
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
@@ -51,7 +52,7 @@ def architecture(config: TransformersModel) -> Any:
     _refuse_kernels(content, config)
     typed = _read_remote(config, content) if _is_remote(config, content) else None
     if typed is None:
-        _refuse_kind(model_type, config)
+        _refuse_kind(model_type, content, config)
         typed = _type_content(config, content, str(model_type))
     _refuse_untrainable(typed, config)
     _choose_router_loss(typed, config)
@@ -260,14 +261,16 @@ def _refuse_oversized(content: Mapping[str, Any], config: TransformersModel) -> 
             raise ConfigError([ConfigIssue(source_key, message, config.path or ...)])
 
 
-def _refuse_kind(kind: Any, config: TransformersModel) -> None:
+def _refuse_kind(kind: Any, content: Mapping[str, Any], config: TransformersModel) -> None:
     """Refuse a ``model_type`` that is not a causal language model.
 
     Raises:
-        ConfigError: Suggests the most similar type.
+        ConfigError: Suggests the most similar type, or the keys for an export of another model.
     """
     if kind in library.causal_types():
         return
+    if message := describe_export(content, str(config.path)):
+        raise ConfigError([ConfigIssue("model.path", message, config.path)])
     key = "model.path" if config.path else "model.config.model_type"
     value = config.path if config.path else kind
     prefix = f"model_type={kind} " if config.path else ""

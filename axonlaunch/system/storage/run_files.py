@@ -11,6 +11,8 @@ from typing import Any
 from axonlaunch.system.storage.files import append_text
 from axonlaunch.system.storage.strict_json import finite
 
+CONFIG = "config.yaml"
+"""The frozen configuration, by which a folder is known to be a run."""
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TOKENIZER = "tokenizer"

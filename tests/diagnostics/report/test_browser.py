@@ -358,6 +358,22 @@ def test_compare_page_overlays_runs_and_lists_differences(browser: Any, tmp_path
     assert complaints(browser) == []
 
 
+def test_page_of_twenty_runs_fits_a_narrow_window_and_breaks_no_number(
+    browser: Any, tmp_path: Path
+) -> None:
+    names = [HOSTILE.replace("/", ""), "a" * 60, *(f"run-{n}" for n in range(18))]
+    folders = [
+        run_folder(tmp_path / name, steps=9, loss=lambda step, n=n: (n + 1) / step / 7)
+        for n, name in enumerate(names)
+    ]
+    opened(browser, folders, width=390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    rows = browser.find_elements("xpath", "//h2[.='Results']/..//tr")
+    assert [row.text.split()[0] for row in rows[-18:]] == names[2:]
+    assert max(row.size["height"] for row in rows[-18:]) < 30
+    assert complaints(browser) == []
+
+
 def test_page_of_several_runs_begins_with_a_table_that_switches_their_curves(
     browser: Any, tmp_path: Path
 ) -> None:

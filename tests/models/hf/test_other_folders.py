@@ -9,6 +9,7 @@ import pytest
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.hf.architecture import architecture
 from axonlaunch.models.hf.reading.files import read_config
 
 
@@ -54,6 +55,24 @@ def test_run_folder_given_as_model_is_answered_with_weights_and_export(
         "is an adapter, not a model; write model.path=BASE adapter=lora adapter.path=FOLDER, "
         f"after axonlaunch checkpoint export {folder} FOLDER"
     )
+
+
+def test_run_of_a_registered_model_given_as_model_is_answered_with_its_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.yaml").write_text("model: {name: mine}\n")
+    assert refused(tmp_path) == (
+        "is a run of model=mine, which is no model of transformers; write model=mine "
+        f"model.weights={tmp_path}, with the sizes and the plugins of its run"
+    )
+
+
+def test_export_of_a_registered_model_given_as_model_is_answered_with_its_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"name": "mine", "axonlaunch": {"data": "text"}}')
+    with pytest.raises(ConfigError, match=f"is an export of model=mine.* model.weights={tmp_path}"):
+        architecture(HuggingFaceConfig(path=str(tmp_path)))
 
 
 def test_other_folder_given_as_model_lacks_config_json(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def _zero_stage(translation: Translation, key: str, value: Any) -> None:
     if (stage := stages.get(digits[0] if digits else "")) is not None:
         translation.option("strategy", stage, key)
     elif value not in OFF:
-        translation.leave_out(key, "names no stage of ZeRO; write strategy=zero1, zero2 or fsdp")
+        translation.leave_out(
+            key, "it does not say which stage of ZeRO; write strategy=zero1, zero2 or fsdp"
+        )
     if "offload" in text and "none" not in text:
         translation.note(key, "strategy.fsdp.cpu_offload=full moves states to host memory")
 

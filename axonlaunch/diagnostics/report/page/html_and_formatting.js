@@ -66,7 +66,7 @@ function ticks(value) {
 }
 
 function table(head, rows) {
-  return element("div", { class: "scroll" }, element("table", {},
+  return element("div", { class: "scroll named" }, element("table", {},
     element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {}, text)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text)))))));
 }

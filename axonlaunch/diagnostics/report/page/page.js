@@ -414,7 +414,9 @@
     settings();
     curves();
     const names = data.runs.map((run) => run.label);
-    section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
+    const shown = (value) => (typeof value === "number" ? short(value) : value ?? "--");
+    section("Results", table(["run", ...data.results.map(([name]) => name)],
+      names.map((name, run) => [name, ...data.results.map(([, values]) => shown(values[run]))])));
     section("Different settings", data.configurations.length
       ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
       : element("p", {}, "none"));

@@ -83,7 +83,8 @@ class Volume:
         claim, _, rest = text.partition(":")
         path, _, mode = rest.partition(":")
         if not is_object_name(claim) or not path.startswith("/") or mode not in ("", "ro"):
-            raise ValueError(f"{text!r} is not CLAIM:/PATH or CLAIM:/PATH:ro")
+            form = "is not CLAIM:/PATH or CLAIM:/PATH:ro, with the name of a claim in lower case"
+            raise ValueError(f"{text!r} {form}")
         return cls(claim, path.rstrip("/") or "/", mode == "ro")
 
     def holds(self, path: str) -> bool:

@@ -1,13 +1,15 @@
 """Describes folders that are given as a model but are something else, and what to write for them.
 
-Adapters in PEFT's format, runs and checkpoints of runs are recognized.
+Adapters in PEFT's format, runs, checkpoints of runs and exports of other models are recognized.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
@@ -27,6 +29,34 @@ def describe_other_folder(folder: Path) -> str:
     return ""
 
 
+def describe_export(content: Mapping[str, Any], path: str) -> str:
+    """Return what to write for the export of a model that is not of transformers.
+
+    Args:
+        content: Content of the folder's ``config.json``.
+        path: Folder of the export.
+
+    Returns:
+        The message; empty if ``config.json`` is not of such an export.
+    """
+    name = content.get("name")
+    if "model_type" in content or "axonlaunch" not in content or not _is_plain(name):
+        return ""
+    return _registered_message("an export", str(name), shlex.quote(path))
+
+
+def _registered_message(folder: str, name: str, path: str) -> str:
+    model = shlex.quote(f"model={name}")
+    return (
+        f"is {folder} of {model}, which is no model of transformers; write {model} "
+        f"model.weights={path}, with the sizes and the plugins of its run"
+    )
+
+
+def _is_plain(text: Any) -> bool:
+    return isinstance(text, str) and bool(text) and text.isprintable()
+
+
 def _adapter_message(base: str, path: str) -> str:
     return f"is an adapter, not a model; write model.path={base} adapter=lora adapter.path={path}"
 
@@ -39,18 +69,21 @@ def _base_model(file: Path) -> str:
         )
     except (OSError, ValueError, AttributeError, RecursionError):
         base = None
-    return shlex.quote(base) if isinstance(base, str) and base.isprintable() and base else "BASE"
+    return shlex.quote(base) if _is_plain(base) else "BASE"
 
 
 def _describe_run(run: Path, folder: Path) -> str:
     try:
-        adapter = read_yaml(read_text(run / CONFIG, at_most=LARGEST_YAML)).get("adapter")
+        config = read_yaml(read_text(run / CONFIG, at_most=LARGEST_YAML))
     except (OSError, ValueError):
-        adapter = None
+        config = {}
     export = f"axonlaunch checkpoint export {shlex.quote(str(folder))} FOLDER"
-    if adapter:
+    if config.get("adapter"):
         return f"{_adapter_message('BASE', 'FOLDER')}, after {export}"
-    path = shlex.quote(str(folder))
+    path, model = shlex.quote(str(folder)), config.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    if _is_plain(name) and name != "hf":
+        return _registered_message("a run", str(name), path)
     return (
         f"is a run, not a model; write the model.path of the run and model.weights={path}, or "
         f"model.path=FOLDER after {export}"
