@@ -160,12 +160,16 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
         model: Unsharded model, or a part of one with the same names.
         layers: Path of the blocks.
     """
+    names = [*_modules(model), *(name for name, _ in model.named_parameters())]
+    return _patterns(module_styles(model, layers), names)
+
+
+def module_styles(model: Any, layers: str | None) -> dict[str, str]:
+    """Return our style of each module and parameter that has one, by full name."""
     plan = _plan_of_transformers(model, layers)
     if not plan:
         return {}
-    # Adapters are split like their layers.
-    modules = model.named_modules()
-    modules = {name: module for name, module in modules if not isinstance(module, ADAPTER_PARTS)}
+    modules = _modules(model)
     styles = {name: style for name in modules if (style := plan.get(_with_stars(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
@@ -181,7 +185,37 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
     translated |= _ends(model, modules, translated)
     for name in _regions(modules, translated, latent_attentions):
         translated[name] = "region"
-    return _patterns(translated, [*modules, *(name for name, _ in model.named_parameters())])
+    return translated | _around_layers(modules, translated, layers)
+
+
+def _around_layers(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: str | None
+) -> dict[str, str]:
+    """Return the styles of modules around sharded layers, which matter for sequence parallelism.
+
+    A module in a block that holds sharded layers or experts, and is no region, computes on full
+    sequences. Norms, and other modules with parameters, compute on parts of them.
+    """
+    blocks = {name for name in modules if _parent(name) == layers}
+    closed = [f"{name}." for name, style in styles.items() if style == "region"]
+    holders = {_parent(name) for name in styles if name.startswith(f"{layers}.")} - blocks
+    around: dict[str, str] = {}
+    for name, module in modules.items():  # parents come before their children
+        keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+        if name in styles or name.startswith(tuple(closed)):
+            continue
+        if name in holders:
+            around[name] = "full_sequence"
+            closed.append(f"{name}.")
+        elif keys and not any(f"{name}.{key}" in styles for key in keys):
+            around[name] = "sequence"
+    return around
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by full name, except adapters, which are split like their layers."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if not isinstance(module, ADAPTER_PARTS)}
 
 
 def _plan_of_transformers(model: Any, layers: str | None) -> dict[str, str]:
