@@ -10,7 +10,7 @@ values are not detected; ``axonlaunch verify`` compares values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from axonlaunch.models.tensors.initialization import materialize
 
 _PARTS = 2
 _GATHERS = ("column", "column_gathered", "packed_column", "key_value")
+_WITH_FULL_SEQUENCES = ("region", "full_sequence")
 _SUMS = ("row", "row_split")
-_ONLY_IN_FULL = ("experts", "averaged", "local")
 
 
 def why_unsplittable(model: Any, *, layers: str) -> str:
@@ -41,8 +41,12 @@ def why_unsplittable(model: Any, *, layers: str) -> str:
         layers: Path of the list of blocks.
     """
     styles = module_styles(model, layers)
-    if problem := next(_unsharded(model, styles, layers), ""):
-        return problem
+    if unsharded := _unsharded_end(model, styles):
+        return f"its tensor plan does not shard {unsharded}"
+    inside = tuple(f"{name}." for name, style in styles.items() if style in _WITH_FULL_SEQUENCES)
+    for name, style in styles.items():
+        if style == "experts" and not name.startswith(inside):
+            return f"no module around {name} can gather the sequence"
     model = copy.deepcopy(model)
     silence_fake_tensors()
     watch = MixingWatch(part_length(model, parts=_PARTS))
@@ -64,38 +68,31 @@ def why_unsplittable(model: Any, *, layers: str) -> str:
     return ""
 
 
-def _unsharded(model: Any, styles: Mapping[str, str], layers: str) -> Iterator[str]:
-    """Yield the layers that would see only a part of the sequence, but may need all of it."""
+def _unsharded_end(model: Any, styles: Mapping[str, str]) -> str:
+    """Return the name of the embedding or head, if it is not sharded; empty if both are."""
     modules = dict(model.named_modules())
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         name = next((name for name, module in modules.items() if module is end), "")
         if styles.get(name) != "vocabulary":
-            yield f"its tensor plan does not shard {name or 'its embedding and head'}"
-    full = tuple(f"{name}." for name, style in styles.items() if style == "full_sequence")
-    for name, style in styles.items():
-        if style in _ONLY_IN_FULL and not name.startswith(full):
-            yield f"{name} is not in a module that can gather the sequence"
-        if style != "sequence" or not name.startswith(f"{layers}."):
-            continue
-        for key, parameter in modules[name]._parameters.items():
-            if parameter is not None and parameter.ndim > 1:
-                yield f"its tensor plan does not shard {name}.{key}"
+            return name or "an embedding and a head"
+    return ""
 
 
 def _exchange_parts(model: nn.Module, styles: Mapping[str, str], watch: MixingWatch) -> None:
     """Let hooks gather hidden states and cut results as sharded modules do."""
-    inner = [f"{name}." for name, style in styles.items() if style in ("region", "full_sequence")]
+    modules = dict(model.named_modules())
+    inner = [f"{name}." for name, style in styles.items() if style in _WITH_FULL_SEQUENCES]
     for name, style in styles.items():
-        module = dict(model.named_modules()).get(name)
+        module = modules.get(name)
         if module is None or name.startswith(tuple(inner)):
             continue
         is_embedding = isinstance(module, nn.Embedding)
         is_head = style == "vocabulary" and not is_embedding
-        if style in (*_GATHERS, "region", "full_sequence") or is_head:
+        if style in (*_GATHERS, *_WITH_FULL_SEQUENCES) or is_head:
             module.register_forward_pre_hook(_gather(watch), with_kwargs=True)
         elif style == "sequence" and not is_embedding:
             module.register_forward_pre_hook(_expect_part(name, watch))
-        if style in (*_SUMS, "region", "full_sequence") or is_embedding:
+        if style in (*_SUMS, *_WITH_FULL_SEQUENCES) or is_embedding:
             module.register_forward_hook(_cut(watch))
 
 

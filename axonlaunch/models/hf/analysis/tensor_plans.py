@@ -8,6 +8,7 @@ and is refused by name later.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -193,21 +194,29 @@ def _around_layers(
 ) -> dict[str, str]:
     """Return the styles of modules around sharded layers, which matter for sequence parallelism.
 
-    A module in a block that holds sharded layers or experts, and is no region, computes on full
-    sequences. Norms, and other modules with parameters, compute on parts of them.
+    Modules with vectors, such as norms, compute on parts of the sequence. A module in a block that
+    has matrices and is no region computes on full sequences, because it may mix tokens.
     """
+    with_matrices = {
+        parent
+        for name, module in modules.items()
+        if any(p is not None and p.ndim > 1 for p in module._parameters.values())
+        for parent in itertools.accumulate(name.split("."), "{}.{}".format)
+    }
     blocks = {name for name in modules if _parent(name) == layers}
-    closed = [f"{name}." for name, style in styles.items() if style == "region"]
-    holders = {_parent(name) for name in styles if name.startswith(f"{layers}.")} - blocks
     around: dict[str, str] = {}
+    closed: list[str] = []
     for name, module in modules.items():  # parents come before their children
-        keys = [key for key, parameter in module._parameters.items() if parameter is not None]
-        if name in styles or name.startswith(tuple(closed)):
+        if name.startswith(tuple(closed)):
             continue
-        if name in holders:
+        is_part = any(name.startswith(f"{block}.") for block in blocks)
+        is_called = type(module).forward is not nn.Module.forward
+        if name in styles:
+            closed.append(f"{name}.")
+        elif is_part and is_called and name in with_matrices:
             around[name] = "full_sequence"
             closed.append(f"{name}.")
-        elif keys and not any(f"{name}.{key}" in styles for key in keys):
+        elif any(parameter is not None for parameter in module._parameters.values()):
             around[name] = "sequence"
     return around
 
