@@ -360,6 +360,8 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             # Rounded products are fast only if they are compiled, and compiled ones overlap.
             overlap=not plan.separate_weight_grad and products is None,
         )
+        if tensor.sequence_parallel:
+            plan.spec.split_hidden_states(model)
     if products is not None and layers is not None:
         round_products(layers.values(), products, plan.rounding)
 
@@ -394,13 +396,17 @@ def _build_pipeline(
     first, last = (group.ranks[schedule.rank_of_stage[end]] for end in (0, -1))
     owners = {n: first if holds(at_start, n) else last for n in {*ties, *ties.values()}}
     boundaries = _boundaries(plan, stages)
+    tensor = plan.config.strategy.tensor
+    sequence_parts = tensor.degree if tensor.sequence_parallel else 1
     modules: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
         model = full_model
         if modules:
             model = plan.construct()
             _parallelize(plan, model)
-        modules[index] = stage_module(plan.spec, model, stages[index])
+        modules[index] = stage_module(
+            plan.spec, model, stages[index], sequence_parts=sequence_parts
+        )
     replicas = None
     sharded = [wrapped for stage in modules.values() for wrapped in _wrap_stage(plan, stage)]
     if not plan.layout.facts.shards_parameters:

@@ -171,6 +171,9 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
         changed = with_values(config, {axis.key: degrees[0]})
         problems = AXIS_PROBLEMS[axis.name](changed, spec, model)
         yield _answer(f"{axis.key}={one_of(degrees)}", problems)
+        if axis.divides == "layers" and (config.strategy.tensor.plan or spec.plan(model)):
+            reason = spec.no_sequence_parallelism()
+            yield LayoutAnswer("strategy.tensor.sequence_parallel=true", not reason, reason)
     if experts := expert_degrees(spec, model)[1:]:
         yield _answer(f"{EXPERT_DEGREE}={one_of(experts)}", [])
 

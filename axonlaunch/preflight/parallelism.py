@@ -213,8 +213,8 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         )
         yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
         return
-    if tensor.sequence_parallel and not tensor.plan and not spec.sequence_parallel:
-        message = f"model={config.model.name} has no sequence-parallel form; use false"
+    if tensor.sequence_parallel and not tensor.plan and (why := spec.no_sequence_parallelism()):
+        message = f"hidden states of {_described(config, model)} can't be split: {why}; use false"
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _unshardable_length(config)
@@ -231,7 +231,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     yield from state_problems(config, spec, plan, model)
     if spec.loss is not cross_entropy_sum:
         yield from _custom_loss_problems(config, plan, model)
-    if source_of(config).code == "included" or tensor.sequence_parallel:
+    if source_of(config).code == "included":
         return
     # A user's plan may name any block, so it needs the complete model.
     reduced = model if tensor.plan else spec.representative(model)
@@ -242,6 +242,12 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)
     ):
         yield ConfigIssue("strategy.tensor.degree", difference, tensor.degree)
+
+
+def _described(config: RunConfig, model: nn.Module) -> str:
+    """Return the model's option, with its family for transformers models."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    return f"model={config.model.name}" + (f" of model_type={family}" if family else "")
 
 
 def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:

@@ -29,6 +29,7 @@ LONG = {
 DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
 ROUTED = 0.05
 """Fraction of its estimate by which a rank of a mixture of experts may differ."""
+PARTS = "strategy.tensor.sequence_parallel=true"
 CASES = {
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
     "mixtral": "strategy=fsdp train.micro_batch_size=2",
@@ -41,10 +42,10 @@ SLOW_CASES = {
     "qwen3_moe": "strategy=ddp",
     "opt": "strategy=zero2",
     "phi3, longrope": "strategy=fsdp",
-    "qwen3": "strategy=tensor",
+    "qwen3": f"strategy=tensor {PARTS}",
     "gpt_neox": "strategy=tensor",
-    "olmo2": "strategy=zero1",
-    "mistral": "strategy=fsdp",
+    "olmo2": f"strategy=tensor {PARTS}",
+    "mistral": f"strategy=tensor {PARTS} train.activation_checkpointing=full",
 }
 STAGES = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
 RING = "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2"

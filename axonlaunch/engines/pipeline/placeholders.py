@@ -121,7 +121,13 @@ class End(Placeholder):
 
 
 def keep_blocks(
-    model: nn.Module, flow: BlockFlow, *, blocks: Sequence[str], first: int, last: int
+    model: nn.Module,
+    flow: BlockFlow,
+    *,
+    blocks: Sequence[str],
+    first: int,
+    last: int,
+    sequence_parts: int = 1,
 ) -> nn.Module:
     """Turn a full model into a stage, in place, and return it.
 
@@ -134,6 +140,7 @@ def keep_blocks(
         blocks: Full names of all blocks.
         first: Index of the stage's first block.
         last: Index after the stage's last block.
+        sequence_parts: Number of parts of the sequence if hidden states are one of them.
     """
     micro_batch = _MicroBatch()
     for number, name in enumerate(blocks):
@@ -169,7 +176,9 @@ def keep_blocks(
         if first:
             micro_batch.received = received
             # Code before the blocks depends only on the shape of the tokens.
-            tokens = torch.zeros(received.shape[:2], dtype=torch.int64, device=received.device)
+            batch, length = received.shape[:2]
+            size = (batch, length * sequence_parts)
+            tokens = torch.zeros(size, dtype=torch.int64, device=received.device)
         try:
             return full_forward(tokens, **extra)
         except _Leaving as leaving:

@@ -149,15 +149,28 @@ def kept_everywhere(spec: ModelSpec, model: nn.Module) -> list[str]:
     ]
 
 
-def stage_module(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
+def stage_module(
+    spec: ModelSpec, model: nn.Module, part: Part, *, sequence_parts: int = 1
+) -> nn.Module:
     """Remove the modules that a stage does not keep from a full model, in place, and return it.
 
     The remaining modules keep their names, so a stage's state is a subset of the model's.
+
+    Args:
+        spec: Spec of the model.
+        model: The full model.
+        part: The stage.
+        sequence_parts: Number of parts of the sequence if hidden states are one of them.
     """
     names = block_names(spec, model)
     if spec.flow is not None:
         return placeholders.keep_blocks(
-            model, spec.flow(), blocks=names, first=part.first, last=part.last
+            model,
+            spec.flow(),
+            blocks=names,
+            first=part.first,
+            last=part.last,
+            sequence_parts=sequence_parts,
         )
     for index, name in enumerate(names):
         if not part.first <= index < part.last:

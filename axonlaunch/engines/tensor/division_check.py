@@ -27,6 +27,9 @@ from axonlaunch.models.tensors.initialization import materialize
 _LENGTHS = (13, 17)
 """Candidate lengths of the sample; the first that the degree does not divide is used."""
 
+_COMPUTED_IN_FULL = (None, "replicated", "sequence", "full_sequence")
+"""Styles of modules that compute on all features."""
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -93,7 +96,7 @@ def _needs_summed_gradients(entry: Styled) -> bool:
         return False
     keys = [key for key, p in entry.module._parameters.items() if p is not None]
     unsharded = [key for key in keys if key not in entry.shard_specs]
-    return bool(unsharded) and entry.style in (None, "replicated") and not entry.in_region
+    return bool(unsharded) and entry.style in _COMPUTED_IN_FULL and not entry.in_region
 
 
 class _FirstRank(TensorAxis):

@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
+from axonlaunch.comm.autograd import (
+    all_reduce_from_group,
+    collect_from,
+    copy_to_group,
+    scatter_to_group,
+)
 from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.tensor.parallel_layers.adapters import shard_adapter, shard_experts
-from axonlaunch.engines.tensor.parallel_layers.fused_region import ColumnParallelGroup
+from axonlaunch.engines.tensor.parallel_layers.fused_region import SEQUENCE_DIM, ColumnParallelGroup
 from axonlaunch.engines.tensor.parallel_layers.heads import key_value_heads, set_local_head_counts
 from axonlaunch.engines.tensor.parallel_layers.layer_detection import LinearSizes, linear_sizes
 from axonlaunch.engines.tensor.parallel_layers.layers import (
@@ -117,7 +122,7 @@ def shard_module(
         _apply(entry, axis, sequence_parallel=sequence_parallel)
     for entry in modules:
         _shard_adapter(entry, axis)
-    _share_regions(module, axis, sequence_parallel=sequence_parallel)
+    _share_regions(modules, axis, sequence_parallel=sequence_parallel)
     axis.distribute(module)
 
 
@@ -167,6 +172,26 @@ class _EntersRegion(ReadsLocally):
             self.region.leave()
 
 
+class _FullSequence(ReadsLocally):
+    """Gathers its first argument from parts of the sequence, and returns this rank's part.
+
+    All ranks compute the same on the full sequence, so gradients are complete on each of them.
+    """
+
+    _input: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self._axis.group
+        if args:
+            args = (collect_from(args[0], group, SEQUENCE_DIM), *args[1:])
+        else:
+            kwargs = {**kwargs, self._input: collect_from(kwargs[self._input], group, SEQUENCE_DIM)}
+        result = super().forward(*args, **kwargs)
+        if isinstance(result, tuple):  # hidden states, then attention weights or router logits
+            return (scatter_to_group(result[0], group, SEQUENCE_DIM), *result[1:])
+        return scatter_to_group(result, group, SEQUENCE_DIM)
+
+
 class _SequenceOfPositions(ReadsLocally):
     """Returns this rank's part of the positions; backward gathers their gradients."""
 
@@ -206,6 +231,9 @@ def _enter_region(value: Any, group: ProcessGroup) -> Any:
 def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Convert a module to the parallel class of its style."""
     module, style = entry.module, entry.style
+    gathers = sequence_parallel and style == "full_sequence"
+    # Modules in a full sequence compute as without sequence parallelism.
+    sequence_parallel = sequence_parallel and not entry.in_full_sequence
     sizes = linear_sizes(module)
     module.__dict__.update({"shard_specs": dict(entry.shard_specs)} if entry.shard_specs else {})
     if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
@@ -226,8 +254,15 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
         convert_module(
             module, ColumnParallelEmbedding, beneath=_has_custom_forward(module)
         ).axis = axis
+    elif gathers:
+        module.__dict__.update(_axis=axis, _sums_gradients=False, _input=_first_argument(module))
+        convert_module(module, _FullSequence)
     elif _reads_parameters(module) or style == "averaged":
         _read_locally(entry, axis, sequence_parallel=sequence_parallel)
+
+
+def _first_argument(module: nn.Module) -> str:
+    return next(iter(inspect.signature(module.forward).parameters))
 
 
 def _shard_outputs(
@@ -284,7 +319,7 @@ def _read_locally(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -
     kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
     if entry.style == "region":
         kind = _EntersRegion
-        module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
+        module.__dict__["_input"] = _first_argument(module)
     elif entry.style in ("experts", "averaged"):
         kind = _Experts if entry.style == "experts" else _Averaged
     sums_gradients = sums_gradients or entry.style == "replicated_summed"
@@ -303,13 +338,17 @@ def _shard_heads(modules: Sequence[Styled], degree: int) -> None:
         set_local_head_counts(holder, outputs, degree=degree, shared=shared_heads(columns))
 
 
-def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bool) -> None:
+def _share_regions(
+    modules: Sequence[Styled], axis: TensorAxis, *, sequence_parallel: bool
+) -> None:
     """Let the column layers inside a region compute together."""
-    for container in module.modules():
+    for entry in modules:
+        container = entry.module
         if isinstance(container, _EntersRegion):
             layers = container.modules()
             columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-            region = ColumnParallelGroup(axis, columns, sequence_parallel=sequence_parallel)
+            has_parts = sequence_parallel and not entry.in_full_sequence
+            region = ColumnParallelGroup(axis, columns, sequence_parallel=has_parts)
             container.region = region
             for column in columns:
                 column.region = region

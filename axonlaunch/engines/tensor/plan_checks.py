@@ -28,7 +28,7 @@ from axonlaunch.models.tensors.packed_blocks import BLOCK, format_of, logical_sh
 STYLES = (
     *("column", "row", "vocabulary", "sequence", "region", "replicated"),
     *("column_gathered", "row_split", "packed_column", "packed_row", "key_value"),
-    *("experts", "averaged", "local", "replicated_summed"),
+    *("experts", "averaged", "local", "replicated_summed", "full_sequence"),
 )
 """The styles of a plan.
 
@@ -49,6 +49,8 @@ Styles of other modules:
 
 - ``sequence``: under sequence parallelism the module sees part of the sequence; an ``nn.Embedding``
   (of positions) returns this rank's part.
+- ``full_sequence``: under sequence parallelism, the module's first argument is gathered from parts
+  of the sequence, it computes as without sequence parallelism, and a part of its result continues.
 - ``region``: a parallel region; all column layers in it read its single input.
 - ``replicated``: computed in full on every rank. This is also the default of unmatched modules.
 - ``replicated_summed``: the same parameters on every rank, outside of a region, but with sharded
@@ -90,6 +92,7 @@ class Styled:
         nested: Whether a parent module is a region or in one.
         in_sequence: Whether the module has the style ``sequence``, or no style and a parent with
             that style.
+        in_full_sequence: Whether the module has the style ``full_sequence`` or is in such a module.
         holder: Parent module; None for the root.
         pieces: Number of equal pieces packed in its outputs.
         shard_specs: Shards of the sharded parameters that belong directly to the module, by local
@@ -103,6 +106,7 @@ class Styled:
     in_region: bool
     nested: bool
     in_sequence: bool
+    in_full_sequence: bool = False
     holder: nn.Module | None = None
     pieces: int = 1
     shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
@@ -126,6 +130,8 @@ def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
             nested=nested,
             in_sequence=style == "sequence"
             or (style is None and parent is not None and parent.in_sequence),
+            in_full_sequence=style == "full_sequence"
+            or (parent is not None and parent.in_full_sequence),
             holder=parent.module if parent is not None else None,
             pieces=pieces,
             shard_specs=_shard_specs(name, submodule, plan),
@@ -475,7 +481,8 @@ def _missing_from_plan(modules: list[Styled]) -> Iterator[str]:
         is_trained = any(
             p is not None and p.requires_grad for p in entry.module._parameters.values()
         )
-        if is_trained and entry.style is None and not (entry.in_region or entry.in_sequence):
+        is_covered = entry.in_region or entry.in_sequence or entry.in_full_sequence
+        if is_trained and entry.style is None and not is_covered:
             yield (
                 f"sequence_parallel: the plan does not name {entry.name or 'the model itself'}; "
                 "give it the style sequence if it sees only a part of the sequence, otherwise "

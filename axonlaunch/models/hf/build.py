@@ -7,6 +7,7 @@ one. The model's code is used unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,10 +32,13 @@ class CausalLM(RouterLossModel):
         _part_positions: Maps the number of tokens in a part of a sequence to their positions; None
             for full sequences.
         _whole_positions: Gathers the positions in documents from a part of the rows to full rows.
+        _has_parts: Whether hidden states are parts of the sequence, but tokens and positions are
+            not: the embedding returns a part, and attention and the head gather it.
     """
 
     _part_positions: Callable[[int], Tensor] | None = None
     _whole_positions: Callable[[Tensor], Tensor] | None = None
+    _has_parts: bool = False
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor | ModelOutputs:
         """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens].
@@ -44,18 +48,9 @@ class CausalLM(RouterLossModel):
             positions: Position of each token in its document, [samples, tokens], if rows hold
                 several documents.
         """
-        if positions is not None:
-            gather_positions = self._whole_positions
-            with library.documents_apart(
-                positions if gather_positions is None else gather_positions(positions)
-            ):
-                outputs: Any = super().forward(input_ids=input_ids, position_ids=positions)
-        elif self._part_positions is None:
-            outputs = super().forward(input_ids=input_ids)
-        else:
-            positions = self._part_positions(input_ids.shape[1]).to(input_ids.device)
-            with library.positions_of_a_part():
-                outputs = super().forward(input_ids=input_ids, position_ids=positions[None])
+        length = input_ids.shape[1]
+        with library.parts_of_rows(length) if self._has_parts else nullcontext():
+            outputs = self._outputs(input_ids, positions)
         logits: Tensor = outputs.logits
         auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is None:
@@ -65,6 +60,24 @@ class CausalLM(RouterLossModel):
             return ModelOutputs(logits, loss)
         shared.add(loss)
         return logits
+
+    def _outputs(self, input_ids: Tensor, positions: Tensor | None) -> Any:
+        """Return transformers' outputs."""
+        if positions is not None:
+            gather_positions = self._whole_positions
+            with library.documents_apart(
+                positions if gather_positions is None else gather_positions(positions)
+            ):
+                return super().forward(input_ids=input_ids, position_ids=positions)
+        length, device = input_ids.shape[1], input_ids.device
+        if self._part_positions is not None:
+            positions = self._part_positions(length).to(device)
+            with library.positions_of_a_part():
+                return super().forward(input_ids=input_ids, position_ids=positions[None])
+        if self._has_parts:  # transformers would count the positions of the hidden states
+            positions = torch.arange(length, device=device)
+            return super().forward(input_ids=input_ids, position_ids=positions[None])
+        return super().forward(input_ids=input_ids)
 
 
 class RoutedCausalLM(CausalLM):
@@ -108,6 +121,15 @@ class RoutedCausalLM(CausalLM):
             mask=library.present_tokens(),
         )
         return loss.attach(hidden, share * _coefficient(model))
+
+
+def split_hidden_states(model: Any) -> None:
+    """Let a model with sharded layers compute on full rows with parts of hidden states.
+
+    Args:
+        model: A ``CausalLM``, or a pipeline stage of one; it is changed in place.
+    """
+    model._has_parts = True
 
 
 def build_recorded(config: TransformersModel) -> tuple[nn.Module, dict[str, Initializer]]:

@@ -15,7 +15,7 @@ from axonlaunch.models.hf.analysis.context_attention import shard_attention
 from axonlaunch.models.hf.analysis.expert_modules import expert_modules, use_plain_experts
 from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
-from axonlaunch.models.hf.build import untraceable
+from axonlaunch.models.hf.build import split_hidden_states, untraceable
 from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.models.specs.model_spec import MixedSamples, ModelSpec
 from axonlaunch.models.tensors.initialization import Constant, Initializer
@@ -51,6 +51,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         unshardable=lambda: model_structure.unshardable,
         unpackable=lambda: model_structure.unpackable,
         tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
+        unsplittable=lambda: model_structure.unsplittable,
         experts=expert_modules,
         use_plain_experts=use_plain_experts,
         initializers=lambda module: initializers,
@@ -74,6 +75,8 @@ SPEC = ModelSpec(
     loss=cross_entropy_sum,
     adapt=adapt,
     shard_sequences=shard_attention,
+    sequence_parallel=True,
+    split_hidden_states=split_hidden_states,
     shards_documents=True,
     runs_without_values=True,
 )

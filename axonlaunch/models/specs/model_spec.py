@@ -92,6 +92,10 @@ class ModelSpec:
             (see ``engines.tensor.parallelize``), or a function that returns them for a module or
             pipeline stage. None if the model can't be split.
         sequence_parallel: Whether the plan also says which modules see only a part of the sequence.
+        unsplittable: Returns why tensor ranks can't each have a part of the hidden states along the
+            sequence, although ``sequence_parallel`` is true; empty if they can.
+        split_hidden_states: Lets a module with sharded layers take full rows of tokens while its
+            blocks see parts of the sequence.
         ends: Attributes that only the first and only the last pipeline stage keeps. Other stages
             set them, and the blocks that they lack, to None. If ``ends`` is None, ``flow`` is used.
         flow: Returns the modules and tensors around the blocks. Each stage then runs the whole
@@ -138,6 +142,8 @@ class ModelSpec:
     initializers: Callable[[nn.Module], Mapping[str, Initializer]] | None = None
     tensor_plan: TensorPlan | None = None
     sequence_parallel: bool = False
+    unsplittable: Callable[[], str] = lambda: ""
+    split_hidden_states: Callable[[nn.Module], None] = lambda _: None
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     flow: Callable[[], BlockFlow] | None = None
     positions: tuple[str, ...] | None = None
@@ -199,6 +205,10 @@ class ModelSpec:
         if self.positions is None:
             return "the model can't compute on a part of a sequence; use 1"
         return ""
+
+    def no_sequence_parallelism(self) -> str:
+        """Return why norms can't compute on a part of the sequence; empty if they can."""
+        return self.unsplittable() if self.sequence_parallel else "it has no sequence-parallel form"
 
     def head_of(self, module: nn.Module) -> nn.Module | None:
         """Return the head of a module or stage, or None if it has no head."""

@@ -278,11 +278,15 @@ def _sequence_parallel(config: RunConfig) -> Options:
     Source: Korthikanti et al., 2022, section 4.2.2.
     """
     tensor = config.strategy.tensor
-    can_divide = tensor.plan or spec_for(config).sequence_parallel
-    if tensor.degree == 1 or tensor.sequence_parallel or not can_divide:
+    if tensor.degree == 1 or tensor.sequence_parallel or not _divides_hidden_states(config):
         return []
     cost = "an all-gather and a reduce-scatter for each all-reduce: as much traffic"
     return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
+
+
+def _divides_hidden_states(config: RunConfig) -> bool:
+    has_plan = bool(config.strategy.tensor.plan)
+    return has_plan or not spec_for(config).no_sequence_parallelism()
 
 
 def _tensor(config: RunConfig, layout: Layout) -> Options:
@@ -296,7 +300,7 @@ def _tensor(config: RunConfig, layout: Layout) -> Options:
     more: Settings = {}
     if layout.tensor > 1:
         cost = "smaller matrix products, and the same all-reduces over more ranks"
-    elif spec_for(config).sequence_parallel:
+    elif _divides_hidden_states(config):
         cost = f"all-gathers and reduce-scatters: as much as {cost}"
         more = {"strategy.tensor.sequence_parallel": True}
     return [

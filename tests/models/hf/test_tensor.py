@@ -151,11 +151,6 @@ def test_invalid_tensor_degree_is_refused_with_valid_ones(
     assert expected in messages
 
 
-def test_transformers_plans_have_no_sequence_parallelism() -> None:
-    messages = problems("llama", *TENSOR, "strategy.tensor.sequence_parallel=true")
-    assert "model=hf has no sequence-parallel form; use false" in messages
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_fixed_head_counts_are_refused_before_start(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +220,10 @@ def test_a_plan_cuts_experts_and_shares_key_value_heads() -> None:
         "model.layers.*.mlp.experts": "experts",
         "model.embed_tokens": "vocabulary",
         "lm_head": "vocabulary",
+        "model.layers.*.mlp": "full_sequence",
+        "model.layers.*.input_layernorm": "sequence",
+        "model.layers.*.post_attention_layernorm": "sequence",
+        "model.norm": "sequence",
     }
 
 

@@ -98,6 +98,7 @@ def mask(
     if attention_mask is not None and not library.hides_nothing(attention_mask):
         raise ValueError("a padded sequence can't be split over ranks")
     division: _Division = getattr(config, NAME)
+    q_length = library.row_length(q_length)
     full_length = q_length * division.parts.ranks
     positions = library.document_positions()
     is_causal = allow_is_causal_skip and (local_size is None or full_length <= local_size)

@@ -51,7 +51,7 @@ _BY_INDEX = ("index", "gather", "scatter", "grouped_mm")
 _ATTENDS_BY_ITSELF = "it does not call transformers' attention functions"
 
 
-class _MixingError(Exception):
+class MixingError(Exception):
     """A model can't run on a part of a sequence; the message says why."""
 
 
@@ -72,7 +72,7 @@ def why_unshardable(model: nn.Module, *, layers: str) -> str:
         return "its auxiliary loss needs all tokens; use model.router_aux_loss=false"
     if isinstance(outputs, str):
         return outputs
-    if _finds_positions_in_tokens(model, _length(model)):
+    if finds_positions_in_tokens(model, part_length(model)):
         return "it computes positions from the tokens, counting those that are not padding"
     return ""
 
@@ -105,7 +105,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
         needs_mask: Whether attention without a mask from transformers is an error.
     """
     silence_fake_tensors()
-    watch = _Watch(_length(model))
+    watch = MixingWatch(part_length(model))
     shard_attention(
         model,
         SequenceParts(
@@ -117,20 +117,14 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
         ),
         needs_mask=needs_mask,
     )
-    blocks: Any = model.get_submodule(layers)
-    for number, block in enumerate(blocks):
-        name = f"{layers}.{number}"
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: watch.enter(name, (args, kwargs)), with_kwargs=True
-        )
-        block.register_forward_hook(lambda *_: watch.leave())
+    watch.follow_blocks(model, layers)
     try:
         with fake_tensor_mode():
             materialize(model, device="cpu")
             tokens = torch.zeros((1, watch.length), dtype=torch.int64)
             with watch:
                 outputs = model(tokens)
-    except _MixingError as reason:
+    except MixingError as reason:
         return str(reason)
     except Exception as error:  # third-party code may need values, or fail in any way
         details = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -139,7 +133,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
     return outputs if watch.attended else _ATTENDS_BY_ITSELF
 
 
-def _finds_positions_in_tokens(model: Any, length: int) -> bool:
+def finds_positions_in_tokens(model: Any, length: int) -> bool:
     """Return whether a model without given positions counts the tokens that are not padding."""
     model._part_positions = None
     watch = _CountsTokens()  # type: ignore[no-untyped-call]
@@ -159,7 +153,7 @@ class _CountsTokens(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchDispatchMode):
+class MixingWatch(TorchDispatchMode):
     """Raises an error for operations that mix tokens or count positions.
 
     Attributes:
@@ -175,23 +169,34 @@ class _Watch(TorchDispatchMode):
         self._is_paused = False
         self._counted: dict[int, Any] = {}
 
+    def follow_blocks(self, model: nn.Module, layers: str) -> None:
+        """Let hooks tell which block is running."""
+        blocks: Any = model.get_submodule(layers)
+        for number, block in enumerate(blocks):
+            name = f"{layers}.{number}"
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self.enter(name, (args, kwargs)),
+                with_kwargs=True,
+            )
+            block.register_forward_hook(lambda *_: self.leave())
+
     def positions(self, length: int) -> Tensor:
         """Return the positions of a part, which the model must use."""
-        with self._pause():
+        with self.paused():
             return torch.arange(length) * 1
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Context around split attention and its masks, in which operations are not checked."""
         self.attended += bool(self._block)
-        with self._pause():
+        with self.paused():
             yield
 
     def enter(self, block: str, arguments: Any) -> None:
         """Begin a block.
 
         Raises:
-            _MixingError: An argument of the block depends on positions that the model counted
+            MixingError: An argument of the block depends on positions that the model counted
                 itself.
         """
         for tensor in tree_leaves(arguments):
@@ -212,7 +217,7 @@ class _Watch(TorchDispatchMode):
         outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         is_hidden = any(tensor.requires_grad for tensor in inputs)
         if self._block and is_hidden and self._mixes(name, args, outputs):
-            raise _MixingError(
+            raise MixingError(
                 f"{self._block} mixes tokens by {name} instead of transformers' attention functions"
             )
         if is_hidden and not (self._block and any(part in name for part in _BY_INDEX)):
@@ -227,7 +232,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Context in which operations are not checked."""
         previous, self._is_paused = self._is_paused, True
         try:
             yield
@@ -237,7 +243,7 @@ class _Watch(TorchDispatchMode):
     def _refuse_counted(self, tensors: list[Tensor]) -> None:
         if any(storage_key(tensor) in self._counted for tensor in tensors):
             subject = f"{self._block} counts" if self._block else "it counts"
-            raise _MixingError(
+            raise MixingError(
                 f"{subject} positions from 0 instead of using the positions it is given"
             )
 
@@ -289,8 +295,8 @@ def _count(tensor: Tensor, size: int) -> int:
     return sum(dim == size for dim in tensor.shape)
 
 
-def _length(model: Any) -> int:
-    """Return a length that no other dimension has."""
+def part_length(model: Any, *, parts: int = 1) -> int:
+    """Return a length such that no dimension has it, nor the length of so many parts."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in model.config.to_dict().values() if type(value) is int}
-    return next((prime for prime in _PRIMES if prime not in sizes), 101)
+    return next((n for n in _PRIMES if sizes.isdisjoint((n, n * parts))), 101)

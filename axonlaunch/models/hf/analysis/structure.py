@@ -17,6 +17,7 @@ from torch import nn
 
 from axonlaunch.config.options.model import TransformersModel
 from axonlaunch.models.fake.block_flow import block_flow
+from axonlaunch.models.hf.analysis.hidden_parts import why_unsplittable
 from axonlaunch.models.hf.analysis.sequence_mixing import why_unpackable, why_unshardable
 from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.reading import files
@@ -108,6 +109,13 @@ class Structure:
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
         return why_unshardable(self.representative, layers=self.layers)
+
+    @functools.cached_property
+    def unsplittable(self) -> str:
+        """Why tensor ranks can't each have a part of the hidden states; empty if they can."""
+        if self.layers is None or self.untraceable:
+            return self.no_layers or self.untraceable
+        return why_unsplittable(self.representative, layers=self.layers)
 
     @functools.cached_property
     def unpackable(self) -> str:

@@ -8,6 +8,7 @@ and is refused by name later.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -160,12 +161,16 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
         model: Unsharded model, or a part of one with the same names.
         layers: Path of the blocks.
     """
+    names = [*_modules(model), *(name for name, _ in model.named_parameters())]
+    return _patterns(module_styles(model, layers), names)
+
+
+def module_styles(model: Any, layers: str | None) -> dict[str, str]:
+    """Return our style of each module and parameter that has one, by full name."""
     plan = _plan_of_transformers(model, layers)
     if not plan:
         return {}
-    # Adapters are split like their layers.
-    modules = model.named_modules()
-    modules = {name: module for name, module in modules if not isinstance(module, ADAPTER_PARTS)}
+    modules = _modules(model)
     styles = {name: style for name in modules if (style := plan.get(_with_stars(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
@@ -181,7 +186,45 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
     translated |= _ends(model, modules, translated)
     for name in _regions(modules, translated, latent_attentions):
         translated[name] = "region"
-    return _patterns(translated, [*modules, *(name for name, _ in model.named_parameters())])
+    return translated | _around_layers(modules, translated, layers)
+
+
+def _around_layers(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: str | None
+) -> dict[str, str]:
+    """Return the styles of modules around sharded layers, which matter for sequence parallelism.
+
+    Modules with vectors, such as norms, compute on parts of the sequence. A module in a block that
+    has matrices and is no region computes on full sequences, because it may mix tokens.
+    """
+    with_matrices = {
+        parent
+        for name, module in modules.items()
+        if any(p is not None and p.ndim > 1 for p in module._parameters.values())
+        for parent in itertools.accumulate(name.split("."), "{}.{}".format)
+    }
+    blocks = {name for name in modules if _parent(name) == layers}
+    around: dict[str, str] = {}
+    closed: list[str] = []
+    for name, module in modules.items():  # parents come before their children
+        if name.startswith(tuple(closed)):
+            continue
+        is_part = any(name.startswith(f"{block}.") for block in blocks)
+        is_called = type(module).forward is not nn.Module.forward
+        if name in styles:
+            closed.append(f"{name}.")
+        elif is_part and is_called and name in with_matrices:
+            around[name] = "full_sequence"
+            closed.append(f"{name}.")
+        elif any(parameter is not None for parameter in module._parameters.values()):
+            around[name] = "sequence"
+    return around
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by full name, except adapters, which are split like their layers."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if not isinstance(module, ADAPTER_PARTS)}
 
 
 def _plan_of_transformers(model: Any, layers: str | None) -> dict[str, str]:

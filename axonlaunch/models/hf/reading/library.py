@@ -41,6 +41,8 @@ _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 """Positions of tokens in their documents, [samples, tokens]; None without packing."""
 
 
+_ROW_LENGTH: ContextVar[int | None] = ContextVar("row_length", default=None)
+"""Number of tokens of rows whose hidden states are parts of the sequence; None for full ones."""
 _PRESENT: ContextVar[Tensor | None] = ContextVar("present_tokens", default=None)
 """Whether each token is not padding, [samples, tokens]; None: no token is padding."""
 
@@ -53,6 +55,31 @@ def positions_of_a_part() -> Iterator[None]:
         yield
     finally:
         _IS_PART.reset(token)
+
+
+@contextmanager
+def parts_of_rows(length: int) -> Iterator[None]:
+    """Make all masks that transformers builds cover full rows, while hidden states are parts.
+
+    Args:
+        length: Number of tokens of a full row, whose positions count up from 0 or restart in each
+            document.
+    """
+    token = _ROW_LENGTH.set(length)
+    try:
+        yield
+    finally:
+        _ROW_LENGTH.reset(token)
+
+
+def row_length(hidden: int) -> int:
+    """Return the number of tokens of a full row.
+
+    Args:
+        hidden: Number of positions in the hidden states.
+    """
+    length = _ROW_LENGTH.get()
+    return hidden if length is None else length
 
 
 @contextmanager
@@ -211,7 +238,7 @@ def _build_same_masks_when_fake() -> None:
     original: Any = masking.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
-        is_known = _IS_PART.get() or _DOCUMENTS.get() is not None
+        is_known = _IS_PART.get() or any(c.get() is not None for c in (_DOCUMENTS, _ROW_LENGTH))
         return None if is_known or is_fake(position_ids) else original(position_ids)
 
     masking.find_packed_sequence_indices = find_packed_sequence_indices
@@ -231,6 +258,8 @@ def _with_documents(build: Any) -> Any:
         positions, padding = _DOCUMENTS.get(), options.get("attention_mask")
         if padding is not None and is_fake(padding) and hides_nothing(padding):
             options["attention_mask"] = None
+        for key in ("q_length", "kv_length"):
+            options[key] = row_length(options[key])
         if positions is not None:
             mask_function = _within_documents(mask_function, positions)
             allow_is_causal_skip = False
