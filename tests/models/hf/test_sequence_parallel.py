@@ -109,7 +109,9 @@ def test_family_that_needs_full_hidden_states_is_refused_by_name(kind: str) -> N
 
 def test_indivisible_length_is_refused_with_the_next_valid_one() -> None:
     odd = ["launch.nproc=2", "data.sequence_length=31"]
-    with pytest.raises(ConfigError, match=r"strategy.tensor.degree=2 needs a multiple of 2; use 32"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.tensor.degree=2 needs a multiple of 2; use 32"
+    ):
         run_config([*without_folder("llama"), *overrides_of("tensor")[1], *odd])
 
 
