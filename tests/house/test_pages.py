@@ -19,6 +19,7 @@ from command import Served
 from configured import run_config
 from served import Server
 
+import axonlaunch as ax
 from axonlaunch.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -242,6 +243,11 @@ def test_every_registered_option_is_on_its_page(group: str) -> None:
 
     named = set(re.findall(r"[\w]+", " ".join(code(DOCS / "configuration.md"))))
     assert set(Composer().options(group)) <= named
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    words = {word for page in PAGES for word in re.findall(r"\w+", page.read_text())}
+    assert set(ax.__all__) - words == set()
 
 
 def code(page: Path) -> list[str]:
