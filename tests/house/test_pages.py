@@ -137,8 +137,8 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
 ) -> None:
     axonlaunch = Served(tmp_path, server)
     write_files(page, tmp_path)
-    before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
-    for command in [line for line in lines(page) if line not in before]:
+    run_before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
+    for command in [line for line in lines(page) if line not in run_before]:
         if command.startswith(COSTLY):
             continue  # has a separate test
         if command.startswith("python "):
@@ -310,9 +310,9 @@ def test_the_trunk_of_the_page_about_architecture_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    own = {"my_models.py", "my_configs/experiment/mine.yaml"}
-    known = [*ROOT.glob("axonlaunch/**/*.py"), *ROOT.glob("tests/**/*.py")]
-    names = {str(path.relative_to(ROOT)) for path in known}
+    examples = {"my_models.py", "my_configs/experiment/mine.yaml"}
+    files = [*ROOT.glob("axonlaunch/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    names = {str(path.relative_to(ROOT)) for path in files}
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - own:
+    for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - examples:
         assert any(f"/{path}".endswith(f"/{name}") for path in names), f"{name} is not there"
