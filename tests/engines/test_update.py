@@ -102,15 +102,15 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in parameters().items()}
 
 
-def updated(update: Update, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
-            weights[name].grad = gradient
+            own[name].grad = gradient
         update.collect_gradients()
         update.clip_gradients(1.0)
         update.apply(rate=lambda _, step=step: 0.1 / (step + 1))  # type: ignore[misc]
-    assert all(p.grad is None for p in weights.values())
-    return {name: p.detach().clone() for name, p in weights.items()}
+    assert all(p.grad is None for p in own.values())
+    return {name: p.detach().clone() for name, p in own.items()}
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
@@ -121,14 +121,14 @@ def test_sharded_update_equals_unsharded_update(
 ) -> None:
     if straight:
         monkeypatch.setattr(zero1, "_LARGE", 0)
-    weights = parameters()
-    expected = updated(Update(config, weights), weights)
+    own = parameters()
+    expected = updated(Update(config, own), own)
 
     def run(world: World) -> tuple[dict[str, Tensor], int]:
-        weights = parameters()
+        own = parameters()
         mesh = world.mesh(dp_replicate=ranks).device_mesh
-        update = ShardedUpdate(config, weights, mesh=mesh)
-        result = updated(update, weights)
+        update = ShardedUpdate(config, own, mesh=mesh)
+        result = updated(update, own)
         states = update.state_dict().values()
         local = sum(t.to_local().numel() for t in states if isinstance(t, DTensor))
         return result, local
@@ -138,16 +138,16 @@ def test_sharded_update_equals_unsharded_update(
         for name, tensor in expected.items():
             torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
     moments = 2 if isinstance(config, AdamWConfig) else 1
-    full = moments * sum(p.numel() for p in weights.values() if p.ndim)
+    full = moments * sum(p.numel() for p in own.values() if p.ndim)
     replicated = moments * ranks  # the scalar can't be divided
     assert sum(local for _, local in results) == full + replicated
 
 
 def update_in_shards(world: World) -> None:
     """Update parameters whose rows are divided between two ranks."""
-    weights = parameters()
+    own = parameters()
     mesh = world.mesh(dp_replicate=2).device_mesh
-    updated(ShardedUpdate(SGDConfig(lr=0.1), weights, mesh=mesh), weights)
+    updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
 
 
 def test_a_sharded_update_gathers_small_parameters_in_one_message(
@@ -185,8 +185,8 @@ def test_large_parameter_rows_are_gathered_in_place(
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
 def test_streamed_update_equals_unsharded_update(config: AdamWConfig | SGDConfig) -> None:
     cpu = torch.device("cpu")
-    weights, streamed = parameters(), parameters()
-    expected = updated(Update(config, weights), weights)
+    own, streamed = parameters(), parameters()
+    expected = updated(Update(config, own), own)
     update = StreamedUpdate(config, streamed, device=cpu, states_on=cpu)
     for name, tensor in updated(update, streamed).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
@@ -195,9 +195,9 @@ def test_streamed_update_equals_unsharded_update(config: AdamWConfig | SGDConfig
 def test_streamed_update_keeps_states_on_configured_device() -> None:
     """The meta device, which holds no data, replaces the GPU."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
-    weights = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
-    update = StreamedUpdate(LionConfig(), weights, device=meta, states_on=meta)
-    for p in weights.values():
+    own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
+    update = StreamedUpdate(LionConfig(), own, device=meta, states_on=meta)
+    for p in own.values():
         p.grad = torch.zeros_like(p)
     update.apply(rate=lambda _: 0.1)
     assert {state.device for state in update.state_dict().values()} == {meta}
@@ -210,12 +210,12 @@ def test_streamed_update_keeps_states_on_configured_device() -> None:
 
 
 def test_reading_states_before_first_step_changes_nothing() -> None:
-    weights, read = parameters(), parameters()
-    expected = updated(Update(AdamWConfig(), weights), weights)
-    update = Update(AdamWConfig(), read)
+    own, asked = parameters(), parameters()
+    expected = updated(Update(AdamWConfig(), own), own)
+    update = Update(AdamWConfig(), asked)
     states = update.state_dict()
     assert {float(value) for key, value in states.items() if key.endswith(".step")} == {0.0}
-    for name, tensor in updated(update, read).items():
+    for name, tensor in updated(update, asked).items():
         assert torch.equal(tensor, expected[name])
 
 
@@ -231,14 +231,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     def run(world: World) -> tuple[bool, bool, bool]:
         engine = build_engine(chosen, world)
         tokens = torch.zeros(16, 8, dtype=torch.int64)
-        initial = {n: p.to_local().clone() for n, p in engine.state_dict()["model"].items()}
+        before = {n: p.to_local().clone() for n, p in engine.state_dict()["model"].items()}
         if world.rank == 1:
             with torch.no_grad():
                 for _, parameter in engine.named_parameters():
                     parameter.register_hook(lambda gradient: gradient * float("inf"))
         result = engine.train_step(Batch(tokens, tokens))
         after = {n: p.to_local() for n, p in engine.state_dict()["model"].items()}
-        same = all(torch.equal(initial[name], after[name]) for name in initial)
+        same = all(torch.equal(before[name], after[name]) for name in before)
         scale = float(engine.state_dict()["counters"]["loss_scale"])
         return bool(result.skipped), same, scale == 32768.0
 
@@ -259,17 +259,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 )
 def test_skipped_step_changes_no_state(config: OptimizerConfig) -> None:
     """In a skipped first step, torch's fused SGD would create an uninitialized momentum."""
-    weights, plain = parameters(), parameters()
-    update, right = Update(config, weights), Update(config, plain)
+    own, plain = parameters(), parameters()
+    update, right = Update(config, own), Update(config, plain)
     for step, overflows in enumerate((1.0, 0.0, 1.0, 0.0)):
         for name, gradient in gradients(step).items():
-            weights[name].grad = gradient * (math.inf if overflows else 1)
+            own[name].grad = gradient * (math.inf if overflows else 1)
             plain[name].grad = None if overflows else gradient
         update.apply(rate=lambda _: 0.1, skip=torch.tensor(overflows))
         if not overflows:
             right.apply(rate=lambda _: 0.1)
-    for name in weights:
-        assert torch.equal(weights[name], plain[name])
+    for name in own:
+        assert torch.equal(own[name], plain[name])
     expected = right.state_dict()
     for key, state in update.state_dict().items():
         assert torch.equal(state, expected[key]), key
@@ -319,11 +319,11 @@ def test_loss_scale_is_removed_while_clipping(
     monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     """The reference is ``torch.amp``: unscaled, then clipped."""
-    weights, plain = parameters(), parameters()
+    own, plain = parameters(), parameters()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
     scaler.scale(torch.zeros(()))  # starts with the first loss
     for name, gradient in gradients(0).items():
-        weights[name].grad, plain[name].grad = gradient * 2.0**13, gradient * 2.0**13
+        own[name].grad, plain[name].grad = gradient * 2.0**13, gradient * 2.0**13
     scaler.unscale_(torch.optim.SGD(plain.values()))
     limit = math.inf if max_norm is None else max_norm
     expected = nn.utils.clip_grad_norm_(plain.values(), limit)
@@ -332,9 +332,9 @@ def test_loss_scale_is_removed_while_clipping(
     monkeypatch.setattr(
         torch, "_foreach_mul_", lambda *args: (passes.append(1), multiply(*args))[1]
     )
-    update = Update(SGDConfig(lr=0.1), weights)
+    update = Update(SGDConfig(lr=0.1), own)
     norm = update.clip_gradients(max_norm, loss_scale=torch.tensor(scaler.get_scale()))
     assert len(passes) == 1
     torch.testing.assert_close(norm, expected)
-    for name, parameter in weights.items():
+    for name, parameter in own.items():
         torch.testing.assert_close(parameter.grad, plain[name].grad, rtol=1e-6, atol=0)

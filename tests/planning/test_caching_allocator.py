@@ -184,12 +184,12 @@ def test_nccl_memory_equals_measurements() -> None:
 
 
 def test_measured_context_memory_overrides_defaults() -> None:
-    hardware = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
-    assert non_allocator_bytes((1, 2, 8), hardware) == (600 + 2 * 300) * MIB
+    own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
+    assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
     assert non_allocator_bytes((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
     recorded = DeviceRequests([Change(0, 30 * MIB)])
-    memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=hardware)
+    memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
 
 
@@ -286,11 +286,11 @@ def test_expandable_segments_are_default_without_user_settings(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert allocator_settings.settings_of_ranks() == AllocatorSettings.of(text)
-    monkeypatch.setattr("os.environ", environment := dict(os.environ))
+    monkeypatch.setattr("os.environ", before := dict(os.environ))
     allocator_settings.grow_segments()
     assert allocator_settings.settings_of_ranks() == AllocatorSettings.of(text)
-    settings = {n: v for n, v in environment.items() if n in allocator_settings._VARIABLES}
-    assert settings == (variables or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    asked = {n: v for n, v in before.items() if n in allocator_settings._VARIABLES}
+    assert asked == (variables or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.parametrize(
