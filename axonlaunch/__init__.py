@@ -114,6 +114,7 @@ if TYPE_CHECKING:
         estimate as estimate,
         load as load,
         plan as plan,
+        sample as sample,
         train as train,
         verify as verify,
     )
@@ -225,6 +226,7 @@ _NAMES_BY_MODULE = {
         "estimate",
         "load",
         "plan",
+        "sample",
         "train",
         "verify",
     ),

@@ -65,7 +65,6 @@ def all_reduce(
 
     Args:
         tensor: Tensor of the same shape on every rank; it is overwritten.
-        op: Reduction operation.
         group: Group of ranks that all call this; None is the world.
 
     Raises:

@@ -153,7 +153,6 @@ def single_rank_group(rank: int, *, backend: str | None = None) -> ProcessGroup:
     """Return the group that contains only this rank; torch's group is created at its first use.
 
     Args:
-        rank: This rank.
         backend: See ``disjoint_group``.
     """
     return _SingleRankGroup(rank, backend)

@@ -112,6 +112,6 @@ def divisor(degrees: Mapping[str, int], divided: Divided) -> int:
 
     Args:
         degrees: Degree of each axis by its name.
-        divided: One of these three words: ``"sequences"``.
+        divided: Kind of content: ``"layers"``, ``"blocks"`` or ``"sequences"``.
     """
     return math.prod(degrees[axis.name] for axis in AXES if axis.divides == divided)

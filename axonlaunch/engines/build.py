@@ -126,7 +126,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the steps of building share.
+    """State that the build steps share.
 
     Attributes:
         experts: Mesh of parameters of experts; None if experts are not sharded.

@@ -306,7 +306,7 @@ def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
     """Return the keys that words of ``keys.ALLOWABLE`` allow a search to set.
 
     Args:
-        allow: The words.
+        allow: Words of the user, such as ``low_precision``.
         name: Name of the option or argument for errors.
 
     Raises:

@@ -141,7 +141,10 @@ def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
 
 
 def product_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield why layers can't compute in ``train.matmul_dtype``, or the first unsuitable size."""
+    """Yield the reason why layers can't use ``train.matmul_dtype``.
+
+    It may be a setting, or the first layer with a size that the dtype does not allow.
+    """
     if config.train.matmul_dtype is None:
         return
     products = precision_of(config).products

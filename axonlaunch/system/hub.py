@@ -1,4 +1,4 @@
-"""Calls the Hugging Face Hub by huggingface_hub: tries again, and says why a call failed.
+"""Calls the Hugging Face Hub through huggingface_hub, with retries and reasons for failures.
 
 The library is imported only when it is needed. Several of its versions are supported, so errors are
 recognized by their names.

@@ -282,11 +282,11 @@ def test_large_files_are_compared_by_size_and_evenly_spaced_parts(tmp_path: Path
     file = tmp_path / "a.bin"
     with file.open("wb") as stream:
         stream.truncate((1 << 30) + 5)
-    before = sum_of_file(file)
+    first_sum = sum_of_file(file)
     with file.open("r+b") as stream:
         stream.seek((1 << 30) + 4)
         stream.write(b"x")
-    assert sum_of_file(file) != before
+    assert sum_of_file(file) != first_sum
 
 
 def test_a_checkpoint_without_a_description_of_its_data_resumes(

@@ -29,12 +29,12 @@ def test_direct_file_contains_the_written_bytes(tmp_path: Path, size: int, folde
     content = random.Random(size).randbytes(size)
     try:
         with DirectFile(path) as file:
-            place, cut = 0, random.Random(1)
-            while place < size:
-                part = content[place : place + cut.randrange(1, 2 * SMALL)]
+            offset, cut = 0, random.Random(1)
+            while offset < size:
+                part = content[offset : offset + cut.randrange(1, 2 * SMALL)]
                 assert file.write(part) == len(part)
-                place += len(part)
-                assert file.tell() == place
+                offset += len(part)
+                assert file.tell() == offset
         assert path.read_bytes() == content
     finally:
         path.unlink()
@@ -54,11 +54,11 @@ def test_file_system_without_direct_io_gets_cached_writes(tmp_path: Path) -> Non
         file.write(b"x" * (SMALL + 5))
     assert (tmp_path / "one").read_bytes() == b"x" * (SMALL + 5)
 
-    def pwrite(file: int, data: memoryview, place: int) -> int:
+    def pwrite(file: int, data: memoryview, offset: int) -> int:
         if len(refused) < 2:
             refused.append("write")
             raise OSError(errno.EINVAL, "larger blocks, please")
-        return written(file, data, place)
+        return written(file, data, offset)
 
     with mock.patch.object(os, "pwrite", pwrite), DirectFile(tmp_path / "two") as file:
         file.write(b"y" * (SMALL + 5))

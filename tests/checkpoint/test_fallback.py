@@ -23,11 +23,11 @@ from axonlaunch.system.storage import files
 RANKS = 3
 
 
-def save(where: Path, *steps: int, keep: int = 9) -> None:
+def save(run_dir: Path, *steps: int, keep: int = 9) -> None:
     """Save a state whose values are the step, a tensor from each of three ranks."""
 
     def on_rank(world: World) -> None:
-        saver = Saver(where, world=world, retention=Retention(newest=keep))
+        saver = Saver(run_dir, world=world, retention=Retention(newest=keep))
         for step in steps:
             state = {f"w{rank}": torch.full((64,), float(step)) for rank in range(RANKS)}
             saver.save({"model": state}, step=step, samples=step)
@@ -36,12 +36,12 @@ def save(where: Path, *steps: int, keep: int = 9) -> None:
     World.mock(RANKS).run(on_rank)
 
 
-def resume(where: Path, *, passes_over: bool = True) -> tuple[int | None, set[float], list[str]]:
+def resume(run_dir: Path, *, passes_over: bool = True) -> tuple[int | None, set[float], list[str]]:
     """Return the step that all ranks resumed from, their values, and the checkpoints set aside."""
 
     def on_rank(world: World) -> tuple[int | None, set[float], list[str]]:
         state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(64) for rank in range(RANKS)}}
-        loaded = fallback.load_newest(where, lambda: state, world=world, passes_over=passes_over)
+        loaded = fallback.load_newest(run_dir, lambda: state, world=world, passes_over=passes_over)
         values = {float(v) for t in loaded.state.get("model", {}).values() for v in t}
         step = None if loaded.checkpoint is None else loaded.checkpoint.step
         return step, values, [*loaded.aside]
@@ -59,41 +59,43 @@ def flip(file: Path, *, at: int = -40) -> None:
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "folder":
         return tmp_path / "run"
     return storage.storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_damage_found_by_one_rank_makes_all_ranks_fall_back(rank: int, where: Path) -> None:
-    save(where, 1, 2)
+def test_damage_found_by_one_rank_makes_all_ranks_fall_back(rank: int, run_dir: Path) -> None:
+    save(run_dir, 1, 2)
     files_of = sorted(
-        path for path in step_folders.files(checkpoint.list_checkpoints(where)[-1]) if "__" in path
+        path
+        for path in step_folders.files(checkpoint.list_checkpoints(run_dir)[-1])
+        if "__" in path
     )
-    flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
-    step, values, [line] = resume(where)
+    flip(run_dir / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
+    step, values, [line] = resume(run_dir)
     assert (step, values) == (1, {1.0})
     assert "step_2 is corrupt: " in line
     assert "(its CRC-32 differs)" in line
     assert line.endswith("(its CRC-32 differs); it is kept as step_2.corrupt")
-    assert [path.name for path in fallback.put_aside_before(where)] == ["step_2.corrupt"]
-    assert resume(where) == (1, {1.0}, [])
+    assert [path.name for path in fallback.put_aside_before(run_dir)] == ["step_2.corrupt"]
+    assert resume(run_dir) == (1, {1.0}, [])
 
 
-def test_corrupt_checkpoints_set_aside_stay_unlisted_and_undeleted(where: Path) -> None:
-    save(where, 1, 2)
+def test_corrupt_checkpoints_set_aside_stay_unlisted_and_undeleted(run_dir: Path) -> None:
+    save(run_dir, 1, 2)
     for number in (1, 2):  # the same step is corrupt again
-        flip(where / "checkpoints/step_2/index.json")
-        assert resume(where)[0] == 1
-        save(where, 2)
-        assert len(fallback.put_aside_before(where)) == number
-    save(where, 3, 4, keep=1)
-    assert sorted(storage.sizes(where / "checkpoints")) == [
+        flip(run_dir / "checkpoints/step_2/index.json")
+        assert resume(run_dir)[0] == 1
+        save(run_dir, 2)
+        assert len(fallback.put_aside_before(run_dir)) == number
+    save(run_dir, 3, 4, keep=1)
+    assert sorted(storage.sizes(run_dir / "checkpoints")) == [
         *("step_2.corrupt", "step_2.corrupt-2", "step_4"),
     ]
-    assert checkpoint.sweep_partial(where) == []
-    assert set(fallback.put_aside_before(where).values()) == {
+    assert checkpoint.sweep_partial(run_dir) == []
+    assert set(fallback.put_aside_before(run_dir).values()) == {
         "has an index.json that is not what was written (its CRC-32 differs)"
     }
 
@@ -120,36 +122,36 @@ def test_ranks_load_the_same_step_while_another_is_saved(
     assert World.mock(RANKS).run(on_rank) == [1] * RANKS
 
 
-def test_several_corrupt_checkpoints_are_set_aside(where: Path) -> None:
-    save(where, 1, 2, 3, 4)
-    (where / "checkpoints/step_4/index.json").unlink()
-    flip(where / "checkpoints/step_3/index.json")
-    flip(where / "checkpoints/step_2/__0_0.distcp")
-    step, values, lines = resume(where)
+def test_several_corrupt_checkpoints_are_set_aside(run_dir: Path) -> None:
+    save(run_dir, 1, 2, 3, 4)
+    (run_dir / "checkpoints/step_4/index.json").unlink()
+    flip(run_dir / "checkpoints/step_3/index.json")
+    flip(run_dir / "checkpoints/step_2/__0_0.distcp")
+    step, values, lines = resume(run_dir)
     assert (step, values) == (1, {1.0})
     assert len(lines) == 3
 
 
-def test_run_with_only_corrupt_checkpoints_does_not_start(where: Path) -> None:
-    save(where, 1)
-    flip(where / "checkpoints/step_1/__0_0.distcp")
+def test_run_with_only_corrupt_checkpoints_does_not_start(run_dir: Path) -> None:
+    save(run_dir, 1)
+    flip(run_dir / "checkpoints/step_1/__0_0.distcp")
     for _ in range(2):
         with pytest.raises(RankFailedError, match="another name, or remove the corrupt files"):
-            resume(where)
+            resume(run_dir)
 
 
-def test_damage_is_an_error_without_fallback(where: Path) -> None:
-    save(where, 1, 2)
-    flip(where / "checkpoints/step_2/__0_0.distcp")
+def test_damage_is_an_error_without_fallback(run_dir: Path) -> None:
+    save(run_dir, 1, 2)
+    flip(run_dir / "checkpoints/step_2/__0_0.distcp")
     with pytest.raises(
         RankFailedError, match=r"resume from the previous one with checkpoint\.resume="
     ):
-        resume(where, passes_over=False)
-    assert fallback.put_aside_before(where) == {}
+        resume(run_dir, passes_over=False)
+    assert fallback.put_aside_before(run_dir) == {}
 
 
-def test_run_without_checkpoints_starts_from_step_0(where: Path) -> None:
-    assert resume(where) == (None, set(), [])
+def test_run_without_checkpoints_starts_from_step_0(run_dir: Path) -> None:
+    assert resume(run_dir) == (None, set(), [])
 
 
 def denied(*_: Any, **__: Any) -> Any:
@@ -167,21 +169,21 @@ LISTINGS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", LISTINGS)
 def test_failed_listing_is_an_error_and_not_an_empty_run(
-    name: str, where: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(where, 1)
+    save(run_dir, 1)
     monkeypatch.setattr(os, "scandir", denied)
-    if storage.is_remote(where):
-        monkeypatch.setattr(type(storage.filesystem(where)), "ls", denied)
+    if storage.is_remote(run_dir):
+        monkeypatch.setattr(type(storage.filesystem(run_dir)), "ls", denied)
     with pytest.raises(PermissionError):
-        LISTINGS[name](where)
+        LISTINGS[name](run_dir)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
 def test_unreadable_file_is_not_reported_as_damage(
-    number: int, where: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(where, 1, 2)
+    save(run_dir, 1, 2)
 
     def fail(path: Any) -> Any:
         raise OSError(number, os.strerror(number), str(path))
@@ -189,11 +191,11 @@ def test_unreadable_file_is_not_reported_as_damage(
     for module in (files, step_folders):
         monkeypatch.setattr(module, "open_regular", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        step_folders.read_checkpoint(where / "checkpoints" / "step_2")
+        step_folders.read_checkpoint(run_dir / "checkpoints" / "step_2")
     with pytest.raises(OSError, match=os.strerror(number)):
-        fallback.newest_valid(where)
+        fallback.newest_valid(run_dir)
     monkeypatch.undo()
-    newest = checkpoint.latest(where)
+    newest = checkpoint.latest(run_dir)
     assert newest is not None
     monkeypatch.setattr(step_folders, "open_regular", fail)
     with pytest.raises(OSError, match=os.strerror(number)):

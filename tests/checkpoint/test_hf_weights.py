@@ -58,12 +58,12 @@ def started(config: RunConfig) -> dict[str, Tensor]:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
 def test_every_layout_loads_a_save_pretrained_folder(kind: str, tmp_path: Path) -> None:
-    theirs = dict(save(kind, tmp_path).named_parameters())
+    expected = dict(save(kind, tmp_path).named_parameters())
     for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
         parameters = started(chosen(tmp_path, *layout, "train.global_batch_size=6"))
-        assert parameters.keys() == theirs.keys()
+        assert parameters.keys() == expected.keys()
         for name, parameter in parameters.items():
-            assert torch.equal(parameter, theirs[name]), name
+            assert torch.equal(parameter, expected[name]), name
 
 
 def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,15 +203,17 @@ def test_from_pretrained_loads_export(kind: str, tmp_path: Path) -> None:
         newest, config, tmp_path / "out", dtype=None, file_bytes=150_000
     )
     assert {"config.json", "generation_config.json", "tokenizer.json"} < {*written}
-    theirs, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    reloaded, about = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(about.values()), about
-    assert theirs.config.use_cache
+    assert reloaded.config.use_cache
     tokens = torch.arange(32).reshape(2, 16)
     with torch.no_grad():
-        assert torch.equal(theirs.eval()(tokens).logits, module(tokens))
-    before = json.loads((tmp_path / "model" / "config.json").read_text())
+        assert torch.equal(reloaded.eval()(tokens).logits, module(tokens))
+    source_config = json.loads((tmp_path / "model" / "config.json").read_text())
     after = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {key for key in before if before[key] != after.get(key)} <= {"use_cache"}
+    assert {key for key in source_config if source_config[key] != after.get(key)} <= {"use_cache"}
 
 
 def test_refused_import_names_model_hf(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def bucket() -> Path:
     return storage.storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
-def save(where: Path, *steps: int, ranks: int = 2, retention: Retention | None = None) -> None:
+def save(path: Path, *steps: int, ranks: int = 2, retention: Retention | None = None) -> None:
     """Save a state whose values are the step, from the ranks of the mock world."""
 
     def on_rank(world: World) -> None:
-        saver = Saver(where, world=world, retention=retention or Retention(newest=9))
+        saver = Saver(path, world=world, retention=retention or Retention(newest=9))
         for step in steps:
             state = {"model": {f"w{rank}": torch.full((8,), float(step)) for rank in range(ranks)}}
             saver.save(state, step=step, samples=step)
@@ -39,8 +39,8 @@ def save(where: Path, *steps: int, ranks: int = 2, retention: Retention | None =
     World.mock(ranks).run(on_rank)
 
 
-def values(where: Path) -> set[float]:
-    newest = checkpoint.latest(where)
+def values(path: Path) -> set[float]:
+    newest = checkpoint.latest(path)
     assert newest is not None
 
     def on_rank(world: World) -> set[float]:
@@ -51,8 +51,8 @@ def values(where: Path) -> set[float]:
     return set.union(*World.mock(1).run(on_rank))
 
 
-def steps(where: Path) -> list[int]:
-    return [c.step for c in checkpoint.list_checkpoints(where)]
+def steps(path: Path) -> list[int]:
+    return [c.step for c in checkpoint.list_checkpoints(path)]
 
 
 def test_remote_checkpoint_is_saved_and_read(bucket: Path) -> None:
@@ -72,9 +72,9 @@ def test_remote_checkpoints_beyond_retention_are_deleted(bucket: Path) -> None:
 
 def test_remote_step_saved_again_replaces_the_old_one(bucket: Path) -> None:
     save(bucket, 3)
-    known = (bucket / "checkpoints/step_3/manifest.json").read_text()
+    old_manifest = (bucket / "checkpoints/step_3/manifest.json").read_text()
     save(bucket, 3, ranks=1)
-    assert (bucket / "checkpoints/step_3/manifest.json").read_text() != known
+    assert (bucket / "checkpoints/step_3/manifest.json").read_text() != old_manifest
     assert steps(bucket) == [3]
 
 

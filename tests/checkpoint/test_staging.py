@@ -30,25 +30,25 @@ META = torch.device("meta")
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the calls to the simulated GPU."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def page_locked(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append(f"lock {tensor.nbytes}")
+        requests.append(f"lock {tensor.nbytes}")
         assert tensor.is_contiguous()
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     monkeypatch.setattr(staging, "page_locked", page_locked)
-    monkeypatch.setattr(staging, "_wait", lambda device: asked.append(f"wait for {device}"))
+    monkeypatch.setattr(staging, "_wait", lambda device: requests.append(f"wait for {device}"))
     copy: Any = torch.Tensor.copy_
 
     def copied(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> Any:
         if other.is_meta:
-            asked.append("copy" if non_blocking else "copy and wait")
+            requests.append("copy" if non_blocking else "copy and wait")
             return self
         return copy(self, other, non_blocking)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    return asked
+    return requests
 
 
 def state(rows: int = 4) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def gpus() -> DeviceMesh:
 
 def test_offloaded_shard_stays_in_host_memory(gpus: DeviceMesh) -> None:
     part = torch.ones(3, 2)
-    made = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
-    assert made.to_local().data_ptr() == part.data_ptr()
-    assert (made.shape, made.stride(), made.dtype) == ((3, 2), (2, 1), part.dtype)
+    sharded = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
+    assert sharded.to_local().data_ptr() == part.data_ptr()
+    assert (sharded.shape, sharded.stride(), sharded.dtype) == ((3, 2), (2, 1), part.dtype)
     # Builds with and without CUDA raise different errors; if neither raises, delete dtensor_of.
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         DTensor.from_local(part, gpus, [Replicate()], run_check=False)

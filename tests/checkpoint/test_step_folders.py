@@ -173,10 +173,10 @@ def test_readers_share_the_lock(three: Path) -> None:
 
 
 def test_saving_a_step_again_replaces_it(three: Path) -> None:
-    before = (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text()
+    old_manifest = (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text()
     save(three, 2)
     assert steps(three) == [1, 2, 3]
-    assert (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text() != before
+    assert (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text() != old_manifest
     assert not list((three / "checkpoints").glob("*.partial"))
 
 

@@ -72,10 +72,10 @@ def test_ctrl_c_in_a_chat_restores_the_terminal(monkeypatch: pytest.MonkeyPatch)
     main, terminal = pty.openpty()
     with os.fdopen(main, "rb"), os.fdopen(terminal, "r") as stream:
         monkeypatch.setattr("sys.stdin", stream)
-        before = termios.tcgetattr(stream)
+        settings = termios.tcgetattr(stream)
         with pytest.raises(KeyboardInterrupt):
             interrupted_in_raw_mode(stream)
-        assert termios.tcgetattr(stream) == before
+        assert termios.tcgetattr(stream) == settings
 
 
 def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served) -> None:

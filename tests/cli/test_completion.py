@@ -97,18 +97,18 @@ class Terminal:
         stub.parent.mkdir()
         stub.write_text(STUB.format(python=sys.executable))
         stub.chmod(0o755)
-        ours, theirs = os.openpty()
+        ours, terminal = os.openpty()
         self._terminal = ours
         self._process = subprocess.Popen(
             [shell, *SHELLS[shell]],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
             cwd=folder,
             env={**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "TERM": "dumb"},
             start_new_session=True,
         )
-        os.close(theirs)
+        os.close(terminal)
         self._text = ""
 
     def send(self, text: str) -> None:

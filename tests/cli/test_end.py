@@ -18,8 +18,8 @@ main()
 ABORTS = "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)"
 
 
-def _run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = COMMAND.format(before=before, arguments=arguments)
+def _run(setup: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = COMMAND.format(before=setup, arguments=arguments)
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
@@ -37,25 +37,23 @@ def test_a_library_that_aborts_in_its_teardown_changes_no_status(
 
 def test_a_node_of_a_job_writes_its_status_for_the_batch_script(tmp_path: Path) -> None:
     """SLURM signals only the process that it has started, so no shell can do this."""
-    before = (
-        f"import os; os.environ.update(AXONLAUNCH_STATUSES={str(tmp_path)!r}, SLURM_PROCID='1')"
-    )
+    setup = f"import os; os.environ.update(AXONLAUNCH_STATUSES={str(tmp_path)!r}, SLURM_PROCID='1')"
     for arguments, status in ((["ls", "nothing"], 2), (["--version"], 0)):
-        assert _run(before, *arguments).returncode == status
+        assert _run(setup, *arguments).returncode == status
         assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
             ("1", f"{status}\n")
         ]
     (tmp_path / "1").unlink()
     tmp_path.rmdir()
-    assert _run(before, "--version").returncode == 0  # the file can't be written
+    assert _run(setup, "--version").returncode == 0  # the file can't be written
 
 
 def test_exit_joins_threads_and_runs_atexit() -> None:
-    before = (
+    setup = (
         "late = lambda: (time.sleep(0.5), print('a thread'), atexit.register(print, 'the end'));"
         "threading.Thread(target=late).start()"
     )
-    ran = _run(before, "--version")
+    ran = _run(setup, "--version")
     *before_the_end, last = ran.stdout.splitlines()
     assert "a thread" in before_the_end
     assert last == "the end"
@@ -63,7 +61,7 @@ def test_exit_joins_threads_and_runs_atexit() -> None:
 
 
 def test_internal_error_is_shown_with_exit_status_1() -> None:
-    before = "import axonlaunch.cli.app as app; app.run_command = lambda: 1 / 0"
-    ran = _run(before)
+    setup = "import axonlaunch.cli.app as app; app.run_command = lambda: 1 / 0"
+    ran = _run(setup)
     assert ran.returncode == 1
     assert "ZeroDivisionError" in ran.stderr

@@ -123,13 +123,13 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
 def test_process_overhead_names_source_of_its_figures(
     measured: tuple[str, ...], reported: str
 ) -> None:
-    known = forecast()
+    result = forecast()
     held = {"context_bytes": GIB // 2, "communicator_bytes": GIB}
-    process = known.estimate.process_bytes + 3 * GIB // 2
-    estimate = replace(known.estimate, process_bytes=process, **held)
-    text = shown(replace(known, estimate=estimate, measured=measured), width=200)
+    process = result.estimate.process_bytes + 3 * GIB // 2
+    estimate = replace(result.estimate, process_bytes=process, **held)
+    text = shown(replace(result, estimate=estimate, measured=measured), width=200)
     assert reported in text
-    assert "includes" not in shown(known, width=200)  # an estimate for a CPU
+    assert "includes" not in shown(result, width=200)  # an estimate for a CPU
 
 
 @pytest.mark.slow

@@ -35,15 +35,15 @@ def test_project_has_a_readme_and_settings_that_are_valid_by_its_schema(
     kind: str, tmp_path: Path, server: Server
 ) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    made = json.loads(Served(tmp_path, server)("init", "mine", "--from", kind, "--json").stdout)
-    assert {*made["files"]} == {path.name for path in (tmp_path / "mine").iterdir()}
+    project = json.loads(Served(tmp_path, server)("init", "mine", "--from", kind, "--json").stdout)
+    assert {*project["files"]} == {path.name for path in (tmp_path / "mine").iterdir()}
     text = read(tmp_path, "run.yaml")
     first = text.splitlines()[0]
     assert first == "# yaml-language-server: $schema=axonlaunch-schema.json"
     schema = json.loads(read(tmp_path, "axonlaunch-schema.json"))
     assert jsonschema.Draft202012Validator(schema).is_valid(read_yaml(text))
     readme = read(tmp_path, "README.md")
-    for name in made["files"]:
+    for name in project["files"]:
         assert name == "README.md" or f"| `{name}` |" in readme
     assert f"axonlaunch report runs/{read_yaml(text)['name']} " in readme
 

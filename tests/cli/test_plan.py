@@ -152,9 +152,11 @@ def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) ->
     second = planned(step_s=11.0, **{"matrix products": 7.0, "communication dp": 4.0})
     third = planned(step_s=12.0, **{"matrix products": 9.0, "communication dp": 3.0})
     stream = io.StringIO()
-    known = Workload(128, None, 8192, "bf16", None)
+    workload = Workload(128, None, 8192, "bf16", None)
     print_plan(
-        Plan(known, 1234, [first, second, third]), Console(file=stream, width=width), seconds=12.3
+        Plan(workload, 1234, [first, second, third]),
+        Console(file=stream, width=width),
+        seconds=12.3,
     )
     text = stream.getvalue()
     assert text.startswith(
@@ -236,8 +238,8 @@ def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
 
 
 def test_plan_lists_its_assumptions_and_omissions() -> None:
-    known, stream = Workload(128, None, 8192, "bf16", None), io.StringIO()
-    plan = Plan(known, 10, [planned(step_s=1.0)], {"hardware.link_efficiency": 0.8}, untraced=2)
+    workload, stream = Workload(128, None, 8192, "bf16", None), io.StringIO()
+    plan = Plan(workload, 10, [planned(step_s=1.0)], {"hardware.link_efficiency": 0.8}, untraced=2)
     print_plan(plan, Console(file=stream, width=80), seconds=1.0)
     assert "so assumed: hardware.link_efficiency=0.8\n" in stream.getvalue()
     assert "2 more layouts may be faster than the first one" in stream.getvalue()

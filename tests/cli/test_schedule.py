@@ -256,12 +256,12 @@ def test_activations_are_reported_in_bytes_of_a_traced_step(tmp_path: Path, serv
 def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
     import matplotlib
 
-    before = matplotlib.rcParams.copy()  # dict() would choose a backend, and import pyplot
+    parameters = matplotlib.rcParams.copy()  # dict() would choose a backend, and import pyplot
     plotting.save(
         draw_timeline(timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))),
         tmp_path / "a.png",
     )
-    assert matplotlib.rcParams.copy() == before
+    assert matplotlib.rcParams.copy() == parameters
     assert "matplotlib.pyplot" not in sys.modules
 
 

@@ -31,12 +31,12 @@ def test_gloo_leaves_no_environment_and_no_group(gloo_outcomes: list[dict[str, A
 def test_gloo_and_mock_agree(gloo_outcomes: list[dict[str, Any]]) -> None:
     on_mock = World.mock(WORLD_SIZE).run(CHECKS["random_values"])
     for mock, gloo in zip(on_mock, gloo_outcomes, strict=True):
-        for index, (ours, theirs) in enumerate(
+        for index, (ours, from_gloo) in enumerate(
             zip(mock, gloo["checks"]["random_values"]["value"], strict=True)
         ):
             tolerance = 1e-6 if index < 5 else 2e-2  # the second five are bfloat16
             torch.testing.assert_close(
-                torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=tolerance
+                torch.tensor(ours), torch.tensor(from_gloo), rtol=tolerance, atol=tolerance
             )
 
 

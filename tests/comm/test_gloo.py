@@ -149,20 +149,20 @@ def test_gloo_rank_with_deleted_store_keys_is_named(
 def test_every_gloo_group_is_authenticated_and_its_port_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[list[str]] = []
+    groups: list[list[str]] = []
 
     class Listeners(gloo._Listeners):
         def __init__(self) -> None:
             super().__init__()
-            made.append(self.addresses)
+            groups.append(self.addresses)
 
     monkeypatch.setattr(gloo, "_Listeners", Listeners)
     with World.init():
         dist.new_group([0])
         dist.init_device_mesh("cpu", (1,))
-        assert len(made) >= 2
-        assert all(len(addresses) == 1 for addresses in made)
-        for [address] in made:
+        assert len(groups) >= 2
+        assert all(len(addresses) == 1 for addresses in groups)
+        for [address] in groups:
             host, port = address.split(":")
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((host, int(port)), timeout=5)

@@ -113,8 +113,8 @@ def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages(
     shapes = [(3,), (2, 2), (), (600,), (5,)]
 
     def run(world: ax.World) -> tuple[list[Tensor], int]:
-        made = [torch.full(shape, float(world.rank + n)) for n, shape in enumerate(shapes)]
-        made.append(torch.full((4,), world.rank, dtype=torch.int64))
+        tensors = [torch.full(shape, float(world.rank + n)) for n, shape in enumerate(shapes)]
+        tensors.append(torch.full((4,), world.rank, dtype=torch.int64))
         group = world.default_group.torch_group
         sent = 0
 
@@ -125,9 +125,11 @@ def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gradient_bucket, "dist", SimpleNamespace(broadcast=broadcast))
-            gradient_bucket.broadcast_tensors(made, source=1, group=group)
-        return made, sent
+            gradient_bucket.broadcast_tensors(tensors, source=1, group=group)
+        return tensors, sent
 
-    for made, sent in ax.World.mock(2).run(run):
-        assert [tensor.unique().tolist() for tensor in made] == [[1 + n] for n in range(5)] + [[1]]
+    for tensors, sent in ax.World.mock(2).run(run):
+        assert [tensor.unique().tolist() for tensor in tensors] == [[1 + n] for n in range(5)] + [
+            [1]
+        ]
         assert sent == 3  # fp32 up to 2000 bytes, the rest of it, int64

@@ -98,12 +98,12 @@ def groups_made(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, overrides: list[str]
 ) -> list[dict[str, Any]]:
     """Return the arguments of torch's calls for rank 0's groups when a run on 4 ranks is set up."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     make = dist.new_group
 
     def new_group(ranks: list[int], **options: Any) -> Any:
         if dist.get_rank() == 0:
-            asked.append({"ranks": ranks, **options})
+            requests.append({"ranks": ranks, **options})
         return make(ranks, use_local_synchronization=True)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
@@ -118,7 +118,7 @@ def groups_made(
             merged_group(world, layout, "cp")
 
     World.mock(4).run(lay_out)
-    return asked
+    return requests
 
 
 NCCL, BOTH = "nccl", None
@@ -143,12 +143,12 @@ def test_nccl_world_uses_gloo_for_groups_of_host_tensors(
     keys = [
         f"strategy.{key.replace('=', '.degree=') if '.' not in key else key}" for key in overrides
     ]
-    asked = groups_made(monkeypatch, Backend.NCCL, keys)
-    named = {group["group_desc"].removeprefix("mesh_"): group for group in asked}
+    requests = groups_made(monkeypatch, Backend.NCCL, keys)
+    named = {group["group_desc"].removeprefix("mesh_"): group for group in requests}
     assert {name: group["backend"] for name, group in named.items()} == expected
     limits = {group["timeout"] for name, group in named.items() if name != "alone"}
     assert limits <= {timedelta(seconds=77)}
-    assert all(group["use_local_synchronization"] for group in asked)
+    assert all(group["use_local_synchronization"] for group in requests)
     for name, group in named.items():
         is_urgent = group["pg_options"] is not None
         assert is_urgent == (name == "tp")
@@ -158,12 +158,12 @@ def test_nccl_world_uses_gloo_for_groups_of_host_tensors(
 
 
 def test_gloo_groups_have_timeout_of_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = groups_made(monkeypatch, Backend.GLOO, ["strategy.tensor.degree=2"])
-    assert [(group["ranks"], group["backend"]) for group in asked] == [
+    requests = groups_made(monkeypatch, Backend.GLOO, ["strategy.tensor.degree=2"])
+    assert [(group["ranks"], group["backend"]) for group in requests] == [
         ([0, 2], None),
         ([0, 1], None),
     ]
-    assert {(group["timeout"], group["pg_options"]) for group in asked} == {
+    assert {(group["timeout"], group["pg_options"]) for group in requests} == {
         (timedelta(seconds=77), None)
     }
 
@@ -171,11 +171,11 @@ def test_gloo_groups_have_timeout_of_world(monkeypatch: pytest.MonkeyPatch) -> N
 def test_axis_of_one_rank_creates_group_lazily(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[int, list[int]]] = []
+    created: list[tuple[int, list[int]]] = []
     make = dist.new_group
 
     def new_group(ranks: list[int], **options: Any) -> Any:
-        made.append((dist.get_rank(), ranks))
+        created.append((dist.get_rank(), ranks))
         return make(ranks, **options)
 
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -183,8 +183,8 @@ def test_axis_of_one_rank_creates_group_lazily(
     def run(world: World) -> None:
         mesh = world.mesh(**AXES)
         assert [mesh.group(axis).size for axis in AXES] == [2, 1, 2, 1, 2]
-        assert (world.rank, [world.rank]) not in made
+        assert (world.rank, [world.rank]) not in created
         assert mesh.group("cp").torch_group.size() == 1
-        assert (world.rank, [world.rank]) in made
+        assert (world.rank, [world.rank]) in created
 
     World.mock(8).run(run)

@@ -21,7 +21,7 @@ from axonlaunch.comm import (
 
 
 def test_a_rank_that_raises_is_named_to_the_others_and_to_the_caller() -> None:
-    seen: dict[int, BaseException] = {}
+    errors: dict[int, BaseException] = {}
 
     def step(world: World) -> None:
         if world.rank == 1:
@@ -29,20 +29,20 @@ def test_a_rank_that_raises_is_named_to_the_others_and_to_the_caller() -> None:
         try:
             comm.all_reduce_sum(torch.ones(2))
         except CommError as error:
-            seen[world.rank] = error
+            errors[world.rank] = error
             raise
 
     failure = failure_of(step)
     assert failure.rank == 1
     assert isinstance(failure.__cause__, ZeroDivisionError)
     assert str(failure) == "rank 1 failed: ZeroDivisionError: boom"
-    assert sorted(seen) == [0, 2]
-    assert str(seen[0]) == (
+    assert sorted(errors) == [0, 2]
+    assert str(errors[0]) == (
         "rank 1 failed while rank 0 was waiting: all_reduce_sum of float32 [2] in group "
         "[0, 1, 2], waits for ranks 1, 2: ZeroDivisionError: boom"
     )
-    assert "rank 1 failed while rank 2 was communicating" in str(seen[2])
-    assert all(isinstance(error, PeerFailedError) for error in seen.values())
+    assert "rank 1 failed while rank 2 was communicating" in str(errors[2])
+    assert all(isinstance(error, PeerFailedError) for error in errors.values())
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])

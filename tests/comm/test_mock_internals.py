@@ -55,13 +55,13 @@ def test_torch_private_names_of_mock_exist(name: str) -> None:
 
 def test_thread_world_has_all_fields_of_torch_world() -> None:
     ours = vars(WorldOfThread())
-    theirs = {
+    fields_of_torch = {
         name
         for name, member in inspect.getmembers(type(distributed_c10d._world))
         if isinstance(member, property)
     }
     derived = {"pg_config_info"}  # derived from the others, by torch's flight recorder
-    assert theirs - derived <= set(ours)
+    assert fields_of_torch - derived <= set(ours)
 
 
 def test_thread_isolation_mode_is_restored() -> None:

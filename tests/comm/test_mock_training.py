@@ -78,8 +78,8 @@ def test_mock_training_equals_one_process(
 ) -> None:
     for losses, parameters in World.mock(size).run(train_on):
         torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-7)
-        for ours, theirs in zip(parameters, alone[1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        for ours, reference in zip(parameters, alone[1], strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_mock_fsdp_in_mixed_precision_is_close() -> None:
@@ -192,14 +192,14 @@ def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
         gc.collect()
         return sum(type(item) is MockProcessGroup for item in gc.get_objects())
 
-    before = groups()
+    previous_groups = groups()
     kinds = [train_ddp, train_fsdp, train_hsdp, train_tensor]
     if torch.__version__ < (2, 13):
         kinds = kinds[:1]  # DTensor's caches already kept meshes, on any backend
     for train_on in kinds:
         World.mock(4).run(lambda world, train_on=train_on: train_on(world) and None)
         World.mock(2).run(lambda world: train_pipeline(world, "Schedule1F1B", 1) and None)
-    assert groups() == before
+    assert groups() == previous_groups
 
 
 def test_meshes_of_later_mock_run_are_separate() -> None:

@@ -42,7 +42,7 @@ def test_async_result_is_available_only_after_wait() -> None:
             **{name: torch.full((4,), -1.0) for name in ("gather", "gather_list", "to_all")},
             **{name: torch.full((2,), -1.0) for name in ("reduce_scatter", "scatter", "receive")},
         }
-        before = {name: output.clone() for name, output in outputs.items()}
+        unfinished = {name: output.clone() for name, output in outputs.items()}
         halves = list(outputs["gather_list"].split(2))
         parts = list(both.split(2)) if rank == 0 else None
         works = [
@@ -61,7 +61,7 @@ def test_async_result_is_available_only_after_wait() -> None:
         dist.barrier()
         mine.zero_(), both.zero_()  # the sent data has been read
         for name, output in outputs.items():
-            assert torch.equal(output, before[name]), name
+            assert torch.equal(output, unfinished[name]), name
         for work in works:
             work.wait()
         assert functional_sum.tolist() == [3, 3]

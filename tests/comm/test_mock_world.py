@@ -146,7 +146,7 @@ def test_sums_are_the_same_to_the_bit_in_rank_order() -> None:
         part = torch.randn(101, generator=torch.Generator().manual_seed(rank))
         expected = part if rank == 0 else expected + part
     for _ in range(2):
-        assert all(torch.equal(seen, expected) for seen in World.mock(5).run(reduce))
+        assert all(torch.equal(result, expected) for result in World.mock(5).run(reduce))
 
 
 # Cleaning up.
@@ -159,7 +159,7 @@ def num_mock_groups() -> int:
 
 def test_mock_run_cleans_up_after_success_and_failure() -> None:
     hook, threads, variables = sys.excepthook, threading.active_count(), dict(os.environ)
-    before, groups = dist.distributed_c10d._world, num_mock_groups()
+    previous_world, groups = dist.distributed_c10d._world, num_mock_groups()
 
     def use(world: World, fail: bool) -> None:
         world.new_group([0, 1])
@@ -175,7 +175,7 @@ def test_mock_run_cleans_up_after_success_and_failure() -> None:
             World.mock(3).run(use, fail)
         assert not dist.is_initialized()
         assert not threads_are_isolated()
-        assert dist.distributed_c10d._world is before
+        assert dist.distributed_c10d._world is previous_world
         assert sys.excepthook is hook
         assert threading.active_count() == threads
         assert dict(os.environ) == variables
@@ -217,9 +217,9 @@ def test_a_world_can_run_in_a_thread() -> None:
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A shell that starts the tests in the background makes them ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.usefixtures("interruptible")

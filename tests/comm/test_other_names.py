@@ -23,9 +23,9 @@ def test_an_nccl_unique_id_is_128_bytes_from_torch(monkeypatch: pytest.MonkeyPat
     content = bytes(range(128))
     monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(available=True))
     monkeypatch.setattr(torch.cuda.nccl, "unique_id", lambda: content)
-    made = ax.NcclUniqueId.create()
-    assert made == content == ax.NcclUniqueId(bytes(made))
-    assert isinstance(made, ax.NcclUniqueId)
+    unique_id = ax.NcclUniqueId.create()
+    assert unique_id == content == ax.NcclUniqueId(bytes(unique_id))
+    assert isinstance(unique_id, ax.NcclUniqueId)
     with pytest.raises(ValueError, match="has 128 bytes, not 3"):
         ax.NcclUniqueId(b"abc")
 

@@ -91,18 +91,18 @@ def test_mock_ranks_have_separate_gpu_random_states(gpu: MadeUpGpu) -> None:
         return values
 
     gpu.generator.manual_seed(5)
-    before = gpu.generator.get_state()
+    initial_state = gpu.generator.get_state()
     first, second = World.mock(2, device="cuda").run(draw)
     assert first == second
-    assert torch.equal(gpu.generator.get_state(), before)
+    assert torch.equal(gpu.generator.get_state(), initial_state)
 
 
 def test_mock_futures_may_hold_gpu_tensors(gpu: MadeUpGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     del gpu
-    made: list[Any] = []
+    futures: list[Any] = []
 
     def future(devices: list[torch.device] | None = None) -> Future[Any]:
-        made.append(devices)
+        futures.append(devices)
         return Future()
 
     monkeypatch.setattr(shared_device, "Future", future)
@@ -112,7 +112,7 @@ def test_mock_futures_may_hold_gpu_tensors(gpu: MadeUpGpu, monkeypatch: pytest.M
         dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
 
     World.mock(2, device="cuda").run(ask)
-    assert made == [[GPU], [GPU]]
+    assert futures == [[GPU], [GPU]]
 
 
 @pytest.mark.parametrize(

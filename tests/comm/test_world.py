@@ -36,9 +36,14 @@ SET = {
 
 
 def test_empty_environment_is_world_of_one() -> None:
-    place = find_place({})
-    assert (place.rank, place.world_size, place.local_rank, place.is_single) == (0, 1, 0, True)
-    assert place.on_loopback
+    environment = find_place({})
+    assert (
+        environment.rank,
+        environment.world_size,
+        environment.local_rank,
+        environment.is_single,
+    ) == (0, 1, 0, True)
+    assert environment.on_loopback
 
 
 def test_rank_is_read_from_environment() -> None:
@@ -60,8 +65,8 @@ def test_local_ranks_are_read_from_launcher_variables() -> None:
 def test_a_rank_that_joins_by_value_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SET, "WORLD_SIZE": "two"}.items():
         monkeypatch.setenv(name, value)
-    place = RankEnvironment(rank=0, world_size=1, master_addr="127.0.0.1", is_single=False)
-    with World.join(place, backend="gloo", store=dist.HashStore()) as world:
+    environment = RankEnvironment(rank=0, world_size=1, master_addr="127.0.0.1", is_single=False)
+    with World.join(environment, backend="gloo", store=dist.HashStore()) as world:
         assert (world.rank, world.world_size) == (0, 1)
 
 
@@ -143,7 +148,7 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
 
 
 @pytest.mark.parametrize(
-    ("devices", "place", "expected"),
+    ("devices", "environment", "expected"),
     [
         (4, _on_loopback(world_size=4), "nccl"),
         (2, _on_loopback(world_size=4), "gloo"),
@@ -156,10 +161,10 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
     ],
 )
 def test_auto_is_nccl_where_every_local_rank_has_a_device(
-    monkeypatch: pytest.MonkeyPatch, devices: int, place: RankEnvironment, expected: str
+    monkeypatch: pytest.MonkeyPatch, devices: int, environment: RankEnvironment, expected: str
 ) -> None:
     monkeypatch.setattr(gpus, "device_count", lambda: devices)
-    assert choose_backend("auto", place) == expected
+    assert choose_backend("auto", environment) == expected
 
 
 def test_auto_is_gloo_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +194,12 @@ def test_nccl_with_more_ranks_than_devices_is_error(monkeypatch: pytest.MonkeyPa
         World.init(backend="nccl")
 
 
-@pytest.mark.parametrize(("seen", "index"), [(1, 0), (8, 3)])
+@pytest.mark.parametrize(("num_visible", "index"), [(1, 0), (8, 3)])
 def test_a_rank_that_sees_one_device_takes_it(
-    monkeypatch: pytest.MonkeyPatch, seen: int, index: int
+    monkeypatch: pytest.MonkeyPatch, num_visible: int, index: int
 ) -> None:
     taken: list[object] = []
-    monkeypatch.setattr(gpus, "device_count", lambda: seen)
+    monkeypatch.setattr(gpus, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     # Without it, torch's device mesh would use the local rank's device, invisible to some tasks.
     monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialized"))
@@ -216,9 +221,9 @@ def test_nccl_connects_all_ranks_at_once_or_each_pair_on_its_first_message(
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(dist, "init_process_group", init)
-    place, store = local_place(0, 1), dist.HashStore()
+    environment, store = local_place(0, 1), dist.HashStore()
     with pytest.raises(JoinedError) as joined:
-        World.join(place, backend="nccl", store=store, connects_at_once=at_once)
+        World.join(environment, backend="nccl", store=store, connects_at_once=at_once)
     assert joined.value.args == (torch.device("cuda", 0) if at_once else None,)
 
 
@@ -271,10 +276,10 @@ def test_failed_join_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
         values = {**SET, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        before = dict(os.environ)
+        variables = dict(os.environ)
         with pytest.raises(ValueError, match=f"MASTER_PORT={port}: rank 0 can't listen on 127"):
             World.init()
-    assert dict(os.environ) == before
+    assert dict(os.environ) == variables
     assert not dist.is_initialized()
 
 

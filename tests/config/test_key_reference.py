@@ -70,7 +70,7 @@ def test_a_meaning_is_the_text_below_the_field() -> None:
         """
         silent: int = 4
 
-    theirs: Any = Theirs()
-    reported = described(replace(config.load([]), model=theirs))
+    user_config: Any = Theirs()
+    reported = described(replace(config.load([]), model=user_config))
     assert reported["model.size"].meaning == "how large it is"
     assert reported["model.silent"].meaning == ""

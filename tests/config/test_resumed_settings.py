@@ -35,8 +35,8 @@ def test_a_key_added_by_an_upgrade_is_no_changed_setting(key: str) -> None:
 
 def test_a_key_added_by_an_upgrade_is_reported_where_it_is_set() -> None:
     now = config.load([*MODEL, "train.grad_clip=0.25"])
-    before = without(frozen(), "train.grad_clip", "optimizer.groups")
-    assert settings_unlike_resumed(now, before) == ["train.grad_clip=0.25 (was 1.0)"]
+    previous = without(frozen(), "train.grad_clip", "optimizer.groups")
+    assert settings_unlike_resumed(now, previous) == ["train.grad_clip=0.25 (was 1.0)"]
 
 
 @pytest.mark.parametrize("setting", ["train.label_smoothing=0.1", "train.dft=true", "train.eaft=1"])
@@ -76,8 +76,8 @@ def test_commit_added_to_a_hub_id_is_no_changed_setting() -> None:
     commits = ["0123456789" * 4, "9876543210" * 4]
     data = ["data=documents", "data.sequence_length=8"]
     now = config.load([*MODEL, *data, "data.files=[team/rows]"])
-    before = frozen(*data, f"data.files=[team/rows@{commits[0]}]")
-    assert settings_unlike_resumed(now, before) == []
+    previous = frozen(*data, f"data.files=[team/rows@{commits[0]}]")
+    assert settings_unlike_resumed(now, previous) == []
     named = config.load([*MODEL, *data, f"data.files=[team/rows@{commits[1]}]"])
-    [changed] = settings_unlike_resumed(named, before)
+    [changed] = settings_unlike_resumed(named, previous)
     assert changed.startswith("data.files=")

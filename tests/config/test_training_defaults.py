@@ -233,10 +233,10 @@ def test_precision_of_a_run_follows_its_devices() -> None:
 
 def test_automatic_precision_is_not_a_changed_setting() -> None:
     loaded = config.load(PRETRAINED)
-    before = {**flatten(to_tree(loaded)), "train.precision": "bf16"}
-    assert settings_unlike_resumed(loaded, before) == []
+    frozen = {**flatten(to_tree(loaded)), "train.precision": "bf16"}
+    assert settings_unlike_resumed(loaded, frozen) == []
     changed = config.with_values(loaded, {"train.precision": "fp32"})
-    assert settings_unlike_resumed(changed, before) == ["train.precision=fp32 (was bf16)"]
+    assert settings_unlike_resumed(changed, frozen) == ["train.precision=fp32 (was bf16)"]
 
 
 def test_the_start_of_a_run_says_its_chosen_defaults() -> None:

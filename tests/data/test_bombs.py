@@ -32,9 +32,9 @@ def read(file: Path) -> list[Any]:
 
 def grown_by(work: Callable[[], object]) -> int:
     """Return the growth in bytes of this process's peak memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    initial_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_kib) << 10
 
 
 def write_parquet(file: Path, table: Any, **options: Any) -> None:
@@ -60,18 +60,18 @@ def test_a_parquet_file_that_repeats_a_large_value_is_read_in_bounded_memory(
     file = tmp_path / "a.parquet"
     write_parquet(file, arrow.table({"text": column}))
     assert file.stat().st_size < 2000
-    seen = 0
+    num_rows = 0
 
     def read_some() -> None:
-        nonlocal seen
+        nonlocal num_rows
         for _, row in RowReader(FileSelection([str(file)]).sources()[0]):
             assert isinstance(row, dict)
-            seen += 1
-            if seen == 40:
+            num_rows += 1
+            if num_rows == 40:
                 return
 
     assert grown_by(read_some) < 1000 * MIB
-    assert seen == 40
+    assert num_rows == 40
 
 
 def test_a_row_of_a_table_that_is_too_large_is_an_error(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_offsets_of_an_arrow_file_that_lead_out_of_it_are_refused(tmp_path: Path
         writer.write_table(table)
     content = (tmp_path / "a.arrow").read_bytes()
     offsets = [bytes(4) + size.to_bytes(4, "little") for size in (77, 1 << 30)]
-    before, _, after = content.rpartition(offsets[0])
-    (tmp_path / "a.arrow").write_bytes(before + offsets[1] + after)
+    head, _, after = content.rpartition(offsets[0])
+    (tmp_path / "a.arrow").write_bytes(head + offsets[1] + after)
     with pytest.raises(UnreadableFileError, match="out of bounds: 1073741824"):
         read(tmp_path / "a.arrow")
 

@@ -63,10 +63,10 @@ def test_a_changed_file_of_the_cache_is_made_again_and_reported(
 ) -> None:
     expected = inputs(documents(shuffle=shuffle))
     folder = shard_folder(tmp_path)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    old_content = {file.name: file.read_bytes() for file in folder.iterdir()}
     change_a_byte(folder / name)
     assert inputs(documents(shuffle=shuffle)) == expected
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == old_content
     assert f"data: {folder}: " in (said := capfd.readouterr().err)
     assert "its tokens are built again" in said
 
@@ -105,11 +105,11 @@ def test_link_that_replaces_cached_tokens_is_refused(
     folder = shard_folder(tmp_path)
     if what == "tokens.bin":
         (folder / what).rename(tmp_path / "elsewhere")
-        place = folder / what
+        target = folder / what
     else:
         folder.rename(tmp_path / "elsewhere")
-        place = folder if what == "shard" else folder.with_name(f"{folder.name}.partial")
-    place.symlink_to(tmp_path / "elsewhere")
+        target = folder if what == "shard" else folder.with_name(f"{folder.name}.partial")
+    target.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"data.cache_dir.*(is a link|is not a regular file)"):
         documents()
 

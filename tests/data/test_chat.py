@@ -33,14 +33,14 @@ SAID = ["A sequence\nthat can be changed: größer.", "One that can not."]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], str]:
     """Return the folder of a tokenizer with a chat template."""
-    made: dict[str | None, str] = {}
+    saved: dict[str | None, str] = {}
 
     def folder(template: str | None) -> str:
-        if template not in made:
+        if template not in saved:
             content = None if template is None else getattr(chat_templates, template)
             path = tmp_path_factory.mktemp(str(template))
-            made[template] = str(corpus.save_tokenizer(path, chat_template=content))
-        return made[template]
+            saved[template] = str(corpus.save_tokenizer(path, chat_template=content))
+        return saved[template]
 
     return folder
 
@@ -166,12 +166,14 @@ def test_marks_of_a_template_are_read_as_transformers_reads_them(
 
     rows = [CHAT[: 3 + 2 * (number % 2)] for number in range(5)]
     tokenizer = AutoTokenizer.from_pretrained(folders("MARKED"))
-    theirs = tokenizer.apply_chat_template(
+    from_transformers = tokenizer.apply_chat_template(
         rows, return_dict=True, return_assistant_tokens_mask=True
     )
     expected = [
         [token for token, counts in zip(ids[1:], mask[1:], strict=True) if counts]
-        for ids, mask in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
+        for ids, mask in zip(
+            from_transformers["input_ids"], from_transformers["assistant_masks"], strict=True
+        )
     ]
     marked = tokens_and_counted(chats([{"messages": row} for row in rows], "MARKED"))
     assert sorted(counted for _, counted in marked) == sorted(expected)
@@ -263,11 +265,11 @@ def test_a_bad_chat_is_reported_with_file_and_line_or_skipped_and_counted(
     good = {"prompt": "a", "completion": "b"}
     with pytest.raises(ConfigError) as raised:
         chats([good, row], template)
-    where = f"{tmp_path}/chats.jsonl, line 2: "
-    assert str(raised.value).startswith(f"data.files: {where}{reason}")
+    location = f"{tmp_path}/chats.jsonl, line 2: "
+    assert str(raised.value).startswith(f"data.files: {location}{reason}")
     dataset = chats([good, row], template, on_bad_row="skip")
     assert dataset.num_samples == 1
-    assert f"rows left out: 1, the first: {where}{reason}" in dataset.info.notes[-1]
+    assert f"rows left out: 1, the first: {location}{reason}" in dataset.info.notes[-1]
 
 
 @pytest.mark.parametrize(

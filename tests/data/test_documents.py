@@ -60,8 +60,14 @@ def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
     """Return transformers' tokens of each row, with the token that ends a text."""
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(tokenizer.path)
-    return [[*made(row["text"])["input_ids"], made.eos_token_id] for row in ROWS]
+    tokenizer_of_transformers = AutoTokenizer.from_pretrained(tokenizer.path)
+    return [
+        [
+            *tokenizer_of_transformers(row["text"])["input_ids"],
+            tokenizer_of_transformers.eos_token_id,
+        ]
+        for row in ROWS
+    ]
 
 
 def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
@@ -92,10 +98,10 @@ def test_tokens_are_those_of_transformers_and_a_document_ends_with_its_end(
 ) -> None:
     dataset = documents(packing="none", sequence_length=20_000)
     assert dataset.num_classes == 512
-    theirs = by_transformers(tokenizer)
+    expected = by_transformers(tokenizer)
     held_out = pieces(dataset, "eval")
     assert len(held_out) == 2
-    assert sorted([*pieces(dataset), *held_out]) == sorted(theirs)
+    assert sorted([*pieces(dataset), *held_out]) == sorted(expected)
 
 
 def test_concat_cuts_documents_where_a_row_ends_and_loses_nothing(
@@ -115,9 +121,9 @@ def test_best_fit_truncates_long_documents_and_counts_them(
     documents: Documents, tokenizer: TokenizerConfig
 ) -> None:
     dataset = documents(packing="best_fit", held_out=0, sequence_length=128)
-    theirs = by_transformers(tokenizer)
-    assert sorted(pieces(dataset)) == sorted(row[:128] for row in theirs)
-    long = sum(len(row) > 128 for row in theirs)
+    expected = by_transformers(tokenizer)
+    assert sorted(pieces(dataset)) == sorted(row[:128] for row in expected)
+    long = sum(len(row) > 128 for row in expected)
     assert f"data.too_long=truncate: documents truncated: {long}" in dataset.info.notes
 
 
@@ -186,18 +192,18 @@ def test_problems_of_held_out_files_name_their_key(documents: Documents, tmp_pat
 def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
     documents: Documents, tmp_path: Path
 ) -> None:
-    made: list[Tokenizing] = []
-    first = documents(report=made.append)
-    assert made
-    assert [state.fraction for state in made] == sorted(state.fraction for state in made)
-    assert made[-1].fraction == 1.0
-    made.clear()
-    again = documents(files=[str(tmp_path / "a.jsonl")], packing="none", report=made.append)
-    assert not made
+    runs: list[Tokenizing] = []
+    first = documents(report=runs.append)
+    assert runs
+    assert [state.fraction for state in runs] == sorted(state.fraction for state in runs)
+    assert runs[-1].fraction == 1.0
+    runs.clear()
+    again = documents(files=[str(tmp_path / "a.jsonl")], packing="none", report=runs.append)
+    assert not runs
     assert again.num_samples == 198
     assert first.num_samples > 198
-    documents([{"text": "other content"}] * 9, report=made.append)
-    assert made, "the file has changed"
+    documents([{"text": "other content"}] * 9, report=runs.append)
+    assert runs, "the file has changed"
 
 
 def kill_while_tokenizing(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:

@@ -82,10 +82,10 @@ def test_a_chat_template_that_writes_gigabytes_is_an_error(
     template: str, chats: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "_LEAST_SECONDS", 60.0)
-    before = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ConfigError, match=r"line 1: the chat template (writes|rejects)|memory"):
         chats(template)
-    assert time.monotonic() - before < 60
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow

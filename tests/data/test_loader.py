@@ -48,13 +48,13 @@ def test_shards_put_together_are_the_batch_of_one(num_shards, step):
 
 def test_an_epoch_over_steps_and_shards_has_every_sample_once():
     dataset = Numbers(num_samples=60)
-    seen = [
+    samples = [
         int(row)
         for step in range(5)
         for shard in range(3)
         for row in loader(dataset, num_shards=3, shard=shard).batch(step).inputs[:, 0]
     ]
-    assert sorted(seen) == list(range(60))
+    assert sorted(samples) == list(range(60))
 
 
 def test_prefetched_batches_equal_single_batches_from_any_step():

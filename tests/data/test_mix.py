@@ -176,8 +176,8 @@ def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(fold
     assert len(full) == (40 + 3 * 10) // 4 + 1
     for layout, exact in (("ddp", True), ("fsdp", False)):
         run = [f"run_dir={folder}/{layout}", "checkpoint.every=100"]
-        before = losses(folder, "strategy=ddp", *run, stop_at=7)
-        assert len(before) < len(full)
+        first_losses = losses(folder, "strategy=ddp", *run, stop_at=7)
+        assert len(first_losses) < len(full)
         resumed = losses(folder, f"strategy={layout}", *run)
         assert resumed == (full if exact else pytest.approx(full, rel=1e-5))
 
@@ -243,11 +243,11 @@ def test_mixed_chats_and_documents_are_masked_by_kind(folder: Path) -> None:
         counted = dataset.summaries()[name].counted_tokens
         assert counted == source.summaries()[""].counted_tokens
         part = dataset.info.eval_parts[name]
-        ours, theirs = (
+        ours, expected = (
             text_rows.samples(rows, split="eval").targets
             for text_rows, rows in ((dataset, part), (source, range(2)))
         )
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, expected)
     summaries = dataset.summaries()
     assert summaries["text"].counted_tokens == summaries["text"].tokens - 40
     assert summaries["talk"].counted_tokens < summaries["talk"].tokens / 2

@@ -108,7 +108,7 @@ def evaluated(*overrides: str) -> tuple[float, float]:
         return [float(x) for x in sum(engine.evaluate(batch) for batch in loader.eval_batches())]
 
     totals = World.mock(num_ranks(config)).run(on_rank)
-    loss, count = (sum(rank[place] for rank in totals) for place in (0, 1))
+    loss, count = (sum(rank[column] for rank in totals) for column in (0, 1))
     return loss / count, count
 
 
@@ -136,9 +136,9 @@ def test_custom_loss_is_evaluated_once_per_held_out_sample(ranks: int) -> None:
 
 
 def test_targets_that_are_no_integers_keep_their_fractions() -> None:
-    own = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
-    mean, count = evaluated(*own)
-    expected = by_hand(lambda outputs, targets: (outputs - targets).square().sum(), own[0])
+    overrides = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
+    mean, count = evaluated(*overrides)
+    expected = by_hand(lambda outputs, targets: (outputs - targets).square().sum(), overrides[0])
     assert (mean, count) == (pytest.approx(expected), 5)
 
 
@@ -178,6 +178,6 @@ def test_verify_gives_custom_loss_only_existing_classes() -> None:
 
 
 def test_estimate_gives_custom_loss_targets_like_the_data() -> None:
-    own = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
-    rank = memory_estimate.estimate(estimate_config([*CHOSEN, *own])).ranks[0]
+    overrides = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
+    rank = memory_estimate.estimate(estimate_config([*CHOSEN, *overrides])).ranks[0]
     assert rank.breakdown["parameters"] == 8

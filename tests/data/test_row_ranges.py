@@ -130,9 +130,9 @@ SLICES = [
 @pytest.mark.parametrize("num_rows", [1, 23, 1000])
 def test_bounds_are_those_of_datasets(text: str, num_rows: int) -> None:
     datasets = pytest.importorskip("datasets")
-    [theirs] = datasets.ReadInstruction.from_spec(text).to_absolute({"train": num_rows})
+    [of_datasets] = datasets.ReadInstruction.from_spec(text).to_absolute({"train": num_rows})
     [ours] = parse_splits(text)
-    assert ours.bounds(num_rows) == (theirs.from_, theirs.to)
+    assert ours.bounds(num_rows) == (of_datasets.from_, of_datasets.to)
 
 
 def test_joined_splits_are_parsed() -> None:

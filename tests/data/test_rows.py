@@ -110,9 +110,9 @@ def test_a_text_file_is_one_row(tmp_path: Path) -> None:
 
 def test_a_folder_of_datasets_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_list(ROWS)
-    made.save_to_disk(tmp_path / "one", num_shards=2)
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
     sources = FileSelection([str(tmp_path / "one")]).sources()
     assert len(sources) == 2
     assert [row for source in sources for _, row in RowReader(source)] == ROWS

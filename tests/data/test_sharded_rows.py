@@ -62,12 +62,12 @@ def test_first_batch_tokenizes_only_first_file(
     assert shards_in(files[0].parent) == 1
     loader.batch(0)
     assert shards_in(files[0].parent) == 1
-    seen = 1
+    num_shards = 1
     for step in range(40):
         loader.batch(step)
-        assert seen <= shards_in(files[0].parent) <= seen + 1
-        seen = shards_in(files[0].parent)
-    assert seen == SHARDS
+        assert num_shards <= shards_in(files[0].parent) <= num_shards + 1
+        num_shards = shards_in(files[0].parent)
+    assert num_shards == SHARDS
 
 
 def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Path]) -> None:
@@ -98,10 +98,10 @@ def test_rows_are_counted_for_each_packing_and_length(
     files: list[Path], filling: dict[str, Any]
 ) -> None:
     """Includes a cache in which a run with other rows has left its counts."""
-    before = made(files).shard_rows()
+    num_rows = made(files).shard_rows()
     after = made(files, **filling).shard_rows()
-    assert before != after
-    assert all(counted == filled for counted, filled in [*before, *after])
+    assert num_rows != after
+    assert all(counted == filled for counted, filled in [*num_rows, *after])
 
 
 def test_shuffled_order_is_independent_of_access_pattern(files: list[Path]) -> None:

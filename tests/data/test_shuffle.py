@@ -27,7 +27,7 @@ def test_shuffle_of_single_positions_in_huge_sets():
     alone = [int(permute(places[i : i + 1], size=size, key=(1,))[0]) for i in range(5)]
     assert together.tolist() == alone
     assert len(set(alone)) == 5
-    assert all(0 <= place < size for place in alone)
+    assert all(0 <= position < size for position in alone)
 
 
 def test_each_epoch_has_every_sample_once_in_an_order_of_its_own():

@@ -67,9 +67,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=FILES)
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    made = tmp_path / str(request.param)
-    FILES[made.name](made)
-    return made
+    source = tmp_path / str(request.param)
+    FILES[source.name](source)
+    return source
 
 
 def shards_of(*files: Path, folder: Path, report: OnProgress = lambda state: None) -> Corpus:

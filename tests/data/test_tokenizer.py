@@ -118,9 +118,9 @@ def test_exported_tokenizer_does_not_get_the_class_of_the_weights(
 
 
 def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
-    before = loaded(corpus.save_tokenizer(tmp_path)).template_fingerprint
+    old_fingerprint = loaded(corpus.save_tokenizer(tmp_path)).template_fingerprint
     corpus.save_tokenizer(tmp_path, chat_template="{{ messages }}")
-    assert loaded(tmp_path).template_fingerprint != before
+    assert loaded(tmp_path).template_fingerprint != old_fingerprint
 
 
 def test_changed_additional_chat_template_changes_only_the_template_fingerprint(
@@ -137,8 +137,8 @@ def test_changed_additional_chat_template_changes_only_the_template_fingerprint(
         assert isinstance(tokenizer, PretrainedTokenizer)
         assert tokenizer.transformers.get_chat_template(tools=[{}]) == text
         fingerprints.append((tokenizer.fingerprint, tokenizer.template_fingerprint))
-    (before, template_before), (after, template_after) = fingerprints
-    assert before == after == loaded(folder).fingerprint
+    (old_fingerprint, template_before), (after, template_after) = fingerprints
+    assert old_fingerprint == after == loaded(folder).fingerprint
     assert template_before != template_after
 
 

@@ -172,13 +172,13 @@ def trained(config: RunConfig, *, first: int = 0, state: Any = None) -> list[flo
     by_rank = World.mock(num_ranks(config)).run(on_rank)
     *losses, _, _ = by_rank[0]
     assert all(rank[:-2] == losses for rank in by_rank)
-    totals = [sum(rank[place] for rank in by_rank) for place in (-2, -1)]
+    totals = [sum(rank[column] for rank in by_rank) for column in (-2, -1)]
     return [*losses, *totals]
 
 
 def plain_loop(config: RunConfig) -> list[float]:
     """Return the losses of a loop in plain torch."""
-    own: Any = sys.modules["own_of_a_test"]
+    user_module: Any = sys.modules["own_of_a_test"]
     model = models.build.build_model(config.model, seed=config.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=config.optimizer.momentum)
     dataset = data.build_dataset(config.data)
@@ -187,8 +187,8 @@ def plain_loop(config: RunConfig) -> list[float]:
     for step in range(config.train.num_steps):
         from axonlaunch.engines.optimizer.schedules import learning_rate
 
-        batch = own.padded(loader.batch(step).items)
-        loss = own.weighted(model(batch["words"], batch["pair"]), batch) / 8
+        batch = user_module.padded(loader.batch(step).items)
+        loss = user_module.weighted(model(batch["words"], batch["pair"]), batch) / 8
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -216,10 +216,10 @@ def test_nested_batches_train_as_in_a_plain_loop_under_every_data_layout(target:
 def test_loss_sum_is_divided_by_counted_targets() -> None:
     chosen = [*CHOSEN, INDEXED, "train.loss=by_weight_of_a_test", "train.steps=1"]
     config = run_config([*chosen, "strategy=fsdp", "launch.nproc=2"])
-    own: Any = sys.modules["own_of_a_test"]
-    batch = own.padded(whole_batch(config))
+    user_module: Any = sys.modules["own_of_a_test"]
+    batch = user_module.padded(whole_batch(config))
     model = models.build.build_model(config.model, seed=config.seed)
-    total = float(own.weighted(model(batch["words"], batch["pair"]), batch).detach())
+    total = float(user_module.weighted(model(batch["words"], batch["pair"]), batch).detach())
     assert trained(config)[0] == pytest.approx(total / int(batch["weight"].sum()), abs=1e-6)
 
 

@@ -187,12 +187,12 @@ def test_parameters_are_gathered_before_a_block_s_time_begins_and_reduced_after_
     happened: list[str] = []  # on rank 0
 
     def noted(name: str) -> None:
-        own = getattr(FSDPParamGroup, name)
+        method = getattr(FSDPParamGroup, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if dist.get_rank() == 0:
                 happened.append(name)
-            return own(*args, **kwargs)
+            return method(*args, **kwargs)
 
         monkeypatch.setattr(FSDPParamGroup, name, call)
 

@@ -55,15 +55,15 @@ def scaled(factor: float, *names: str, kind: str = "output") -> StepTrace:
     return dataclasses.replace(BEGIN, tensors=tuple(map(of, BEGIN.tensors)))
 
 
-def compared(ours: StepTrace, theirs: StepTrace) -> TraceComparison:
-    return compare_traces({ours.step: ours}, {theirs.step: theirs}, tolerance=TOLERANCE)
+def compared(ours: StepTrace, changed: StepTrace) -> TraceComparison:
+    return compare_traces({ours.step: ours}, {changed.step: changed}, tolerance=TOLERANCE)
 
 
-def said(ours: StepTrace, theirs: StepTrace) -> tuple[str, str]:
+def said(ours: StepTrace, changed: StepTrace) -> tuple[str, str]:
     """Return the description of the first difference, and its likely cause."""
-    first, names = compared(ours, theirs).differences[0], ("a", "b")
+    first, names = compared(ours, changed).differences[0], ("a", "b")
     what = f"{first.module}: {describe_difference(first, names)}"
-    return what, likely_cause(first, names, (ours, theirs), steps=[ours.step])
+    return what, likely_cause(first, names, (ours, changed), steps=[ours.step])
 
 
 def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> None:
@@ -108,11 +108,11 @@ def test_nonfinite_trace_values_differ_unless_in_both_runs() -> None:
 
 def test_a_gradient_of_nothing_but_rounding_is_no_difference() -> None:
     tiny = TracedTensor("gradient", "first.weight", 1e-10, 0.0, 1e-10, 64)
-    ours, theirs = (
+    ours, changed = (
         dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors[:-1], last))
         for last in (tiny, dataclasses.replace(tiny, rms=3e-10))
     )
-    assert not compared(ours, theirs).differences
+    assert not compared(ours, changed).differences
 
 
 @pytest.mark.parametrize(("arithmetic", "passes"), [("fp32", False), ("bf16", True)])
@@ -129,7 +129,7 @@ def test_rounding_grows_with_the_updates_up_to_a_hundredth() -> None:
 def test_rounding_sensitive_values_are_compared_only_before_first_update() -> None:
     tiny = TracedTensor("gradient", "first.bias", 1e-10, 0.0, 1e-10, 8)
     gradients = (*BEGIN.tensors[-2:], tiny)
-    ours, theirs = (
+    ours, changed = (
         dataclasses.replace(
             BEGIN,
             tensors=(
@@ -141,8 +141,8 @@ def test_rounding_sensitive_values_are_compared_only_before_first_update() -> No
         )
         for moved in (0.1, 0.2)
     )
-    assert len(compared(ours, theirs).differences) == 2
-    later = (dataclasses.replace(trace, step=1) for trace in (ours, theirs))
+    assert len(compared(ours, changed).differences) == 2
+    later = (dataclasses.replace(trace, step=1) for trace in (ours, changed))
     assert not compared(*later).differences
 
 

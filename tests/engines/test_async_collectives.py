@@ -69,13 +69,13 @@ def test_compiler_overlaps_tensor_parallel_communication(
     graphs: list[list[str]] = []
 
     def compiled(graph: Any, inputs: Any) -> Any:
-        own = copy.deepcopy(graph)
-        for node in own.graph.nodes:  # as Inductor does before
+        copied = copy.deepcopy(graph)
+        for node in copied.graph.nodes:  # as Inductor does before
             if node.target is torch.ops.aten.view.default:
                 node.target = torch.ops.aten.reshape.default
         with _symmetric_memory._test_mode(group_names=enabled):
-            micro_pipeline_tp_pass(own.graph)
-        graphs.append([str(node.target) for node in own.graph.nodes])
+            micro_pipeline_tp_pass(copied.graph)
+        graphs.append([str(node.target) for node in copied.graph.nodes])
         return make_boxed_func(graph.forward)
 
     chosen = run_config([*TENSOR, "model.num_hidden_layers=1"])
@@ -109,13 +109,13 @@ def test_symmetric_memory_is_enabled_for_group(group: ProcessGroup) -> None:
     name = group.torch_group.group_name
     noted: list[Any] = []
     memory: Any = _symmetric_memory._SymmetricMemory
-    own, memory.set_group_info = memory.set_group_info, lambda *about: noted.append(about)
+    original, memory.set_group_info = memory.set_group_info, lambda *about: noted.append(about)
     try:
         async_collectives.overlap_exchanges(group)
         assert _symmetric_memory.is_symm_mem_enabled_for_group(name)
         assert [about[:3] for about in noted] == [(name, 0, 2)]
     finally:
-        memory.set_group_info = own
+        memory.set_group_info = original
         _symmetric_memory._group_name_to_store.pop(name, None)
 
 

@@ -29,15 +29,15 @@ def chosen(spec: ModelSpec = SPEC, **options: Any) -> Losses:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    asked: list[Any] = []
+    calls: list[Any] = []
     compiling = torch.compile
 
     def compile_eagerly(function: Any, *, mode: str) -> Any:
-        asked.append((function, mode))
+        calls.append((function, mode))
         return compiling(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    return asked
+    return calls
 
 
 def test_compiled_cross_entropy_keeps_values(
@@ -81,8 +81,8 @@ def test_a_loss_that_is_divided_or_in_chunks_is_not_compiled(
 
 
 def test_custom_loss_is_not_compiled(compiled: list[Any]) -> None:
-    own = ModelSpec(build=SPEC.build, loss=lambda outputs, targets: outputs.sum())
-    assert chosen(own).loss is own.loss
+    spec = ModelSpec(build=SPEC.build, loss=lambda outputs, targets: outputs.sum())
+    assert chosen(spec).loss is spec.loss
     assert compiled == []
 
 
@@ -92,7 +92,7 @@ def test_blocks_and_loss_are_compiled_in_configured_mode(compiled: list[Any]) ->
     # Threads of the mock world refuse the compiler; a single rank is enough to see the request.
     config = with_values(run_config([*overrides, "launch.nproc=1"]), {"launch.backend": "mock"})
     World.mock(1).run(lambda world: rank_engine(config, world))
-    assert [asked for _, asked in compiled] == [mode] * 3
+    assert [used for _, used in compiled] == [mode] * 3
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

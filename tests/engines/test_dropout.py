@@ -126,8 +126,10 @@ def test_dropout_masks_are_equal_only_on_tensor_ranks(
     for rank, of_rank in enumerate(drawn):
         for step, block in itertools.product(range(STEPS), range(BLOCKS)):
             [mask] = of_rank.kept[step][block]
-            place = layout.data_shard(rank), step, block
-            assert torch.equal(masks.setdefault(place, mask), mask), f"rank {rank} at {place}"
+            coordinates = layout.data_shard(rank), step, block
+            assert torch.equal(masks.setdefault(coordinates, mask), mask), (
+                f"rank {rank} at {coordinates}"
+            )
             assert 0.3 < mask.float().mean() < 0.7
     assert len(masks) == 2 * STEPS * BLOCKS
     for site, other in itertools.combinations(masks, 2):

@@ -161,10 +161,10 @@ def test_verify_compares_trained_and_counts_frozen_parameters(layout: str) -> No
 def test_verify_finds_trained_frozen_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = TensorAxis._local_parameter
+    original = TensorAxis._local_parameter
 
     def trained(axis: TensorAxis, parameter: Any, cut: Any) -> Any:
-        return place(axis, parameter, cut).requires_grad_()
+        return original(axis, parameter, cut).requires_grad_()
 
     monkeypatch.setattr(TensorAxis, "_local_parameter", trained)
     overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]

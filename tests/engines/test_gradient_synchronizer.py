@@ -221,11 +221,11 @@ def test_gradient_mean_needs_no_extra_pass(
     dtype: torch.dtype | None, operation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL divides while it sums. If the sum has a smaller dtype, values are divided before."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     all_reduce = dist.all_reduce
 
     def noted(tensor: Tensor, op: Any, **options: Any) -> Any:
-        asked.append(op)
+        calls.append(op)
         return all_reduce(tensor, op, **options)
 
     monkeypatch.setattr(dist, "all_reduce", noted)
@@ -238,7 +238,7 @@ def test_gradient_mean_needs_no_extra_pass(
         return bucket.data.tolist()
 
     assert ax.World.mock(2).run(run) == [[0.5] * 4] * 2
-    assert asked == [operation] * 2
+    assert calls == [operation] * 2
 
 
 def test_failed_backward_does_not_affect_next() -> None:

@@ -57,7 +57,7 @@ def waits(model: str, ranks: int, *overrides: str) -> list[str]:
             engine.train_step(batch)
         return waits.places
 
-    return [place for places in World.mock(ranks).run(run) for place in places]
+    return [line for places in World.mock(ranks).run(run) for line in places]
 
 
 @pytest.mark.slow(keep=4)

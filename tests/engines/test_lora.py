@@ -169,12 +169,16 @@ def test_lora_dropout_applies_to_inputs_of_a_in_training() -> None:
     layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
     nn.init.ones_(layer.lora_B.weight)
     x = torch.ones(2, layer.lora_A.in_features)
-    own = nn.functional.linear(x, layer.weight, layer.bias)
+    base_output = nn.functional.linear(x, layer.weight, layer.bias)
     torch.manual_seed(0)
     dropped = nn.functional.dropout(x, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(layer(x), own + layer.lora_B(layer.lora_A(dropped)) * layer.lora_scale)
-    assert torch.equal(layer.eval()(x), own + layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
+    assert torch.equal(
+        layer(x), base_output + layer.lora_B(layer.lora_A(dropped)) * layer.lora_scale
+    )
+    assert torch.equal(
+        layer.eval()(x), base_output + layer.lora_B(layer.lora_A(x)) * layer.lora_scale
+    )
 
 
 def test_dora_dropout_applies_to_inputs_of_weight() -> None:
@@ -189,8 +193,10 @@ def test_dora_dropout_applies_to_inputs_of_weight() -> None:
     dropped = nn.functional.dropout(x, 0.5)
     added = layer.lora_scale * layer.lora_B.weight @ layer.lora_A.weight
     factor = layer.lora_magnitude_vector.weight / (layer.weight + added).norm(dim=1)
-    own = nn.functional.linear(x, layer.weight, layer.bias)
-    expected = own + (factor - 1) * (dropped @ layer.weight.t()) + factor * (dropped @ added.t())
+    base_output = nn.functional.linear(x, layer.weight, layer.bias)
+    expected = (
+        base_output + (factor - 1) * (dropped @ layer.weight.t()) + factor * (dropped @ added.t())
+    )
     torch.manual_seed(0)
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
@@ -248,8 +254,8 @@ def test_estimate_of_lora_counts_adapter_gradients_and_states() -> None:
     shares = TrainingShares.of(chosen)
     named = construct(chosen, seed=0).named_parameters()
     sizes = {name: parameter.numel() for name, parameter in named}
-    own = sum(size for name, size in sizes.items() if is_of_adapter(name))
-    assert shares.gradients == own / sum(sizes.values())
+    adapter_bytes = sum(size for name, size in sizes.items() if is_of_adapter(name))
+    assert shares.gradients == adapter_bytes / sum(sizes.values())
     assert shares.states == pytest.approx(2 * shares.gradients, rel=0.05)  # and step counts
 
 

@@ -44,8 +44,8 @@ def test_replicas_in_bf16_equal_fsdp_bitwise(model: str) -> None:
     tied = ["model.tie_word_embeddings=true"] if model == "gpt" else []
     losses, parameters = trained([*MODELS[model], *tied], "strategy=fsdp")
     for strategy in ("ddp", "zero1"):
-        own, replicas = trained([*MODELS[model], *tied], f"strategy={strategy}")
-        assert own == losses
+        sharded, replicas = trained([*MODELS[model], *tied], f"strategy={strategy}")
+        assert sharded == losses
         assert all(torch.equal(replicas[name], shard) for name, shard in parameters.items())
 
 
@@ -96,9 +96,9 @@ def test_modules_compute_with_bf16_copies_and_get_fp32_gradients() -> None:
     for result in (outputs, expected):
         result.float().square().sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    gradients = [(own.grad, theirs.grad) for own, theirs in pairs]
-    assert all(own is not None and own.dtype is torch.float32 for own, _ in gradients)
-    assert all(torch.equal(own, theirs) for own, theirs in gradients)
+    gradients = [(ours.grad, reference.grad) for ours, reference in pairs]
+    assert all(ours is not None and ours.dtype is torch.float32 for ours, _ in gradients)
+    assert all(torch.equal(ours, reference) for ours, reference in gradients)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.head.weight is model.table.weight  # the parameter itself, outside of a forward
 
@@ -116,8 +116,8 @@ def test_fp32_block_output_is_cast_for_next_block(mode: str) -> None:
         weight = block.linear.weight.bfloat16()
         hidden = nn.functional.linear(hidden.bfloat16(), weight).relu() + block.table
     hidden.sum().backward()
-    for own, block in zip(model, plain, strict=True):
-        assert torch.equal(own.linear.weight.grad, block.linear.weight.grad)
+    for lowered_block, block in zip(model, plain, strict=True):
+        assert torch.equal(lowered_block.linear.weight.grad, block.linear.weight.grad)
 
 
 def test_batchnorm_computes_with_fp32_weights() -> None:
@@ -186,6 +186,6 @@ def test_a_compiled_block_casts_within_its_one_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     expected = gradients(compiled=False)
-    own = gradients(compiled=True)
+    of_compiled = gradients(compiled=True)
     assert counter.frame_count == 1
-    assert all(torch.equal(own[name], gradient) for name, gradient in expected.items())
+    assert all(torch.equal(of_compiled[name], gradient) for name, gradient in expected.items())

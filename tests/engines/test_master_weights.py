@@ -115,7 +115,7 @@ def test_masters_keep_changes_that_bf16_weights_lose() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("first", "after"),
     [
         ([*MASTERS, *LAYOUTS["zero1"]], [*MASTERS, *LAYOUTS["fsdp"]]),
         ([*MASTERS, *LAYOUTS["fsdp"]], [*MASTERS, *LAYOUTS["zero1 tensor"]]),
@@ -125,9 +125,9 @@ def test_masters_keep_changes_that_bf16_weights_lose() -> None:
     ids=["zero1 to fsdp", "fsdp to zero1 tensor", "to fp32 weights", "from fp32 weights"],
 )
 def test_masters_are_resumed_exactly_on_another_layout_and_as_fp32_weights(
-    before: list[str], after: list[str], tmp_path: Path
+    first: list[str], after: list[str], tmp_path: Path
 ) -> None:
-    [(_, expected), *_] = train(before, folder=tmp_path)
+    [(_, expected), *_] = train(first, folder=tmp_path)
     chosen = run_config([*after, f"checkpoint.resume={tmp_path}"])
     assert chosen.launch.nproc != "auto"
 

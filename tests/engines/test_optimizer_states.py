@@ -46,12 +46,12 @@ def updates(kind: str, config: OptimizerConfig, world: World) -> Update:
     mesh = world.mesh(dp_replicate=world.world_size).device_mesh
     if kind in ("sharded", "streamed shards"):
         fully_shard(model, mesh=mesh["dp_replicate"])
-    own = dict(model.named_parameters())
+    weights = dict(model.named_parameters())
     if kind == "zero1":
-        return ShardedUpdate(config, own, mesh=mesh)
+        return ShardedUpdate(config, weights, mesh=mesh)
     if kind.startswith("streamed"):
-        return StreamedUpdate(config, own, device=CPU, states_on=CPU)
-    return Update(config, own)
+        return StreamedUpdate(config, weights, device=CPU, states_on=CPU)
+    return Update(config, weights)
 
 
 def about(states: dict[str, Tensor]) -> dict[str, Any]:
@@ -100,24 +100,24 @@ def test_preallocated_momentum_excludes_weight_decay() -> None:
 
 
 def test_reading_states_keeps_gradients_and_learning_rates() -> None:
-    own = dict(net().named_parameters())
-    gradients = {name: torch.randn_like(p) for name, p in own.items()}
-    for name, p in own.items():
+    weights = dict(net().named_parameters())
+    gradients = {name: torch.randn_like(p) for name, p in weights.items()}
+    for name, p in weights.items():
         p.grad = gradients[name]
-    before = {name: p.detach().clone() for name, p in own.items()}
-    update = Update(CONFIGS["adamw"], own)
+    initial = {name: p.detach().clone() for name, p in weights.items()}
+    update = Update(CONFIGS["adamw"], weights)
     update.state_dict()
-    assert all(own[name].grad is gradient for name, gradient in gradients.items())
-    assert all(torch.equal(p, before[name]) for name, p in own.items())
+    assert all(weights[name].grad is gradient for name, gradient in gradients.items())
+    assert all(torch.equal(p, initial[name]) for name, p in weights.items())
     assert {g["lr"] for o in update.optimizers for g in o.param_groups} == {0.1}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_reading_states_at_any_time_keeps_torch_optim_results(name: str) -> None:
     config = CONFIGS[name]
-    ours, theirs = net(), net()
-    matrices = {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.3}
-    vectors = {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}
+    ours, reference = net(), net()
+    matrices = {"params": [p for p in reference.parameters() if p.ndim == 2], "weight_decay": 0.3}
+    vectors = {"params": [p for p in reference.parameters() if p.ndim == 1], "weight_decay": 0.0}
     plain: torch.optim.Optimizer
     if isinstance(config, AdamWConfig):
         matrices["weight_decay"] = 0.1
@@ -134,12 +134,12 @@ def test_reading_states_at_any_time_keeps_torch_optim_results(name: str) -> None
     for step in range(4):
         update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
         generator = torch.Generator().manual_seed(step)
-        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for parameter, other in zip(ours.parameters(), reference.parameters(), strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             other.grad = parameter.grad.clone()
         update.apply(rate=lambda _: 0.1)
         plain.step()
-        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for parameter, other in zip(ours.parameters(), reference.parameters(), strict=True):
             assert torch.equal(parameter, other)
 
 

@@ -69,30 +69,30 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def trained(config: OptimizerConfig) -> dict[str, Tensor]:
-    own = parameters()
-    update = Update(config, own, parameters=facts())
+    weights = parameters()
+    update = Update(config, weights, parameters=facts())
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
-            own[name].grad = gradient
+            weights[name].grad = gradient
         update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
-    return {name: p.detach() for name, p in own.items()}
+    return {name: p.detach() for name, p in weights.items()}
 
 
-def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+def in_torch(kind: str, weights: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Return torch's optimizers with parameter groups as in their documentation."""
     optim = torch.optim
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.3},
-        {"params": [p for p in own.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in weights.values() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in weights.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if kind in ("muon", "muon original"):
         adjust = "original" if kind == "muon original" else "match_rms_adamw"
-        groups[0]["params"] = [p for p in groups[0]["params"] if p is not own["hidden"]]
+        groups[0]["params"] = [p for p in groups[0]["params"] if p is not weights["hidden"]]
         return [
-            optim.Muon([own["hidden"]], weight_decay=0.3, adjust_lr_fn=adjust),
+            optim.Muon([weights["hidden"]], weight_decay=0.3, adjust_lr_fn=adjust),
             optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
         ]
-    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "adamw": lambda: optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
         "adam": lambda: optim.Adam(groups, betas=(0.9, 0.999), fused=True),
         "sgd": lambda: optim.SGD(groups, momentum=0.9, fused=True),
@@ -101,52 +101,52 @@ def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimi
         ),
         "adafactor": lambda: optim.Adafactor(groups, foreach=False),
     }
-    return [made[kind]()]
+    return [makers[kind]()]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "lion"])
 def test_unsharded_update_is_bitwise_equal_to_torch(kind: str) -> None:
-    own = parameters()
-    theirs = in_torch(kind, own)
+    weights = parameters()
+    optimizers = in_torch(kind, weights)
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
-            own[name].grad = gradient
-        for optimizer in theirs:
+            weights[name].grad = gradient
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = RATES[step]
             optimizer.step()
     for name, tensor in trained(OPTIMIZERS[kind]).items():
-        assert torch.equal(tensor, own[name]), name
+        assert torch.equal(tensor, weights[name]), name
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-2])
 def test_lion_equals_paper_in_float64(eps: float) -> None:
     """Algorithm 2 of Chen et al., 2023, with lambda = 0.3 for matrices."""
-    own = {name: p.detach().double() for name, p in parameters().items()}
-    momenta = {name: torch.zeros_like(p) for name, p in own.items()}
+    weights = {name: p.detach().double() for name, p in parameters().items()}
+    momenta = {name: torch.zeros_like(p) for name, p in weights.items()}
     for step, rate in enumerate(RATES):
         for name, g in gradients(step).items():
-            p, m, g = own[name], momenta[name], g.double()
+            p, m, g = weights[name], momenta[name], g.double()
             c = 0.9 * m + (1 - 0.9) * g
             update = c / (c.abs() + eps) if eps else torch.sign(c)
-            own[name] = p - rate * (update + (0.3 if p.ndim > 1 else 0.0) * p)
+            weights[name] = p - rate * (update + (0.3 if p.ndim > 1 else 0.0) * p)
             momenta[name] = 0.99 * m + (1 - 0.99) * g
     for name, tensor in trained(LionConfig(weight_decay=0.3, eps=eps)).items():
-        torch.testing.assert_close(tensor.double(), own[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizer_entry_lists_state_tensors(kind: str) -> None:
-    own, config = parameters(), OPTIMIZERS[kind]
-    update = Update(config, own, parameters=facts())
-    for p in own.values():
+    weights, config = parameters(), OPTIMIZERS[kind]
+    update = Update(config, weights, parameters=facts())
+    for p in weights.values():
         p.grad = torch.ones_like(p)
     for optimizer in update.optimizers:
         optimizer.step()
     by_parameter = {
         p: states for optimizer in update.optimizers for p, states in optimizer.state.items()
     }
-    for name, p in own.items():
+    for name, p in weights.items():
         shape = tuple(p.shape)
         expected = states_of(with_options(config, facts()[name]), shape)
         assert by_parameter.get(p, {}).keys() == expected.keys()
@@ -157,15 +157,15 @@ def test_optimizer_entry_lists_state_tensors(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_preallocated_states_do_not_change_first_step(kind: str) -> None:
-    own = parameters()
-    update = Update(OPTIMIZERS[kind], own, parameters=facts())
+    weights = parameters()
+    update = Update(OPTIMIZERS[kind], weights, parameters=facts())
     update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
-            own[name].grad = gradient
+            weights[name].grad = gradient
         update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
     for name, tensor in trained(OPTIMIZERS[kind]).items():
-        assert torch.equal(tensor, own[name]), name
+        assert torch.equal(tensor, weights[name]), name
 
 
 SMALL = [
@@ -291,23 +291,23 @@ def test_sharded_matrix_update_equals_unsharded_update(division: str, kind: str)
     }
 
     def updated(wrap: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        own = {name: nn.Parameter(wrap(matrix(name, 0))) for name in names}
-        update = Update(config, own, parameters=hidden)
+        weights = {name: nn.Parameter(wrap(matrix(name, 0))) for name in names}
+        update = Update(config, weights, parameters=hidden)
         for step in range(STEPS):
-            for name, p in own.items():
+            for name, p in weights.items():
                 p.grad = wrap(matrix(name, step + 1))
             update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
         states = {key: full_tensor(state) for key, state in update.state_dict().items()}
-        return {name: full_tensor(p.detach()) for name, p in own.items()}, states
+        return {name: full_tensor(p.detach()) for name, p in weights.items()}, states
 
     expected = updated(lambda tensor: tensor.clone())
 
     def on_rank(world: World) -> None:
         mesh = world.mesh(**sizes).device_mesh
         got = updated(lambda tensor: divided(tensor, mesh, placements))
-        for mine, theirs in zip(got, expected, strict=True):
-            assert mine.keys() == theirs.keys()
-            for name, tensor in theirs.items():
+        for mine, wanted in zip(got, expected, strict=True):
+            assert mine.keys() == wanted.keys()
+            for name, tensor in wanted.items():
                 if "muon" in kind:
                     assert torch.equal(mine[name], tensor), name
                 else:
@@ -336,13 +336,13 @@ def test_muon_updates_experts_as_torch_updates_the_matrix_of_each() -> None:
     start = torch.randn(experts, 6, 4, generator=torch.Generator().manual_seed(0))
     facts = {name: ParameterFacts(name=name, shape=tuple(start.shape), is_hidden_matrix=True)}
     plain = [nn.Parameter(matrix.clone()) for matrix in start]
-    theirs = torch.optim.Muon(plain, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    optimizer = torch.optim.Muon(plain, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     steps = [torch.randn_like(start) for _ in range(STEPS)]
     for step, gradient in enumerate(steps):
-        theirs.param_groups[0]["lr"] = RATES[step]
-        for matrix, own in zip(plain, gradient, strict=True):
-            matrix.grad = own.clone()
-        theirs.step()
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        for matrix, part in zip(plain, gradient, strict=True):
+            matrix.grad = part.clone()
+        optimizer.step()
     expected = torch.stack([matrix.detach() for matrix in plain])
 
     def updated(wrap: Callable[[Tensor], Tensor]) -> Tensor:

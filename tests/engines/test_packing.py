@@ -60,10 +60,10 @@ def test_packing_boundaries_affect_training() -> None:
 
 
 def test_packing_with_unsupported_model_is_refused_before_start() -> None:
-    own = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
+    overrides = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
     arguments = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
     with pytest.raises(ConfigError) as raised:
-        run_config([*own, arguments, *DATA])
+        run_config([*overrides, arguments, *DATA])
     assert str(raised.value) == (
         "data.document_length=5: a row holds several documents, and model=custom can't keep them "
         "apart: its forward takes no positions; use null"

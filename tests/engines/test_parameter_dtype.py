@@ -118,11 +118,11 @@ def test_bf16_parameters_train_like_torch(layout: str, states: tuple[str, ...]) 
 def test_tied_weights_stay_tied_and_buffers_keep_their_dtype() -> None:
     overrides = ["model=llama_debug", "model.tie_word_embeddings=true"]
     model: Any = build_model(run_config([*overrides, "strategy=single"]).model)
-    before = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
     keep_parameters_in(model, torch.bfloat16)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == before
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == dtypes
 
 
 def saved(folder: Path, overrides: list[str]) -> None:

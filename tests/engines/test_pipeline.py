@@ -64,11 +64,11 @@ def test_nccl_connects_stages_before_first_batched_messages(
     done: list[tuple[str, int]] = []
 
     def spied(name: str) -> None:
-        own = getattr(dist, name)
+        ours = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             done.append((name, dist.get_rank()))
-            return own(*args, **kwargs)
+            return ours(*args, **kwargs)
 
         monkeypatch.setattr(dist, name, call)
 
@@ -85,9 +85,9 @@ def test_nccl_connects_stages_before_first_batched_messages(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     World.mock(2).run(run)
     for rank in range(2):
-        own = [name for name, of_rank in done if of_rank == rank]
-        assert own[:2] == ["all_reduce", "batch_isend_irecv"]
-        assert own.count("all_reduce") == 1
+        ours = [name for name, of_rank in done if of_rank == rank]
+        assert ours[:2] == ["all_reduce", "batch_isend_irecv"]
+        assert ours.count("all_reduce") == 1
 
 
 def test_no_message_connects_a_rank_to_itself() -> None:

@@ -110,12 +110,12 @@ def run_for_real(schedule: PipelineSchedule) -> tuple[float, list[Tensor]]:
             for i in mine
         ]
         single = issubclass(schedule.torch_class, pipelining.schedules.PipelineScheduleSingle)
-        made = schedule.torch_class(
+        runtime = schedule.torch_class(
             stages[0] if single else stages, schedule.microbatches, loss_fn=F.mse_loss
         )
         losses: list[Tensor] = []
         has_last = schedule.num_stages - 1 in mine
-        made.step(
+        runtime.step(
             *([inputs] if 0 in mine else []),
             **({"target": targets, "losses": losses} if has_last else {}),
         )

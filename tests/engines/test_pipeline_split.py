@@ -55,9 +55,9 @@ def test_pipeline_stages_in_sequence_equal_model(
         names += [name for name, _ in stage.named_parameters()]
         x = stage(x)
     torch.testing.assert_close(x, full(inputs))
-    own = [name for name, _ in full.named_parameters()]
-    assert set(own) <= set(names)
-    assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends have a name each
+    full_names = [name for name, _ in full.named_parameters()]
+    assert set(full_names) <= set(names)
+    assert set(names) - set(full_names) <= {"lm_head.weight"}  # tied ends have a name each
 
 
 def test_sequential_is_split_between_modules_with_same_names() -> None:
@@ -222,7 +222,7 @@ def test_flops_of_transformers_models_are_those_of_products(kind: str) -> None:
     model, spec = on_meta(config, seed=0), spec_for(config)
     tokens = torch.zeros(1, 64, dtype=torch.int64, device="meta")
     names = block_names(spec, model)
-    before, first, second, after = split._flops_by_block(spec, model, names, tokens)
+    before_blocks, first, second, after = split._flops_by_block(spec, model, names, tokens)
     hf = model.config
     active = sum(p.numel() for n, p in model.get_submodule(names[0]).named_parameters()
                  if p.ndim == 2)  # fmt: skip
@@ -230,7 +230,7 @@ def test_flops_of_transformers_models_are_those_of_products(kind: str) -> None:
     if packed:
         active += packed * hf.num_experts_per_tok // hf.num_experts
     attention = 2 * 2 * 64 * 64 * hf.num_attention_heads * hf.head_dim
-    assert before == 0
+    assert before_blocks == 0
     assert first == second == 2 * 64 * active + attention
     assert after == 2 * 64 * hf.vocab_size * hf.hidden_size
 
@@ -244,7 +244,7 @@ def test_model_without_products_is_balanced_by_parameters() -> None:
 def test_measuring_blocks_keeps_statistics_and_modes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     stage_counts(spec, model, num_stages=2, sample=torch.ones(3, 4))
-    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
     assert model[2].training

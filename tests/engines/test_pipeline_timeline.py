@@ -64,7 +64,7 @@ def test_timeline_runs_each_action_once_in_valid_order(
     for rank in range(schedule.degree):
         row = [slot for slot in times.slots if slot.rank == rank]
         assert [slot.action for slot in row] == list(schedule.actions[rank])
-        assert all(before.stop <= after.start for before, after in pairwise(row))
+        assert all(earlier.stop <= after.start for earlier, after in pairwise(row))
     assert 0 <= times.bubble_fraction < 1
 
 
@@ -148,17 +148,17 @@ class SavedBytes:
     def pack(self, tensor: Tensor) -> Any:
         box = SimpleBox(tensor)
         if tensor.untyped_storage().data_ptr() not in self._weights:
-            place = tensor.data_ptr()
-            if self._holders[place] == 0:
+            pointer = tensor.data_ptr()
+            if self._holders[pointer] == 0:
                 self._now += tensor.nbytes
                 self.most = max(self.most, self._now)
-            self._holders[place] += 1
-            weakref.finalize(box, self._drop, place, tensor.nbytes)
+            self._holders[pointer] += 1
+            weakref.finalize(box, self._drop, pointer, tensor.nbytes)
         return box
 
-    def _drop(self, place: int, count: int) -> None:
-        self._holders[place] -= 1
-        if self._holders[place] == 0:
+    def _drop(self, pointer: int, count: int) -> None:
+        self._holders[pointer] -= 1
+        if self._holders[pointer] == 0:
             self._now -= count
 
     def hooks(self) -> Any:
@@ -177,13 +177,13 @@ def bytes_held_by_stage_0(name: str, degree: int) -> int:
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
         stage = pipelining.PipelineStage(block, world.rank, degree, torch.device("cpu"))
-        made = schedule.torch_class(stage, 8, loss_fn=F.mse_loss)
+        runtime = schedule.torch_class(stage, 8, loss_fn=F.mse_loss)
         inputs = torch.randn(8 * 16, 32)
         for turn in range(2):  # the first round also lets stages exchange shapes
             saved = SavedBytes(block)
             with saved.hooks():
                 first, last = world.rank == 0, world.rank == degree - 1
-                made.step(*([inputs] if first else []), **({"target": inputs} if last else {}))
+                runtime.step(*([inputs] if first else []), **({"target": inputs} if last else {}))
             assert turn == 0 or saved._now == 0
         return saved.most
 

@@ -103,14 +103,14 @@ def test_fsdp_without_streaming_accepts_any_optimizer(offload: str) -> None:
 def test_optimizer_without_streaming_is_refused_with_advice(offload: str) -> None:
     def run(world: ax.World) -> None:
         model = ax.FSDP(net(), cpu_offload=offload)
-        own = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model(inputs(world.rank, 2)).sum().backward()
         message = (
             f"cpu_offload={offload}: this AdamW keeps its states where the parameters are; build "
             r"it with model.optimizer\(torch.optim.AdamW, ...\), or use cpu_offload=full"
         )
         with pytest.raises(RuntimeError, match=message):
-            own.step()
+            optimizer.step()
         other = nn.Parameter(torch.ones(2))  # other optimizers are ignored
         other.grad = torch.ones(2)
         torch.optim.SGD([other], lr=1.0).step()
@@ -122,22 +122,22 @@ def test_optimizer_without_streaming_is_refused_with_advice(offload: str) -> Non
 def test_nothing_is_refused_once_the_module_is_gone() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
-    before = len(hooks)
+    num_hooks = len(hooks)
     ax.World.mock(1).run(lambda world: ax.FSDP(net(), cpu_offload="params") and None)
     import gc
 
     gc.collect()
-    assert len(hooks) == before
+    assert len(hooks) == num_hooks
 
 
 def test_streamed_step_keeps_one_parameter_on_device() -> None:
     """The meta device, which holds no data, replaces the GPU."""
-    seen: list[list[tuple[str, str]]] = []
+    transfers: list[list[tuple[str, str]]] = []
 
     class Watched(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             in_groups = [p for group in self.param_groups for p in group["params"]]
-            seen.append([(p.device.type, p.grad.device.type) for p in in_groups])
+            transfers.append([(p.device.type, p.grad.device.type) for p in in_groups])
             return super().step(closure)
 
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
@@ -148,7 +148,7 @@ def test_streamed_step_keeps_one_parameter_on_device() -> None:
         parameter.grad = torch.ones(2)
     with pytest.raises(NotImplementedError, match="meta"):  # can't be copied back
         optimizer.step()
-    assert seen == [[("meta", "meta")]]
+    assert transfers == [[("meta", "meta")]]
     assert optimizer.param_groups[0]["params"] == parameters
     streamed = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     stream_parameters(streamed, device=cpu, states_on=meta)
@@ -157,12 +157,12 @@ def test_streamed_step_keeps_one_parameter_on_device() -> None:
 
 
 def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> None:
-    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
+    ours, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference.load_state_dict(ours.state_dict())
     cpu, batch = torch.device("cpu"), torch.randn(4, 3)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, reference)]
     stream_parameters(optimizers[0], device=cpu, states_on=cpu)
-    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+    for module, optimizer in zip((ours, reference), optimizers, strict=True):
 
         def closure(module: nn.Module = module, optimizer: Optimizer = optimizer) -> Any:
             optimizer.zero_grad()
@@ -207,13 +207,15 @@ def test_fsdp_memory_estimate_equals_step(sharding: str, optimizer: str) -> None
         if "without" in optimizer:
             config = SGDConfig(momentum=0.0)
         estimate = model.memory_estimate(config)
-        own = make(model.parameters(), lr=0.1, **options)
+        torch_optimizer = make(model.parameters(), lr=0.1, **options)
         model(inputs(world.rank, 2)).sum().backward()
-        own.step()
+        torch_optimizer.step()
         parameters = list(model.parameters())
         assert estimate.parameter_bytes == nbytes(parameters)
         assert estimate.gradient_bytes == nbytes([p.grad for p in parameters if p.grad is not None])
-        states = [s for of_p in own.state.values() for s in of_p.values() if s is not None]
+        states = [
+            s for of_p in torch_optimizer.state.values() for s in of_p.values() if s is not None
+        ]
         assert estimate.optimizer_bytes == nbytes(states)
         assert estimate.total_bytes == nbytes([*parameters, *parameters, *states])
 

@@ -206,8 +206,8 @@ def test_fsdp_clips_by_full_model_norm() -> None:
         return float(model.clip_grad_norm(0.01)), float(model.clip_grad_norm(1e9))
 
     expected = torch.stack([g.norm() for g in expected_gradients()]).norm()
-    for before, after in ax.World.mock(4).run(run):
-        assert before == pytest.approx(float(expected), rel=1e-5)
+    for unclipped, after in ax.World.mock(4).run(run):
+        assert unclipped == pytest.approx(float(expected), rel=1e-5)
         assert after == pytest.approx(0.01, rel=1e-3)
 
 

@@ -103,13 +103,13 @@ LAYOUTS = {
 
 
 def run(
-    overrides: list[str], ranks: int, *, before: Callable[[Any], None] = lambda engine: None
+    overrides: list[str], ranks: int, *, prepare: Callable[[Any], None] = lambda engine: None
 ) -> dict[str, Tensor]:
     chosen = run_config([*SMALL, *overrides, f"launch.nproc={ranks}"])
 
     def on_rank(world: World) -> dict[str, Held]:
         engine, loader = rank_engine(chosen, world)
-        before(engine)
+        prepare(engine)
         for step in range(3):
             engine.train_step(loader.batch(step))
         return held(engine.named_parameters())
@@ -135,12 +135,12 @@ def test_custom_optimizer_initializes_nonzero_states_itself() -> None:
     at zero.
     """
     expected = run([*TEMPERED, "strategy=fsdp"], 2)
-    asked = run(
+    result = run(
         [*TEMPERED, "strategy=fsdp"],
         2,
-        before=lambda engine: engine.load_state_dict(engine.state_dict()),
+        prepare=lambda engine: engine.load_state_dict(engine.state_dict()),
     )
-    assert all(torch.equal(asked[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
 
 
 def test_skipped_fp16_steps_create_no_custom_states() -> None:
@@ -158,8 +158,8 @@ def test_skipped_fp16_steps_create_no_custom_states() -> None:
         overflow(engine)
         engine.load_state_dict(engine.state_dict())
 
-    expected = run(overrides, 2, before=overflow)
-    loaded = run(overrides, 2, before=overflow_and_load)
+    expected = run(overrides, 2, prepare=overflow)
+    loaded = run(overrides, 2, prepare=overflow_and_load)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
@@ -213,11 +213,11 @@ def test_preallocated_custom_states_are_not_held_twice() -> None:
     """Measuring memory on a CPU reads the states before the first step, too."""
     parameter = nn.Parameter(torch.ones(4, 3))
     update = Update(CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1), {"p": parameter})
-    asked = [weakref.ref(state) for state in update.state_dict().values()]
+    states = [weakref.ref(state) for state in update.state_dict().values()]
     parameter.grad = torch.ones(4, 3)
     update.apply(rate=lambda peak: peak)
     gc.collect()
-    assert [reference() for reference in asked] == [None, None]
+    assert [reference() for reference in states] == [None, None]
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ def test_missing_gradient_on_one_rank_causes_no_deadlock(ranks: int) -> None:
     """In a context-parallel group, one rank sends its first bucket only after its backward."""
 
     def run(world: World) -> bool:
-        own = [f"strategy.context.degree={RANKS}", f"launch.nproc={RANKS}"]
-        engine, loader = engine_of(world, *own, "train.global_batch_size=2")
+        overrides = [f"strategy.context.degree={RANKS}", f"launch.nproc={RANKS}"]
+        engine, loader = engine_of(world, *overrides, "train.global_batch_size=2")
         [model] = engine.modules
         if world.rank < ranks:
             head: Any = model.lm_head
@@ -136,8 +136,8 @@ def test_reduced_rows_equal_replica_gradients(ranks: int) -> None:
 
     def run(world: World, strategy: str) -> dict[str, Tensor]:
         batch = f"train.global_batch_size={4 * ranks}"
-        own = [f"strategy={strategy}", f"launch.nproc={ranks}", batch]
-        engine, loader = engine_of(world, *own)
+        overrides = [f"strategy={strategy}", f"launch.nproc={ranks}", batch]
+        engine, loader = engine_of(world, *overrides)
         for step in range(2):  # sums two backwards, as replicas' gradients do
             engine.backward(loader.batch(step))
         return {

@@ -60,26 +60,26 @@ def test_wsd_decays_in_a_share_of_the_run() -> None:
 def test_cosine_falls_to_minimum_rate_as_in_transformers() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
     # transformers reaches the minimum one step after the last one; here the last step has it.
-    theirs = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 0, 10, min_lr_rate=0.1)
+    of_transformers = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 0, 10, min_lr_rate=0.1)
     schedule = CosineConfig(warmup_steps=0, final_lr_ratio=0.1)
     for step in range(11):
         ours = learning_rate(schedule, step, peak=2.0, steps=11)
         assert ours == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        theirs.step()
+        of_transformers.step()
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_inverse_sqrt_after_the_warmup_equals_transformers(warmup: int) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
-    theirs = get_inverse_sqrt_schedule(optimizer, warmup)
+    of_transformers = get_inverse_sqrt_schedule(optimizer, warmup)
     schedule = InverseSqrtConfig(warmup_steps=warmup)
     for step in range(40):
         ours = learning_rate(schedule, step, peak=2.0, steps=40)
         if step >= warmup:
             assert ours == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        theirs.step()
+        of_transformers.step()
 
 
 def test_custom_schedule_gives_rate_of_each_step(tmp_path: Path) -> None:

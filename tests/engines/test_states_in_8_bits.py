@@ -101,10 +101,10 @@ def test_8bit_adamw_is_as_close_to_fp32_states_as_that_of_bitsandbytes() -> None
     options: Any = {"lr": 1e-2, "betas": ADAMW.betas, "weight_decay": ADAMW.weight_decay}
     exact, other = nn.Parameter(start()), nn.Parameter(start())
     expected = trained(torch.optim.AdamW([exact], **options, eps=ADAMW.eps), exact, rounds=False)
-    theirs = trained(
+    of_bitsandbytes = trained(
         bitsandbytes.optim.AdamW8bit([other], **options, eps=ADAMW.eps), other, rounds=False
     )
-    assert (ours(ADAMW) - expected).norm() < (theirs - expected).norm()
+    assert (ours(ADAMW) - expected).norm() < (of_bitsandbytes - expected).norm()
     assert (ours(ADAMW) - expected).norm() < 0.05 * (expected - start()).norm()
 
 
@@ -244,10 +244,10 @@ def test_states_in_8_bits_need_bitsandbytes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("8bit", "parameter"), ("parameter", "8bit")])
+@pytest.mark.parametrize(("first", "after"), [("8bit", "parameter"), ("parameter", "8bit")])
 def test_states_of_another_dtype_in_a_checkpoint_are_refused(
-    before: str, after: str, tmp_path: Path
+    first: str, after: str, tmp_path: Path
 ) -> None:
-    train(["strategy=single", f"optimizer.state_dtype={before}"], folder=tmp_path)
-    with pytest.raises(ConfigError, match=f"optimizer.state_dtype={after}: .*; use {before}"):
+    train(["strategy=single", f"optimizer.state_dtype={first}"], folder=tmp_path)
+    with pytest.raises(ConfigError, match=f"optimizer.state_dtype={after}: .*; use {first}"):
         run_config([*SETTINGS, f"checkpoint.resume={tmp_path}", f"optimizer.state_dtype={after}"])

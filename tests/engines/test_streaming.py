@@ -35,12 +35,12 @@ def test_streamed_states_reuse_host_memory(
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     optimizer.state[weight] = {"momentum_buffer": torch.ones(3)}
     streaming.stream_parameters(optimizer, device=META, states_on=HOST, arithmetic=arithmetic)
-    [before] = optimizer.state[weight].values()
+    [first_state] = optimizer.state[weight].values()
     for _ in range(2):
         weight.grad = torch.ones(3, device=META)
         optimizer.step()
     [after] = optimizer.state[weight].values()
-    assert after is before
+    assert after is first_state
     assert waiting == [False, False]
 
 

@@ -25,10 +25,10 @@ SIZES = pytest.mark.parametrize("size", [2, 4])
 
 @pytest.fixture(autouse=True)
 def _in_float64() -> Any:
-    before = torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(dtype)
 
 
 def on_ranks(size: int, fn: Callable[[ax.World], Any]) -> list[Any]:
@@ -246,9 +246,9 @@ def test_attention_with_divided_heads_equals_attention(
         assert_same_training(divided, full, drawn(2, 6, 16))
         rotary, x = RotaryTable(2, max_positions=6, theta=10.0), drawn(2, 6, 16)
         torch.testing.assert_close(divided(x, rotary), full(x, rotary))
-        with Collectives() as seen:
+        with Collectives() as collectives:
             divided(x.requires_grad_()).sum().backward()
-        return seen.names
+        return collectives.names
 
     # q, k and v enter the parallel region as one.
     assert on_ranks(size, rank) == [["all_reduce", "all_reduce"]] * size

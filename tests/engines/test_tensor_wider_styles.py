@@ -158,12 +158,12 @@ def test_wider_tensor_style_equals_undivided_module(case: str, size: int) -> Non
     expected.square().sum().backward()
 
     def on_rank(world: ax.World) -> None:
-        divided, own = made(build), inputs.clone().requires_grad_()
+        divided, full_inputs = made(build), inputs.clone().requires_grad_()
         parallelize(divided, plan, mesh=axis(world))
-        outputs = divided(own)
+        outputs = divided(full_inputs)
         torch.testing.assert_close(outputs, expected.detach())
         outputs.square().sum().backward()
-        torch.testing.assert_close(own.grad, x.grad)
+        torch.testing.assert_close(full_inputs.grad, x.grad)
         assert_same_gradients(divided, undivided)
 
     on_ranks(size, on_rank)

@@ -29,22 +29,22 @@ def test_evaluation_restores_training_mode_of_each_module(name: str) -> None:
         engine, loader = rank_engine(chosen, world)
         modules = [part for stage in engine.modules for part in stage.modules()]
         assert all(part.training for part in modules)
-        seen = []
+        seen_modes = []
         for part in modules:
             if isinstance(part, nn.BatchNorm1d):
                 part.eval()  # frozen statistics, which training leaves frozen
-                part.register_forward_hook(lambda module, *_: seen.append(module.training))
+                part.register_forward_hook(lambda module, *_: seen_modes.append(module.training))
             if isinstance(part, nn.ReLU):
-                part.register_forward_hook(lambda module, *_: seen.append(module.training))
+                part.register_forward_hook(lambda module, *_: seen_modes.append(module.training))
         modes = [part.training for part in modules]
         batch = next(iter(loader.eval_batches(1)))
         for look in (lambda: engine.evaluate(batch), lambda: engine.predict(batch.inputs)):
             look()
-            assert not any(seen)
+            assert not any(seen_modes)
             assert [part.training for part in modules] == modes
             engine.train_step(loader.batch(0))
             assert [part.training for part in modules] == modes
-            seen.clear()
+            seen_modes.clear()
 
     World.mock(ranks).run(run)
 

@@ -88,11 +88,11 @@ def test_checkpoint_of_update_in_backward_is_resumed_without_it_and_vice_versa(
 ) -> None:
     sharded, single = (shlex.split(LAYOUTS[layout]) for layout in ("hsdp", "single"))
     expected = train(single, steps=4)
-    for number, (before, after) in enumerate(
+    for number, (first, after) in enumerate(
         [([*single, IN_BACKWARD], single), (single, [*single, IN_BACKWARD])]
     ):
         folder = tmp_path / str(number)
-        train(before, steps=2, folder=folder)
+        train(first, steps=2, folder=folder)
         [(losses, state)] = train([*after, f"checkpoint.resume={folder}"], steps=2)
         assert_equal([([*expected[0][0][:2], *losses], state)], expected)
     train([*single, IN_BACKWARD], steps=2, folder=tmp_path / "single")
@@ -111,12 +111,12 @@ def test_each_gradient_is_freed_before_the_next_one_exists() -> None:
 
     for parameter in parameters.values():
         parameter.register_hook(note)
-    before = {name: p.detach().clone() for name, p in parameters.items()}
+    initial = {name: p.detach().clone() for name, p in parameters.items()}
     update.begin_backward(rate=lambda peak: peak, step=1)
     model(torch.ones(2, 4)).sum().backward()
     assert existing == [[]] * len(parameters)
     assert all(parameter.grad is None for parameter in parameters.values())
-    assert [name for name, p in parameters.items() if torch.equal(p, before[name])] == []
+    assert [name for name, p in parameters.items() if torch.equal(p, initial[name])] == []
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,20 @@ def test_zero1_block_waits_only_for_its_rows(monkeypatch: pytest.MonkeyPatch) ->
         engine.backward(loader.batch(1))
 
     World.mock(2).run(run)
-    places = {event: place for place, event in enumerate(happened)}
+    places = {event: position for position, event in enumerate(happened)}
     assert places["embed_tokens.weight"] < places["embed_tokens done"]
-    for before, module in [
+    for earlier, module in [
         ("embed_tokens", "layers.0"),
         ("layers.0", "layers.1"),
         ("layers.1", "lm_head"),
     ]:
-        own = [
+        overrides = [
             event for event in happened if event.startswith(f"{module}.") and "norm" not in event
         ]
-        assert own
-        assert all(places[f"{before} done"] < places[o] < places[f"{module} done"] for o in own)
+        assert overrides
+        assert all(
+            places[f"{earlier} done"] < places[o] < places[f"{module} done"] for o in overrides
+        )
 
 
 @pytest.mark.parametrize("reads", ["named_parameters", "state_dict", "model_state_dict", "update"])
@@ -79,12 +81,12 @@ def test_zero1_reading_parameters_waits_for_all_rows(reads: str) -> None:
         update = engine._parts.update
         assert isinstance(update, zero1.ShardedUpdate)
         assert update._in_flight
-        before = {id(message): message for message in update._in_flight.values()}
+        messages = {id(message): message for message in update._in_flight.values()}
         if reads == "update":
             engine.update()
         else:
             dict(getattr(engine, reads)())
-        assert not any(id(message) in before for message in update._in_flight.values())
+        assert not any(id(message) in messages for message in update._in_flight.values())
 
     World.mock(2).run(run)
 
@@ -151,13 +153,13 @@ def test_zero1_weights_read_outside_block_are_current(
     ax.register_model("reads_first", inputs="tokens", layers="layers")(ReadsFirst)
 
     def losses(strategy: str) -> list[float]:
-        own = [
+        overrides = [
             "model=reads_first",
             "data=synthetic_tokens",
             "data.sequence_length=8",
         ]
         chosen = run_config(
-            [*own, *RUN, f"strategy={strategy}", "scheduler=constant", "optimizer.lr=0.1"]
+            [*overrides, *RUN, f"strategy={strategy}", "scheduler=constant", "optimizer.lr=0.1"]
         )
 
         def run(world: World) -> list[float]:

@@ -28,8 +28,8 @@ def test_a_skipped_pip_audit_is_said_in_the_last_line_of_ci(
     for name in (".ci/run", "scripts/check"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    asked = f"exit {0 if is_reached else 1}"
-    ran = {"scripts/test": f"echo 7 passed; exit {tests}", ".venv/bin/python": asked}
+    answer = f"exit {0 if is_reached else 1}"
+    ran = {"scripts/test": f"echo 7 passed; exit {tests}", ".venv/bin/python": answer}
     for name, command in (STUBS | ran).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")

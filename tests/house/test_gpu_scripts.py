@@ -119,11 +119,13 @@ def test_gpu_layouts_equal_cpu_up_to_rounding(
     modules: dict[str, ModuleType], result: dict[str, Any], problem: str
 ) -> None:
     off = {"rate": 0.0, "loss": 2e-5, "gradient": 5e-5, "parameter": 1e-6, "checkpoint": 0.0}
-    own = {kind: 1e-9 if kind == "rate" else 1e-5 for kind in off}
+    limits = {kind: 1e-9 if kind == "rate" else 1e-5 for kind in off}
     off |= {kind: value for kind, value in result.items() if kind in off}
     said = {"passed": True, "reason": "", "failure": None, **result}
     judged = modules["check"].judged
-    assert judged("x", {**said, "max_differences": off, "tolerances": own}, 1e-4).problem == problem
+    assert (
+        judged("x", {**said, "max_differences": off, "tolerances": limits}, 1e-4).problem == problem
+    )
 
 
 def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
@@ -134,8 +136,8 @@ def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
     assert case.has_to_report(on_cuda=True) == "device-side assert"
     assert case.has_to_report(on_cuda=False) == "out of range"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    seen = [(task["LOCAL_RANK"], task["CUDA_VISIBLE_DEVICES"]) for task in failures._tasks(2)]
-    assert seen == [("0", "4"), ("1", "4")]
+    devices = [(task["LOCAL_RANK"], task["CUDA_VISIBLE_DEVICES"]) for task in failures._tasks(2)]
+    assert devices == [("0", "4"), ("1", "4")]
     started: list[list[str]] = []
 
     def train(arguments: list[str], folder: Path, environment: dict[str, str]) -> Any:

@@ -19,6 +19,7 @@ from command import Served
 from configured import run_config
 from served import Server
 
+import axonlaunch as ax
 from axonlaunch.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -136,8 +137,8 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
 ) -> None:
     axonlaunch = Served(tmp_path, server)
     write_files(page, tmp_path)
-    before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
-    for command in [line for line in lines(page) if line not in before]:
+    run_before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
+    for command in [line for line in lines(page) if line not in run_before]:
         if command.startswith(COSTLY):
             continue  # has a separate test
         if command.startswith("python "):
@@ -244,6 +245,11 @@ def test_every_registered_option_is_on_its_page(group: str) -> None:
     assert set(Composer().options(group)) <= named
 
 
+def test_every_public_name_is_on_a_page() -> None:
+    words = {word for page in PAGES for word in re.findall(r"\w+", page.read_text())}
+    assert set(ax.__all__) - words == set()
+
+
 def code(page: Path) -> list[str]:
     """Return the text in backticks on a page."""
     return re.findall(r"`([^`\n]+)`", page.read_text())
@@ -304,9 +310,9 @@ def test_the_trunk_of_the_page_about_architecture_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    own = {"my_models.py", "my_configs/experiment/mine.yaml"}
-    known = [*ROOT.glob("axonlaunch/**/*.py"), *ROOT.glob("tests/**/*.py")]
-    names = {str(path.relative_to(ROOT)) for path in known}
+    examples = {"my_models.py", "my_configs/experiment/mine.yaml"}
+    files = [*ROOT.glob("axonlaunch/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    names = {str(path.relative_to(ROOT)) for path in files}
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - own:
+    for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - examples:
         assert any(f"/{path}".endswith(f"/{name}") for path in names), f"{name} is not there"

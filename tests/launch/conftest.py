@@ -37,15 +37,15 @@ def served(axonlaunch: Command, server: Server) -> Served:
 @pytest.fixture
 def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
     """Return two nodes on which each command is a new interpreter."""
-    with node_namespaces(axonlaunch.folder, 2) as made:
-        yield made
+    with node_namespaces(axonlaunch.folder, 2) as nodes:
+        yield nodes
 
 
 @pytest.fixture
 def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
     """Return two nodes on which the command is forked from a server that tests share."""
-    with node_namespaces(axonlaunch.folder, 2, server) as made:
-        yield made
+    with node_namespaces(axonlaunch.folder, 2, server) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="session")

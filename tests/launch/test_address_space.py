@@ -26,11 +26,11 @@ MIB = 2**20
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks the device there")
 def test_memory_available_to_rank_is_limited_by_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [int(number) for number in Path("/proc/self/statm").read_text().split()[:2]]
-    mapped, own = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
+    mapped, resident = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
     monkeypatch.setattr(limits, "address_space", lambda: mapped + 100 * MIB)
-    assert abs(available_to_rank(1) - (own + 100 * MIB)) < 50 * MIB
+    assert abs(available_to_rank(1) - (resident + 100 * MIB)) < 50 * MIB
     monkeypatch.setattr(limits, "address_space", lambda: mapped // 2)
-    assert abs(available_to_rank(1) - own) < 50 * MIB
+    assert abs(available_to_rank(1) - resident) < 50 * MIB
 
 
 def test_ulimit_v_is_read_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,8 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     ran = served(*overrides, *to_bucket, "name=second")
     assert f"{bucket}/checkpoints/step_4" in ran.stdout
     assert served.losses("second") == served.losses("whole")[4:]
-    for where in (bucket, "runs/second"):
-        reported = json.loads(served("checkpoint", "ls", where, "--json").stdout)
+    for path in (bucket, "runs/second"):
+        reported = json.loads(served("checkpoint", "ls", path, "--json").stdout)
         assert [entry["step"] for entry in reported["checkpoints"]] == [4, 6]
     assert "intact" in served("checkpoint", "check", bucket, "--trust").stdout
     served(*overrides, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")

@@ -84,9 +84,9 @@ def test_runs_of_a_sweep_that_would_share_a_folder_are_refused(shared: str) -> N
     with pytest.raises(ConfigError) as raised:
         sweep(shared)
     [issue] = raised.value.problems
-    own = f"'{key}={value.rstrip('/')}/${{name}}'"
+    advice = f"'{key}={value.rstrip('/')}/${{name}}'"
     assert str(issue) == (
-        f"{shared}: runs of the sweep would share it; give each its own, as in {own}"
+        f"{shared}: runs of the sweep would share it; give each its own, as in {advice}"
     )
 
 

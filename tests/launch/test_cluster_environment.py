@@ -193,9 +193,9 @@ def test_the_second_of_two_nodes_is_found_by_its_first_rank() -> None:
     assert (launch["nnodes"], launch["node_rank"], launch["nproc"]) == (2, 1, 4)
 
 
-@pytest.mark.parametrize("known", [{"nnodes": 2}, {"nproc": 4}])
-def test_nodes_or_ranks_on_each_are_enough(known: dict[str, int]) -> None:
-    launch, problems = settled(BY_HAND, **known)
+@pytest.mark.parametrize("sizes", [{"nnodes": 2}, {"nproc": 4}])
+def test_nodes_or_ranks_on_each_are_enough(sizes: dict[str, int]) -> None:
+    launch, problems = settled(BY_HAND, **sizes)
     assert not problems
     assert (launch["nnodes"], launch["nproc"]) == (2, 4)
 

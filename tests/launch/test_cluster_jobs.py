@@ -417,12 +417,12 @@ def test_lines_of_a_log_are_printed_once_also_within_a_second() -> None:
 
 
 def test_log_of_a_node_in_another_time_zone_is_printed_once() -> None:
-    cluster, asked = Canned(), list[str]()
+    cluster, requests = Canned(), list[str]()
     cluster.pods = [pod(phase="Running")]
     job = job_of(cluster)
 
     def log(name: str, container: str, *, since: str) -> str:
-        asked.append(since)
+        requests.append(since)
         return "".join(cluster.lines)
 
     cluster.log = log  # type: ignore[method-assign]
@@ -434,7 +434,7 @@ def test_log_of_a_node_in_another_time_zone_is_printed_once() -> None:
     # The clock of the node was set back.
     cluster.lines.append("2026-11-28T00:30:01+01:00 step 3\n")
     assert job.read_log() == "step 3\n"
-    assert asked == ["", "2026-11-27T23:30:00Z", "2026-11-27T23:30:00Z"]
+    assert requests == ["", "2026-11-27T23:30:00Z", "2026-11-27T23:30:00Z"]
 
 
 def test_line_of_a_log_ends_only_at_a_line_feed() -> None:
@@ -450,15 +450,15 @@ def test_line_of_a_log_ends_only_at_a_line_feed() -> None:
 def test_log_of_a_rank_is_that_of_its_pod() -> None:
     cluster = Canned()
     cluster.pods = [pod(phase="Running"), pod(1, phase="Running")]
-    asked: list[str] = []
+    requests: list[str] = []
 
     def log(name: str, container: str, *, since: str) -> str:
-        asked.append(name)
+        requests.append(name)
         return ""
 
     cluster.log = log  # type: ignore[method-assign]
     job_of(cluster).read_log(rank=3)
-    assert asked == ["big-1-x"]
+    assert requests == ["big-1-x"]
 
 
 def test_stop_suspends_and_resume_continues() -> None:

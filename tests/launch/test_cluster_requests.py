@@ -186,9 +186,9 @@ def test_all_objects_are_checked_by_the_server_before_the_first_is_made(
     assert [query.get("dryRun") for query, _ in posted] == ["All"] * 4 + [None] * 4
     assert {query["fieldValidation"] for query, _ in posted} == {"Strict"}
     job = server.objects["/apis/batch/v1/namespaces/research/jobs/big"]
-    for path, made in server.objects.items():
-        if made["kind"] != "Job":
-            assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"], path
+    for path, content in server.objects.items():
+        if content["kind"] != "Job":
+            assert content["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"], path
 
 
 def test_nothing_is_left_after_a_refusal(server: type[Requests]) -> None:
@@ -218,9 +218,9 @@ def test_job_of_another_command_is_kept_if_a_creation_got_no_answer(
         if body["kind"] == "Job" and "dryRun" not in query:
             server.objects[path] = {"kind": "Job", "metadata": {"name": "big", "uid": "other"}}
             return
-        made(handler, path, body, query)
+        original_create(handler, path, body, query)
 
-    made = Requests.create
+    original_create = Requests.create
     monkeypatch.setattr(server, "create", create)
     (line,) = refusals(server)
     assert "does not answer" in line
@@ -282,8 +282,8 @@ def test_job_that_has_ended_is_replaced_by_a_later_start_of_its_run(
     first = end(server, condition)["metadata"]["annotations"]["axonlaunch/submission"]
     submitted(server)
     assert len(server.objects) == 4
-    for made in server.objects.values():
-        assert made["metadata"]["annotations"]["axonlaunch/submission"] != first
+    for content in server.objects.values():
+        assert content["metadata"]["annotations"]["axonlaunch/submission"] != first
     (deleted,) = [body for method, _, _, body in server.seen if method == "DELETE"]
     assert deleted["propagationPolicy"] == "Foreground"
     assert deleted["preconditions"]["uid"].startswith("uid of ")

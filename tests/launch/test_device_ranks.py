@@ -48,7 +48,7 @@ def test_a_rank_reports_before_any_communicator_is_destroyed(
     def train(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(rank_process, "join_world", lambda config, place: _DeafWorld())
+    monkeypatch.setattr(rank_process, "join_world", lambda config, rank_spec: _DeafWorld())
     monkeypatch.setattr(rank_process.worker, "run", train)
     [report] = _reports_of_a_rank(tmp_path)
     assert (report.kind, report.cause) == ("error", "memory")
@@ -59,17 +59,17 @@ def test_a_rank_reports_before_any_communicator_is_destroyed(
 def test_ranks_of_a_pipeline_connect_pair_by_pair(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: int, at_once: bool
 ) -> None:
-    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    monkeypatch.setattr(rank_process, "_store", lambda rank_spec, waits_s: None)
     monkeypatch.setattr(rank_process.os, "environ", {})
     joined: list[dict[str, Any]] = []
-    monkeypatch.setattr(World, "join", lambda place, **options: joined.append(options))
+    monkeypatch.setattr(World, "join", lambda rank_spec, **options: joined.append(options))
     config = run_config([f"strategy.pipeline.degree={stages}", "launch.nproc=2"])
     rank_process.join_world(config, _place(tmp_path))
     assert [options["connects_at_once"] for options in joined] == [at_once]
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "own", "expected"),
+    ("deterministic", "settings", "expected"),
     [
         (False, {}, {}),
         (True, {}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}),
@@ -82,18 +82,18 @@ def test_deterministic_runs_use_only_nccl_rings(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     deterministic: bool,
-    own: dict[str, str],
+    settings: dict[str, str],
     expected: dict[str, str],
 ) -> None:
-    environ = dict(own)
-    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    environ = dict(settings)
+    monkeypatch.setattr(rank_process, "_store", lambda rank_spec, waits_s: None)
     monkeypatch.setattr(rank_process.os, "environ", environ)
-    seen: list[dict[str, str]] = []  # at the time that NCCL reads it
+    recorded: list[dict[str, str]] = []  # at the time that NCCL reads it
     read = lambda: {k: v for k, v in environ.items() if k.startswith("NCCL_")}  # noqa: E731
-    monkeypatch.setattr(World, "join", lambda place, **options: seen.append(read()))
+    monkeypatch.setattr(World, "join", lambda rank_spec, **options: recorded.append(read()))
     config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
     rank_process.join_world(config, _place(tmp_path))
-    assert seen == [expected]
+    assert recorded == [expected]
 
 
 def _place(folder: Path) -> RankSpec:
@@ -114,12 +114,12 @@ def _place(folder: Path) -> RankSpec:
 
 
 def _reports_of_a_rank(folder: Path) -> list[Report]:
-    config, place = run_config(["launch.nproc=1"]), _place(folder)
-    ours, theirs = Pipe(duplex=False)
-    arguments = (pickle.dumps(config), place, theirs)
+    config, rank_spec = run_config(["launch.nproc=1"]), _place(folder)
+    ours, sender = Pipe(duplex=False)
+    arguments = (pickle.dumps(config), rank_spec, sender)
     rank = multiprocessing.get_context("fork").Process(target=rank_process.main, args=arguments)
     rank.start()
-    theirs.close()
+    sender.close()
     sent = []
     with contextlib.suppress(EOFError):
         while True:

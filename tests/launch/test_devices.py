@@ -27,7 +27,7 @@ def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nproc", "asked", "backend", "device"),
+    ("devices", "nproc", "requested_device", "backend", "device"),
     [
         (8, 8, "auto", "nccl", "cuda"),
         (8, 2, "auto", "nccl", "cuda"),
@@ -42,12 +42,12 @@ def test_auto_backend_and_device_are_resolved_for_ranks(
     monkeypatch: pytest.MonkeyPatch,
     devices: int,
     nproc: int,
-    asked: str,
+    requested_device: str,
     backend: str,
     device: str,
 ) -> None:
     _have(monkeypatch, devices)
-    launch = run_config([f"launch.nproc={nproc}", f"launch.device={asked}"]).launch
+    launch = run_config([f"launch.nproc={nproc}", f"launch.device={requested_device}"]).launch
     assert (launch.backend, launch.device) == (backend, device)
 
 
@@ -183,7 +183,7 @@ def test_failed_driver_is_error_instead_of_cpu_fallback(
 
 
 @pytest.mark.parametrize(
-    ("seen", "nproc", "each"),
+    ("visible", "nproc", "each"),
     [
         ([["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]], 2, 2),
         ([["a"], ["b"], ["c"], ["d"]], 2, 2),  # --gpus-per-task=1
@@ -193,9 +193,9 @@ def test_failed_driver_is_error_instead_of_cpu_fallback(
     ],
 )
 def test_ranks_of_other_launchers_use_visible_devices(
-    seen: list[list[str]], nproc: int, each: int
+    visible: list[list[str]], nproc: int, each: int
 ) -> None:
-    assert devices_each(seen, nproc) == each
+    assert devices_each(visible, nproc) == each
 
 
 def test_cpu_run_on_node_with_devices_has_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,9 @@ def test_failures_caused_by_lost_peer_are_folded() -> None:
 
 def test_torch_frames_are_hidden_except_innermost() -> None:
     torch = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    f()\n'
-    own = '  File "/home/me/model.py", line 2, in forward\n    g()\n    ^^^\n'
+    user_frame = '  File "/home/me/model.py", line 2, in forward\n    g()\n    ^^^\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
-    assert _shown_frames(head + torch + own + torch + tail) == (
+    assert _shown_frames(head + torch + user_frame + torch + tail) == (
         head + '  File "/home/me/model.py", line 2, in forward\n    g()\n' + torch + tail
     )
 
@@ -89,10 +89,12 @@ def test_torch_frames_are_hidden_except_innermost() -> None:
 def test_package_frames_are_hidden_only_in_user_errors() -> None:
     ours = f'  File "{Path(console.__file__)}", line 1, in train\n    step()\n'
     python = f'  File "{futures.__file__}", line 2, in result\n    raise self._exception\n'
-    theirs = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
+    user_frame = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
-    assert _shown_frames(head + ours + python + theirs + ours + tail) == head + theirs + tail
-    assert _shown_frames(head + theirs + python + tail) == head + theirs + python + tail
+    assert (
+        _shown_frames(head + ours + python + user_frame + ours + tail) == head + user_frame + tail
+    )
+    assert _shown_frames(head + user_frame + python + tail) == head + user_frame + python + tail
     assert _shown_frames(head + ours + python + tail) == head + ours + python + tail
 
 
@@ -171,16 +173,16 @@ Current thread 0x00007f0b (most recent call first):
 def test_rank_sleeping_in_collective_counts_as_waiting() -> None:
     frames = main_stack(STACKS)
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
-    where = locate(frames, is_asleep=True)
-    assert where.is_waiting
-    assert where.doing == "waiting in all_reduce, called by fit (training/trainer.py:90)"
+    location = locate(frames, is_asleep=True)
+    assert location.is_waiting
+    assert location.doing == "waiting in all_reduce, called by fit (training/trainer.py:90)"
 
 
 def test_rank_in_user_code_does_not_count_as_waiting() -> None:
-    own = STACKS.replace("torch/distributed/distributed_c10d.py", "me/model.py")
-    where = locate(main_stack(own), is_asleep=True)
-    assert not where.is_waiting
-    assert where.doing == "is in all_reduce (me/model.py:2806)"
+    user_stacks = STACKS.replace("torch/distributed/distributed_c10d.py", "me/model.py")
+    location = locate(main_stack(user_stacks), is_asleep=True)
+    assert not location.is_waiting
+    assert location.doing == "is in all_reduce (me/model.py:2806)"
 
 
 def test_output_without_a_rank_has_no_stack() -> None:

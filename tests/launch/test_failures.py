@@ -190,7 +190,7 @@ def test_corrupt_newest_checkpoint_falls_back_to_previous(
 ) -> None:
     change, name, reason = DAMAGE[damage]
     shutil.copytree(saved_twice / "runs", served.folder / "runs")
-    before = served.losses("run")
+    first_losses = served.losses("run")
     folder = served.folder / "runs/run/checkpoints"
     change(folder / "step_6" / name)
     ran = served.train(*SAVED_TWICE, "checkpoint.keep_last=1")
@@ -198,7 +198,7 @@ def test_corrupt_newest_checkpoint_falls_back_to_previous(
     assert f"corrupt runs/run/checkpoints/step_6 is corrupt: {reason}" in reported
     assert "it is kept as step_6.corrupt" in reported
     assert "resumed from runs/run/checkpoints/step_4" in reported
-    assert served.losses("run") == before
+    assert served.losses("run") == first_losses
     [line] = served.summary("run")["corrupt_checkpoints"]
     assert reason in line
     assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_6.corrupt"]
@@ -248,12 +248,12 @@ def test_unlistable_checkpoints_refuse_start(served: Command) -> None:
     folder = served.folder / "runs/run/checkpoints"
     folder.rename(served.folder / "aside")
     folder.symlink_to(folder)
-    before = (served.folder / "runs/run/metrics.jsonl").read_bytes()
+    old_metrics = (served.folder / "runs/run/metrics.jsonl").read_bytes()
     ran = served.train(*overrides, "train.steps=8", status=2)
     assert ran.stderr.startswith("error: checkpoint.resume=auto: ")
     assert "can't be read: Too many levels of symbolic links" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
-    assert (served.folder / "runs/run/metrics.jsonl").read_bytes() == before
+    assert (served.folder / "runs/run/metrics.jsonl").read_bytes() == old_metrics
     for command in ("ls", "check"):
         ran = served("checkpoint", command, "runs/run", status=2)
         assert ran.stderr.startswith("error: runs/run: can't be read: Too many levels")
@@ -264,16 +264,16 @@ def test_unlistable_checkpoints_refuse_start(served: Command) -> None:
 def test_run_without_resume_keeps_old_metrics(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
     served.train(*overrides)
-    before = served.losses("run")
+    first_losses = served.losses("run")
     metrics = served.folder / "runs/run/metrics.jsonl"
     (served.folder / "runs/run/summary.json").unlink()  # it was killed
     ran = served.train(*overrides, "seed=4")
     assert "metrics.jsonl: it is from an earlier run, which this run does not resume; " in (
         " ".join(ran.stdout.split())
     )
-    assert served.losses("run") != before
+    assert served.losses("run") != first_losses
     previous = metrics.with_name("metrics.1.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in previous if '"loss"' in line] == before
+    assert [json.loads(line)["loss"] for line in previous if '"loss"' in line] == first_losses
 
 
 @pytest.mark.slow

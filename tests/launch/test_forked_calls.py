@@ -124,12 +124,12 @@ def test_failed_background_estimate_logs_traceback(method: str) -> None:
     assert "in _deep_inside" in prediction.memory.traceback
 
 
-@pytest.mark.parametrize("asked", [[], ["estimate.background=false"]], ids=["default", "false"])
+@pytest.mark.parametrize("settings", [[], ["estimate.background=false"]], ids=["default", "false"])
 def test_cpu_run_has_no_background_estimate_by_default(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forked_call, "ForkedCall", None)
-    overrides = ["launch.nproc=1", "hardware=cpu", "model.hidden_size=28", *asked]
+    overrides = ["launch.nproc=1", "hardware=cpu", "model.hidden_size=28", *settings]
     prediction = BackgroundEstimate(get_context("forkserver"), config.load(overrides))
     prediction.begin()
     prediction.wait()

@@ -50,8 +50,8 @@ def test_the_server_starts_however_long_tmpdir_is(
 
 def test_ranks_are_forked_where_segments_of_the_gpus_allocator_grow(server: Server) -> None:
     with reached(server) as context:
-        asked = forked_call.call(context, "os:getenv", "PYTORCH_ALLOC_CONF")
-    assert asked == "expandable_segments:True"
+        setting = forked_call.call(context, "os:getenv", "PYTORCH_ALLOC_CONF")
+    assert setting == "expandable_segments:True"
 
 
 def _pid() -> int:

@@ -357,8 +357,8 @@ def test_refusals_of_the_server_name_the_setting(submit: Submission) -> None:
     kind = submit("refused", image, "launch.kubernetes.kind=jobset", status=2).stderr
     assert "launch.kubernetes.kind=jobset" in kind
     assert "has no JobSets; use job" in kind
-    where = submit("refused", image, "launch.kubernetes.namespace=nowhere", status=2).stderr
-    assert "launch.kubernetes.namespace=nowhere: there is no such namespace" in where
+    error = submit("refused", image, "launch.kubernetes.namespace=nowhere", status=2).stderr
+    assert "launch.kubernetes.namespace=nowhere: there is no such namespace" in error
     submit.command.variables["KUBECONFIG"] = str(submit.cluster / "viewer.kubeconfig")
     who = submit("refused", image, status=2).stderr
     assert "does not allow to create the Secret refused-token" in who

@@ -54,10 +54,10 @@ def test_interactive_shell_is_not_launcher() -> None:
 def test_expandable_segments_are_set_under_other_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = "PYTORCH_ALLOC_CONF"
-    monkeypatch.setenv(asked, "")  # so that it is restored
-    monkeypatch.delenv(asked)
-    monkeypatch.setattr(rank, "main", lambda *_, **__: (0, {asked: os.environ[asked]}))
+    variable = "PYTORCH_ALLOC_CONF"
+    monkeypatch.setenv(variable, "")  # so that it is restored
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(rank, "main", lambda *_, **__: (0, {variable: os.environ[variable]}))
     environment = ClusterEnvironment.detect(
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     )
@@ -65,7 +65,7 @@ def test_expandable_segments_are_set_under_other_launchers(
     ran = entry.be_rank(
         request, environment, watched, server=pytest.fail, started=0.0, as_json=False
     )
-    assert ran == (0, {asked: "expandable_segments:True"})
+    assert ran == (0, {variable: "expandable_segments:True"})
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])

@@ -432,8 +432,8 @@ def test_finished_run_is_not_repeated_and_killed_run_is_completed(
         assert all(status == 0 for status, _, _ in start())
         assert axonlaunch.summary("run")["eval_loss"] == finished["eval_loss"]
         assert axonlaunch.losses("run") == losses
-        before = files()
+        old_files = files()
         for status, output, _ in start():
             assert status == 0
             assert "run is finished: it has trained all of its 6 steps" in " ".join(output.split())
-        assert files() == before
+        assert files() == old_files

@@ -156,6 +156,8 @@ def test_options_that_no_search_has_are_config_errors() -> None:
         ax.verify(config, steps=0)
     with pytest.raises(ax.ConfigError, match="analytic=True contradicts exact=True"):
         ax.estimate(config, exact=True, analytic=True)
+    with pytest.raises(ax.ConfigError, match="prompt: is empty; give at least one character"):
+        ax.sample("runs/none", "")
 
 
 def test_train_in_a_rank_of_torchrun_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

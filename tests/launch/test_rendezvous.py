@@ -50,13 +50,13 @@ def rounds(
 def test_rendezvous_numbers_nodes_and_rounds(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
-    before = {*threading.enumerate()}
+    initial_threads = {*threading.enumerate()}
     with ThreadPoolExecutor() as threads:
         for number in (0, 1):
             reported = [*threads.map(ElasticRendezvous.next, (second, first))]
             assert reported == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
     assert len({attempt.name for attempt in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
-    speaking = {*threading.enumerate()} - before
+    speaking = {*threading.enumerate()} - initial_threads
     assert len(speaking) == 2  # each sends heartbeats
     for node in (second, first):
         node.leave()

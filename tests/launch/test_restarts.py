@@ -114,9 +114,9 @@ def test_multi_node_run_restarts_up_to_limit_unless_stopped(
     state: dict[str, Any], outcome: Outcome, again: bool, counted: int
 ) -> None:
     member = node(**state)
-    before = member.attempts
+    attempts = member.attempts
     assert member.should_restart(outcome) == again
-    assert (member.restarts, member.attempts - before) == (counted, int(again))
+    assert (member.restarts, member.attempts - attempts) == (counted, int(again))
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ def test_run_with_damaged_configuration_resumes_with_note(name: str, served: Com
     change, reason = CHANGES[name]
     served.train(*OVERRIDES, "train.steps=2")
     file = served.folder / "runs/run/config.yaml"
-    before = file.read_text()
+    intact = file.read_text()
     change(file)
     said = " ".join(served.train(*OVERRIDES, "train.steps=4").stdout.split())
     assert f"config.yaml: can't be read ({reason}" in said
     assert "so changed settings can't be reported" in said
     assert len(served.losses("run")) == 4
-    assert file.read_text() == before.replace("  steps: 2", "  steps: 4")
+    assert file.read_text() == intact.replace("  steps: 2", "  steps: 4")
 
 
 @pytest.mark.slow(keep=1)

@@ -140,10 +140,10 @@ def test_report_of_several_runs_does_not_change_their_pages(served: Command) -> 
     for name in "ab":
         run_folder(served.folder / "runs" / name)
     served("report", "runs/a")
-    own = (served.folder / "runs/a/report.html").read_bytes()
+    page = (served.folder / "runs/a/report.html").read_bytes()
     assert served("report", "runs/a", "runs/b").stdout == "runs/report-a-b.html\n"
-    assert (served.folder / "runs/a/report.html").read_bytes() == own
-    assert (served.folder / "runs/report-a-b.html").read_bytes() != own
+    assert (served.folder / "runs/a/report.html").read_bytes() == page
+    assert (served.folder / "runs/report-a-b.html").read_bytes() != page
 
 
 def test_folder_of_runs_is_reported_and_compared_as_all_of_them(served: Command) -> None:

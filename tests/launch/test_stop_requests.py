@@ -76,16 +76,16 @@ def test_members_wait_as_long_as_member_0_prepares(nodes: list[Coordinator]) -> 
         other.wait_for("another", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_stop_request_reaches_every_node_with_root_cause(
-    asked: int, nodes: list[Coordinator], monkeypatch: pytest.MonkeyPatch
+    stopped: int, nodes: list[Coordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordination, "_SETTLE_S", 0.0)
     lead, other = nodes
     lead.watch()
     wait_for(lambda: lead._heard)  # the heartbeat of the other's handshake
     other.watch()
-    nodes[asked].request_stop()
+    nodes[stopped].request_stop()
     wait_for(lead.is_stopping)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(other.root_cause, [])
@@ -117,8 +117,8 @@ class _Others:
         return False
 
 
-def follow(others: _Others, *, asked: bool) -> Outcome:
-    """Follow a rank that never ends; ``asked`` says whether its node gets a stop request."""
+def follow(others: _Others, *, is_requested: bool) -> Outcome:
+    """Follow a rank that never ends; ``is_requested`` says whether its node gets a stop request."""
     process = SimpleNamespace(
         has_ended=True, pid=1, signal=lambda _: None, kill_group=lambda: None, join=lambda: None
     )
@@ -129,7 +129,7 @@ def follow(others: _Others, *, asked: bool) -> Outcome:
         heartbeats=cast("Any", None),
         timeout_s=60,
         report=lambda event: None,
-        tick=lambda: signal.raise_signal(signal.SIGTERM) if asked else None,
+        tick=lambda: signal.raise_signal(signal.SIGTERM) if is_requested else None,
         announce=lambda line: None,
         others=cast("Any", others),
     )
@@ -140,9 +140,9 @@ def follow(others: _Others, *, asked: bool) -> Outcome:
 
 def test_stop_request_is_sent_to_other_nodes() -> None:
     others = _Others()
-    assert follow(others, asked=True).was_stopped
+    assert follow(others, is_requested=True).was_stopped
     assert others.was_asked
 
 
 def test_a_run_that_fails_while_another_node_stops_it_was_stopped() -> None:
-    assert follow(_Others(is_stopping=True), asked=False).was_stopped
+    assert follow(_Others(is_stopping=True), is_requested=False).was_stopped

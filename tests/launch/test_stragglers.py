@@ -82,8 +82,8 @@ def test_rank_on_shared_core_is_not_reported_as_slow(served: Command) -> None:
     (served.folder / "slow.py").write_text(BUSY)
     overrides = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
     ran = served("train", *overrides)
-    seen = [line["slowest"] for line in served.lines("run") if line.get("slowest")]
-    assert max(straggler["starved"] for straggler in seen if straggler["rank"] == 1) > 0.2
+    slowest = [line["slowest"] for line in served.lines("run") if line.get("slowest")]
+    assert max(straggler["starved"] for straggler in slowest if straggler["rank"] == 1) > 0.2
     assert "is slow" not in ran.stdout
 
 
@@ -153,12 +153,12 @@ def test_brief_or_cheap_slowness_is_not_reported(
 
 def test_thread_wait_time_for_core_is_read_from_system() -> None:
     native = threading.get_native_id()
-    before = queued_s(native)
-    assert before is not None
+    queued = queued_s(native)
+    assert queued is not None
     time.sleep(0.05)
     after = queued_s(native)
     assert after is not None
-    assert after >= before
+    assert after >= queued
     assert queued_s(2**30) is None
 
 

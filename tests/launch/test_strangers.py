@@ -156,10 +156,10 @@ def peers(
 def test_forged_configuration_is_refused(master: Any) -> None:
     lead, other = channels(master)
     second = peers(other, 1, met(other, 1))
-    theirs = joined(master)
+    attacker = joined(master)
     fake = Credentials(key=derive_key(b"a guess"), run="run", round=1, sender=member_name(0))
     content = {"nonces": [], "value": {"config": "model: {target: os.system}"}}
-    theirs.set("frozen", fake.seal("frozen", content))
+    attacker.set("frozen", fake.seal("frozen", content))
     with pytest.raises(ForgedMessageError, match="not signed with this run's token"):
         second.wait_for("frozen", timeout_s=5)
     first = peers(lead, 0, met(lead, 0))
@@ -244,11 +244,11 @@ def test_overwritten_store_key_does_not_block_node_0(
 ) -> None:
     named = run_identity.publish_identity(joined(master), derive_key(TOKEN))
     [lead, _] = channels(master)
-    theirs, store = joined(master), joined(master)
-    theirs.delete_key("axonlaunch/run")
+    attacker, store = joined(master), joined(master)
+    attacker.delete_key("axonlaunch/run")
     run_identity.keep_identity(store, named)
-    assert run_identity.learn(theirs, derive_key(TOKEN), timeout_s=5) == named
-    theirs.set("axonlaunch/run", b"a stranger's")
+    assert run_identity.learn(attacker, derive_key(TOKEN), timeout_s=5) == named
+    attacker.set("axonlaunch/run", b"a stranger's")
     with pytest.raises(ForgedMessageError, match="not signed with this run's token"):
         met(lead, 0, confirm=partial(run_identity.keep_identity, store, named))
 
@@ -256,9 +256,9 @@ def test_overwritten_store_key_does_not_block_node_0(
 def test_deleted_message_does_not_block(master: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.launch.multinode.handshake._ANSWER_S", 0.2)
     [lead, _] = channels(master)
-    theirs = joined(master)
+    attacker = joined(master)
     with pytest.raises(ForgedMessageError, match="joined/0: a stranger deleted it"):
-        met(lead, 0, confirm=lambda: theirs.delete_key("joined/0"))
+        met(lead, 0, confirm=lambda: attacker.delete_key("joined/0"))
     monkeypatch.setattr(lead, "check", lambda names: True)  # deleted just afterwards
     with pytest.raises(ForgedMessageError, match="joined/1: was deleted"):
         met(lead, 0)
@@ -271,8 +271,8 @@ def test_run_name_is_signed_and_store_does_not_reveal_token(
     with pytest.raises(ForgedMessageError):
         run_identity.learn(joined(master), derive_key(b"another token"), timeout_s=5)
     named = run_identity.learn(joined(master), derive_key(TOKEN), timeout_s=5)
-    own = run_identity.keys_of(joined(master), named, "round-1")
-    Channel(own, named.with_sender(member_name(0))).put("frozen", {})
+    keys = run_identity.keys_of(joined(master), named, "round-1")
+    Channel(keys, named.with_sender(member_name(0))).put("frozen", {})
     stored = b"".join(key.encode() + master.get(key) for key in master.list_keys())
     for secret in (TOKEN, derive_key(TOKEN), hashlib.sha256(TOKEN).digest()):
         assert secret not in stored

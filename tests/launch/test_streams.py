@@ -25,9 +25,9 @@ def _reader_that_left() -> TextIO:
 
 
 def _closed_terminal() -> TextIO:
-    ours, theirs = pty.openpty()
+    ours, terminal = pty.openpty()
     os.close(ours)
-    return os.fdopen(theirs, "w")
+    return os.fdopen(terminal, "w")
 
 
 @pytest.mark.parametrize("dead", [_reader_that_left, _closed_terminal])

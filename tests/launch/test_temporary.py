@@ -28,10 +28,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_is_gone_when_it_is_left(base: Path) -> None:
-    with temporary_folders.temporary_folder() as made:
-        assert made.parent == base
-        assert made.stat().st_mode & 0o777 == 0o700
-        (made / "file").touch()
+    with temporary_folders.temporary_folder() as folder:
+        assert folder.parent == base
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
     assert list(base.iterdir()) == []
 
 
@@ -65,8 +65,8 @@ def test_temporary_folder_avoids_long_tmpdir(
     long = tmp_path / ("long" * 40)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    with temporary_folders.temporary_folder() as made:
-        assert len(str(made / "listener-01234567")) <= 107
+    with temporary_folders.temporary_folder() as folder:
+        assert len(str(folder / "listener-01234567")) <= 107
     assert list(long.iterdir()) == []
 
 

@@ -178,13 +178,13 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     overrides = ["name=run", "strategy=single", "checkpoint.every=3"]
     served.train(*overrides)
     folder = served.folder / "runs" / "run"
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    old_content = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ran = served.train(*overrides)
     assert ran.stdout.startswith(
         "run is finished: it has trained all of its 6 steps; to continue, use"
     )
     assert json.loads(served.train(*overrides, "--json").stdout) == served.summary("run")
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == old_content
     ran = served.train(*overrides, "seed=4", status=2)
     assert (
         "has already trained this number of steps with other settings than seed=4 (was 0); use more"

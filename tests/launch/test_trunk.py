@@ -104,8 +104,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
     )
     assert ran.returncode == 0, ran.stderr
     files = ("started_rank_process.json", "backward.json", "server.json")
-    parent, rank, before = (json.loads((command.folder / file).read_text()) for file in files)
-    return parent, rank, before
+    parent, rank, before_fork = (json.loads((command.folder / file).read_text()) for file in files)
+    return parent, rank, before_fork
 
 
 @pytest.mark.processes
@@ -139,8 +139,10 @@ def test_ranks_get_the_configuration_of_their_attempt(
     """The frozen file of an elastic run says 2:4; these are ranks of an attempt on 3 nodes."""
     forked: list[tuple[RunConfig, RankSpec]] = []
 
-    def fork(context: object, target: str, pickled: bytes, place: RankSpec, pipe: object) -> None:
-        forked.append((pickle.loads(pickled), place))
+    def fork(
+        context: object, target: str, pickled: bytes, rank_spec: RankSpec, pipe: object
+    ) -> None:
+        forked.append((pickle.loads(pickled), rank_spec))
         raise ForkServerError("one is enough")
 
     monkeypatch.setattr(launcher.forkserver, "fork", fork)
@@ -158,9 +160,14 @@ def test_ranks_get_the_configuration_of_their_attempt(
         restarted=True,
     )
     assert outcome.crash is not None
-    [(resolved, place)] = forked
+    [(resolved, rank_spec)] = forked
     assert resolved == config
-    assert (place.rank, place.local_rank, place.world_size, place.restarted) == (2, 0, 6, True)
+    assert (rank_spec.rank, rank_spec.local_rank, rank_spec.world_size, rank_spec.restarted) == (
+        2,
+        0,
+        6,
+        True,
+    )
 
 
 def test_rank_does_not_compose_or_validate_configuration(served: Command) -> None:

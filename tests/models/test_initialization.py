@@ -160,14 +160,14 @@ def test_initialization_is_independent_of_global_generator():
 
 @pytest.mark.parametrize("initializer", DRAWN, ids=lambda initializer: type(initializer).__name__)
 def test_weights_do_not_depend_on_the_number_of_threads(initializer):
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
             results.append(full((3, 150_001), initializer))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
     assert torch.equal(*results)
 
 
@@ -243,7 +243,7 @@ def test_a_parameter_without_initializer_or_storage_is_named():
 
 @pytest.mark.parametrize("initializer", DRAWN, ids=str)
 def test_bits_do_not_depend_on_the_number_of_threads(initializer):
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = full((3000, 70), initializer)
@@ -258,4 +258,4 @@ def test_bits_do_not_depend_on_the_number_of_threads(initializer):
         assert torch.equal(full((3000, 70), Noted(0.3)), alone)
         assert threading.current_thread().name not in names
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)

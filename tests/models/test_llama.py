@@ -161,11 +161,11 @@ def test_fsdp_in_bf16_keeps_the_rotary_tables_in_fp32():
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        seen = []
+        dtypes = []
         model.layers[1].self_attn.register_forward_pre_hook(
-            lambda module, arguments: seen.extend([arguments[0].dtype, arguments[1].cos.dtype])
+            lambda module, arguments: dtypes.extend([arguments[0].dtype, arguments[1].cos.dtype])
         )
         assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
-        return tuple(seen)
+        return tuple(dtypes)
 
     assert World.mock(2).run(rank) == [(torch.bfloat16, torch.float32)] * 2

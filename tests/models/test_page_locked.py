@@ -58,17 +58,17 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
+    fake_driver = Driver()
 
     def check(status: int) -> None:
         if status:
             raise RuntimeError(f"words of CUDA ({status})")
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake_driver)
     monkeypatch.setattr(torch.cuda, "check_error", check)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
-    return made
+    monkeypatch.setattr(torch.cuda, "synchronize", fake_driver.synchronize)
+    return fake_driver
 
 
 def test_page_locked_tensors_share_no_pages(driver: Driver) -> None:
@@ -83,9 +83,9 @@ def test_page_locked_tensors_share_no_pages(driver: Driver) -> None:
 
 
 def test_page_locked_memory_stays_until_copies_complete(driver: Driver) -> None:
-    made = page_locked(torch.empty(7, device="meta"))
-    driver.copies.add(made.data_ptr())
-    del made
+    locked = page_locked(torch.empty(7, device="meta"))
+    driver.copies.add(locked.data_ptr())
+    del locked
     assert not driver.locked
 
 
@@ -95,19 +95,19 @@ def test_page_lock_refusal_is_reported_and_memory_not_reused(
     never_freed: list[mmap.mmap] = []
     monkeypatch.setattr(module, "_never_freed", never_freed)
     like = torch.empty(2**18, device="meta")
-    made = page_locked(like)
+    locked = page_locked(like)
     driver.refusal = 2
     with pytest.raises(RuntimeError, match=r"can't lock 1\.0 MiB of host memory: words of CUDA"):
         page_locked(like)
     with pytest.warns(UserWarning, match=r"1\.0 MiB .* can't unlock them: words of CUDA \(2\)"):
-        del made
+        del locked
     assert [len(pages) for pages in never_freed] == [2**20]
 
 
 def test_page_locked_tensor_has_requested_strides_and_dtype(driver: Driver) -> None:
     like = torch.empty(50, 100, dtype=torch.bfloat16, device="meta").t()
-    made = page_locked(like)
-    assert (made.shape, made.stride(), made.dtype) == ((100, 50), (1, 100), torch.bfloat16)
+    locked = page_locked(like)
+    assert (locked.shape, locked.stride(), locked.dtype) == ((100, 50), (1, 100), torch.bfloat16)
     assert len(driver.locked) == 3
     assert page_locked(torch.empty(0, 7, device="meta")).shape == (0, 7)
     assert page_locked(torch.empty((), device="meta")).shape == ()
@@ -131,10 +131,10 @@ def test_streamed_states_are_page_locked_at_exact_size(driver: Driver) -> None:
 def test_parameters_are_drawn_in_one_buffer(driver: Driver) -> None:
     staging = Staging()
     parts: list[Any] = [torch.empty(n, 1024, device="meta") for n in (8, 3, 8)]
-    made = [staging.like(part) for part in parts]
-    assert len({tensor.data_ptr() for tensor in made}) == driver.requests == 1
+    buffers = [staging.like(part) for part in parts]
+    assert len({tensor.data_ptr() for tensor in buffers}) == driver.requests == 1
     staging.like(torch.empty(9, 1024, device="meta"))
-    del made
+    del buffers
     assert len(driver.locked) == 9 * 4096 // PAGE
 
 
@@ -150,10 +150,10 @@ def test_adapters_are_drawn_in_one_buffer(driver: Driver, monkeypatch: pytest.Mo
 
 
 def test_host_memory_of_many_sizes_is_that_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    sizes: list[int] = []
 
     def allocate(like: torch.Tensor) -> torch.Tensor:
-        made.append(like.nbytes)
+        sizes.append(like.nbytes)
         return torch.empty(like.shape, dtype=like.dtype)
 
     monkeypatch.setattr(host_memory, "page_locked", allocate)
@@ -167,4 +167,4 @@ def test_host_memory_of_many_sizes_is_that_of_the_largest(monkeypatch: pytest.Mo
         assert taken[0].data_ptr() != taken[1].data_ptr()
         for each in taken:
             buffers.give_back(each)
-    assert made == [56, 56, 72, 72]
+    assert sizes == [56, 56, 72, 72]

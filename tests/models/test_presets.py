@@ -102,10 +102,10 @@ def test_a_preset_loses_against_the_command_line(override, section, key):
     assert str(getattr(getattr(chosen, section), key)) == override.partition("=")[2]
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_preset_loses_against_data_that_is_chosen(before):
+@pytest.mark.parametrize("chosen_first", [True, False])
+def test_a_preset_loses_against_data_that_is_chosen(chosen_first):
     overrides = ["data=digits", "model=llama3_8b"]
-    assert config.load(overrides if before else overrides[::-1]).data.name == "digits"
+    assert config.load(overrides if chosen_first else overrides[::-1]).data.name == "digits"
     data_config = config.load(["model=llama3_8b", "data=text", "data.files=[x]"]).data
     assert (data_config.name, data_config.sequence_length) == ("text", 8192)
 

@@ -17,9 +17,9 @@ from axonlaunch.models.modules.repeated_blocks import (
 
 
 def model(*sizes: int) -> nn.Module:
-    made = nn.Module()
-    made.layers = nn.ModuleList(nn.Linear(size, size) for size in sizes)
-    return made
+    module = nn.Module()
+    module.layers = nn.ModuleList(nn.Linear(size, size) for size in sizes)
+    return module
 
 
 def test_equal_blocks_are_represented_by_few() -> None:
@@ -71,10 +71,10 @@ def test_blocks_after_left_out_ones_keep_their_attention_mask() -> None:
         sliding_window=8,
     )
     types = [*full.config.layer_types]
-    before = masks_of_blocks(full)
+    expected = masks_of_blocks(full)
     for mask, other in zip(
-        masks_of_blocks(without_first_blocks(full, "model.layers", 2)), before[2:], strict=True
+        masks_of_blocks(without_first_blocks(full, "model.layers", 2)), expected[2:], strict=True
     ):
         torch.testing.assert_close(mask, other)
     assert full.config.layer_types == types
-    assert len({mask is None for mask in before}) == 2
+    assert len({mask is None for mask in expected}) == 2

@@ -50,15 +50,15 @@ def test_pieces_equal_torch_slices(operation: Any) -> None:
 
 
 def test_pieces_read_only_their_region() -> None:
-    asked = []
+    regions = []
 
     def counted(name: str, region: tuple[slice, ...]) -> Tensor:
-        asked.append((name, SOURCES[name][region].numel()))
+        regions.append((name, SOURCES[name][region].numel()))
         return read(name, region)
 
     laid = packed_experts({name: OriginTensor.full(name, (4, 6)) for name in SOURCES})
     laid.read(counted, [1, 0, 0], [1, 4, 3], torch.empty(1, 4, 3))
-    assert asked == [("b", 12)]
+    assert regions == [("b", 12)]
 
 
 def test_an_operation_that_computes_is_refused() -> None:

@@ -121,7 +121,7 @@ def texts(model: Path) -> list[list[int]]:
     return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
 
 
-def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def documents(batch: Any, examples: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the texts, or parts of them, in a batch, each with the token after every one.
 
     The batch's targets are ignored, except for the end of a part that is cut.
@@ -137,7 +137,7 @@ def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, to
                 part.pop()
             if part:
                 target = int(batch.targets[row, start + len(part) - 1])
-                assert any(target in following(text, part) for text in known)
+                assert any(target in following(text, part) for text in examples)
                 samples.append((torch.tensor(part), torch.tensor([*part[1:], target])))
     return samples
 
@@ -227,7 +227,7 @@ def by_peft(net: Any, chosen: Any) -> Any:
 
 
 def known_chats(
-    batch: Any, known: dict[tuple[int, ...], list[int]]
+    batch: Any, examples: dict[tuple[int, ...], list[int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the chats, with their labels, whose tokens are in a batch, by where they begin."""
     samples = []
@@ -240,10 +240,10 @@ def known_chats(
             if any(tokens):  # rows are padded with 0
                 [full] = [
                     w
-                    for w in known
+                    for w in examples
                     if tokens[: len(w) - 1] == w[:-1] and not any(tokens[len(w) - 1 :])
                 ]
-                samples.append((torch.tensor(full), torch.tensor(known[full])))
+                samples.append((torch.tensor(full), torch.tensor(examples[full])))
     return samples
 
 

@@ -69,8 +69,8 @@ def flagged(messages: list[dict[str, Any]], **flag: Any) -> list[dict[str, Any]]
 
 def alpaca(messages: list[dict[str, Any]]) -> str:
     below = "Below is an instruction that describes a task. Write a response that appropriately"
-    asked = f"### Instruction:\n{messages[0]['content']}"
-    return f"{below} completes the request.\n\n{asked}\n\n### Response:\n"
+    prompt = f"### Instruction:\n{messages[0]['content']}"
+    return f"{below} completes the request.\n\n{prompt}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)

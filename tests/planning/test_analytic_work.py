@@ -93,11 +93,13 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
     layout = Layout.of(chosen, world_size=2)
     reported = scaled(work, chosen, layout, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
-    seen = counted.first.micro_layer.work
+    analytic_work = counted.first.micro_layer.work
     # torch recomputes only as far as backward needs, so not a block's last product.
-    assert flops(reported, Product) == pytest.approx(flops(seen, Product), rel=0.07)
-    assert flops(reported, AttentionOp) == pytest.approx(flops(seen, AttentionOp), rel=0.01)
-    assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
+    assert flops(reported, Product) == pytest.approx(flops(analytic_work, Product), rel=0.07)
+    assert flops(reported, AttentionOp) == pytest.approx(
+        flops(analytic_work, AttentionOp), rel=0.01
+    )
+    assert sent(reported) == pytest.approx(sent(analytic_work), rel=0.15)
 
 
 @pytest.mark.slow
@@ -417,14 +419,14 @@ def test_analytic_work_of_divided_experts_equals_trace(overrides: list[str]) -> 
         layers=counted.layers,
         experts=formulas.experts(chosen, layout),
     )
-    expected, seen = reported.first.micro_layer.work, counted.first.micro_layer.work
+    expected, analytic_work = reported.first.micro_layer.work, counted.first.micro_layer.work
     for kind in (Product, AttentionOp):
-        assert flops(expected, kind) == pytest.approx(flops(seen, kind), rel=0.07)
-    assert experts_flops(expected) == pytest.approx(experts_flops(seen), rel=0.07)
-    assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.05)
+        assert flops(expected, kind) == pytest.approx(flops(analytic_work, kind), rel=0.07)
+    assert experts_flops(expected) == pytest.approx(experts_flops(analytic_work), rel=0.07)
+    assert exchanged(expected) == pytest.approx(exchanged(analytic_work), rel=0.05)
     waits = [
         sum(amount.count for key, amount in work.items() if isinstance(key, HostWait))
-        for work in (expected, seen)
+        for work in (expected, analytic_work)
     ]
     assert waits[0] == pytest.approx(waits[1])
 
@@ -466,12 +468,12 @@ def test_analytic_work_and_memory_of_dense_and_expert_blocks_are_close_to_trace(
         experts=formulas.experts(chosen, layout),
     )
     for index in range(len(counted.layers)):
-        expected, seen = (
+        expected, analytic_work = (
             add(stage.micro_ends.work, stage.micro_layer.work, factor=counted.layers[index])
             for stage in (reported.stage(index), counted.stage(index))
         )
-        assert flops(expected, Product) == pytest.approx(flops(seen, Product), rel=0.03)
-        assert exchanged(expected) == pytest.approx(exchanged(seen), rel=0.01)
+        assert flops(expected, Product) == pytest.approx(flops(analytic_work, Product), rel=0.03)
+        assert exchanged(expected) == pytest.approx(exchanged(analytic_work), rel=0.01)
     peak = estimate(chosen).peak_bytes
     assert formulas.process_bytes(chosen, layout) == pytest.approx(peak, rel=memory)
 

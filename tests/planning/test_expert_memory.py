@@ -63,12 +63,12 @@ def test_expert_estimate_equals_memory_of_rank_with_most_tokens(
         overrides = [*small(run), f"launch.nproc={ranks}", "hardware=cpu", *run]
         config = estimate_config(overrides)
         stages = estimate(config).ranks
-        for rank, seen in enumerate(measured):
+        for rank, peak in enumerate(measured):
             expected = stages[rank * len(stages) // ranks].peak_bytes
             if rank % config.strategy.expert.degree == 0 or config.estimate.routing == "balanced":
-                assert seen["total"] == expected, (run, rank)
+                assert peak["total"] == expected, (run, rank)
             else:
-                assert seen["total"] <= expected, (run, rank)
+                assert peak["total"] <= expected, (run, rank)
 
 
 @pytest.mark.parametrize(("load", "rows"), [(1, 16), (1.5, 24), (2, 32), (float("inf"), 64)])

@@ -91,11 +91,11 @@ def events(*, blocks: int) -> list[TraceEvent]:
     """
     recorded = [TraceEvent(("start",), [(5, 0)])]
     for index in range(blocks):
-        where = (0, index, blocks - 1 - index)
-        recorded.append(TraceEvent(("forward", *where), [(5 + 10 * (index + 1), 0)]))
+        position = (0, index, blocks - 1 - index)
+        recorded.append(TraceEvent(("forward", *position), [(5 + 10 * (index + 1), 0)]))
     for index in reversed(range(blocks)):
-        where = (0, index, blocks - 1 - index)
-        recorded.append(TraceEvent(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
+        position = (0, index, blocks - 1 - index)
+        recorded.append(TraceEvent(("backward", *position), [(5 + 10 * (index + 1) + 3, 0)]))
     return recorded
 
 

@@ -85,12 +85,12 @@ def really(dtype: torch.dtype) -> int:
     in_order = sorted(events, key=lambda event: event.start_ns())
     steps = [event.nbytes() if event.name() == "[memory]" else event.name() for event in in_order]
     live = peak = 0
-    for before, change, after in zip(["", *steps], steps, [*steps[1:], ""], strict=False):
+    for previous, change, after in zip(["", *steps], steps, [*steps[1:], ""], strict=False):
         if isinstance(change, str):
             continue
         live += change
         # Temporary allocations of oneDNN's bf16 products depend on the processor.
-        if not (isinstance(before, str) and after == -change):
+        if not (isinstance(previous, str) and after == -change):
             peak = max(peak, live)
     return peak
 
@@ -105,10 +105,10 @@ def estimated(dtype: torch.dtype) -> int:
         with StorageTrace() as trace:
             trace.tag([*model.parameters(), tokens], "parameters")
             trace.forget()
-            before = sum(trace.now.values())
+            initial = sum(trace.now.values())
             step(model, tokens)
             trace.finish()
-    return max(sum(point) for event in trace.events for point in event.points) - before
+    return max(sum(point) for event in trace.events for point in event.points) - initial
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="nothing builds what is compiled")
@@ -164,14 +164,14 @@ def test_fake_inductor_kernels_follow_device_of_estimate(
 
 def devices_asked() -> list[str]:
     """Return the devices that torch queries Triton for, on a node with Triton."""
-    asked: list[str] = []
+    devices: list[str] = []
     vars(_triton)["has_triton_package"] = lambda: True
-    vars(device_interface)["get_interface_for_device"] = asked.append
+    vars(device_interface)["get_interface_for_device"] = devices.append
     fake_inductor.install_fake_inductor(for_gpu=True)
     _triton.has_triton.cache_clear()
     with suppress(AttributeError):  # the interface's attributes do not exist
         _triton.has_triton()
-    return asked
+    return devices
 
 
 def test_fake_inductor_does_not_query_gpu_for_triton() -> None:

@@ -136,11 +136,11 @@ def test_cache_distinguishes_default_dtypes() -> None:
 
 def test_cache_results_of_fork_reach_later_forks() -> None:
     def run() -> int:
-        before = len(fake_tensor_cache.recipes)
+        num_recipes = len(fake_tensor_cache.recipes)
         with fake_tensor_mode():
             attended()
             normed()
-        return len(fake_tensor_cache.recipes) - before
+        return len(fake_tensor_cache.recipes) - num_recipes
 
     first, again = forked_map.map_forked([run, run], at_once=1, memory=fake_tensor_cache.recipes)
     assert (first > 0, again) == (True, 0)
@@ -188,11 +188,11 @@ def test_shape_changing_operations_are_not_cached() -> None:
 def test_cache_is_shared_between_fake_modes() -> None:
     with fake_tensor_mode():
         base()
-    before = dict(fake_tensor_cache.recipes)
+    recipes = dict(fake_tensor_cache.recipes)
     with fake_tensor_mode() as second:
         assert isinstance(base(), FakeTensor)
         assert base().fake_mode is second  # type: ignore[attr-defined]
-    assert before == fake_tensor_cache.recipes
+    assert recipes == fake_tensor_cache.recipes
 
 
 def test_fake_tensor_private_names_exist() -> None:
@@ -202,10 +202,10 @@ def test_fake_tensor_private_names_exist() -> None:
     assert isinstance(x, FakeTensor)
     assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
     assert torch.ops.aten.lift_fresh.default in mode.lift_fns
-    made = fake_tensor_cache._Memory().fake(
+    result = fake_tensor_cache._Memory().fake(
         mode, torch.empty(2, device="meta"), torch.device("cpu")
     )
-    assert vars(made).keys() == vars(x).keys()
+    assert vars(result).keys() == vars(x).keys()
 
 
 def test_composite_operators_use_torch_rules() -> None:
@@ -227,9 +227,9 @@ def test_a_product_of_groups_has_the_shapes_of_a_real_one_both_ways(dtype: torch
         rows = torch.zeros(12, 16, dtype=dtype, requires_grad=True)
         experts = torch.zeros(3, 8, 16, dtype=dtype, requires_grad=True)
         ends = torch.tensor([4, 8, 12], dtype=torch.int32)
-        made = torch.nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends)
-        made.backward(torch.ones(12, 8, dtype=dtype))
-        tensors = [made, rows.grad, experts.grad]
+        result = torch.nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends)
+        result.backward(torch.ones(12, 8, dtype=dtype))
+        tensors = [result, rows.grad, experts.grad]
         return [(t.shape, t.stride(), t.dtype) for t in tensors if t is not None]
 
     expected = shapes()

@@ -110,9 +110,9 @@ def test_trace_counts_gloo_all_gather_copies() -> None:
                 all_gather_single(full, full[: len(full) // 2], async_op=async_op)
             trace.begin("after them")
             trace.finish()
-        before, *points = [on_device(point) for event in trace.events for point in event.points]
-        assert points[-1] == before == 4 * 15 << 20
-        return max(points) - before
+        initial, *points = [on_device(point) for event in trace.events for point in event.points]
+        assert points[-1] == initial == 4 * 15 << 20
+        return max(points) - initial
 
     runs = [partial(most, async_op=False), partial(most, async_op=True)]
     assert forked_map.map_forked(runs) == [4 * 8 << 20, 4 * (8 + 4) << 20]
@@ -137,12 +137,12 @@ def test_trace_counts_gloo_functional_all_gather_copy() -> None:
 
 
 def test_a_backward_is_reported_by_its_graph_task() -> None:
-    seen = []
+    tasks = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
+    y.register_hook(lambda _: tasks.append(torch._C._current_graph_task_id()))
     y.sum().backward()
-    assert seen[0] != -1 == torch._C._current_graph_task_id()
+    assert tasks[0] != -1 == torch._C._current_graph_task_id()
 
 
 def test_reading_fake_tensor_value_raises_known_error() -> None:

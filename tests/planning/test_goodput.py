@@ -193,10 +193,12 @@ def test_defaults_of_rates_are_listed_and_own_figures_are_not() -> None:
     forecast = trained(*unknown_link)
     assert forecast.assumed["hardware.host_gb_s"] == 63.0
     assert forecast.stalled_s == pytest.approx(100 / 64 / (63 * 0.79))
-    own = trained("hardware.disk_gb_s=2", "hardware.restart_s=60", "hardware.mtbf_gpu_hours=1000")
-    assert own.assumed == {}
-    assert own.hours_between_failures == pytest.approx(1000 / 64)
-    assert own.restart_s == pytest.approx(60 + 100 / 16)
+    configured = trained(
+        "hardware.disk_gb_s=2", "hardware.restart_s=60", "hardware.mtbf_gpu_hours=1000"
+    )
+    assert configured.assumed == {}
+    assert configured.hours_between_failures == pytest.approx(1000 / 64)
+    assert configured.restart_s == pytest.approx(60 + 100 / 16)
 
 
 def test_lines_name_interval_spares_price_and_assumptions() -> None:

@@ -32,9 +32,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     places: list[int] = []
     record = memory_estimate._recording_run
 
-    def noting(reduced: Any, place: int) -> Callable[[], Any]:
-        places.append(place)
-        return record(reduced, place)
+    def noting(reduced: Any, group: int) -> Callable[[], Any]:
+        places.append(group)
+        return record(reduced, group)
 
     monkeypatch.setattr(memory_estimate, "_recording_run", noting)
     return places

@@ -190,23 +190,28 @@ def test_estimate_equals_rank_memory_in_training_and_evaluation(
     measured = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
     wrong = []
     for case, of_ranks in zip(cases, measured, strict=True):
-        for rank, (expected, seen) in enumerate(zip(estimated(case, ranks), of_ranks, strict=True)):
-            wrong += [f"{case}: rank {rank}: {text}" for text in differences(case, expected, seen)]
+        for rank, (expected, measured_rank) in enumerate(
+            zip(estimated(case, ranks), of_ranks, strict=True)
+        ):
+            wrong += [
+                f"{case}: rank {rank}: {text}"
+                for text in differences(case, expected, measured_rank)
+            ]
     assert not wrong, "\n".join(wrong)
 
 
-def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int]) -> list[str]:
+def differences(case: str, expected: Mapping[str, int], measured: Mapping[str, int]) -> list[str]:
     """Return differences between a rank and its estimate. Later ranks of a ring may hold less."""
-    pairs = {name: (expected[name], seen[name]) for name in expected}
-    is_behind = "context" in case and seen["context_rank"] > 0
+    pairs = {name: (expected[name], measured[name]) for name in expected}
+    is_behind = "context" in case and measured["context_rank"] > 0
     problems = []
-    if is_behind and seen["total"] > expected["total"]:
-        problems.append(f"the ring's first rank {expected['total']}, this one {seen['total']}")
+    if is_behind and measured["total"] > expected["total"]:
+        problems.append(f"the ring's first rank {expected['total']}, this one {measured['total']}")
     if not is_behind and any(a != b for a, b in pairs.values()):
         wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         problems.append(f"estimated, held: {wrong}")
-    if seen["evaluation"] > expected["total"]:
-        problems.append(f"estimated {expected['total']}, evaluating {seen['evaluation']}")
+    if measured["evaluation"] > expected["total"]:
+        problems.append(f"estimated {expected['total']}, evaluating {measured['evaluation']}")
     return problems
 
 

@@ -106,10 +106,10 @@ def broadcast_copies_from_any_rank(world: World, dtype: torch.dtype) -> None:
 def all_gather_stacks_by_rank(world: World, dtype: torch.dtype) -> None:
     for group in groups(world):
         for index, tensor in enumerate(layouts(world.rank, dtype)):
-            before = tensor.detach().clone()
+            unchanged = tensor.detach().clone()
             gathered = comm.all_gather(tensor, group=group)
             assert_same(gathered, of_all(group, index, dtype))
-            assert_same(tensor, before)
+            assert_same(tensor, unchanged)
 
 
 @by_dtype(*DTYPES)
@@ -160,8 +160,8 @@ def a_bucket_of_rows_gives_each_rank_the_mean_of_its_own(world: World, dtype: to
                 of_ranks = [values(rank + step, shape, dtype).double() for rank in ranks]
                 mean = torch.stack(of_ranks).mean(0)
                 parts = [*mean.chunk(len(ranks))] if mean.ndim else [mean] * len(ranks)
-                own = ranks.index(world.rank)
-                expected = parts[own] if own < len(parts) else mean[:0]
+                position = ranks.index(world.rank)
+                expected = parts[position] if position < len(parts) else mean[:0]
                 torch.testing.assert_close(rows, expected.to(dtype))
 
 
@@ -170,11 +170,11 @@ def reduces_and_scatters(world: World, op: ReduceOp, call: Any, dtype: Any) -> N
         size = len(members(group))
         position = members(group).index(world.rank)
         for index, tensor in enumerate(layouts(world.rank, dtype, num_rows=2 * size)):
-            before = tensor.clone()
+            unchanged = tensor.clone()
             part = call(tensor, group=group)
             full = expected_of(op, of_all(group, index, dtype, rows=2 * size))
             assert_same(part, full[2 * position : 2 * position + 2])
-            assert_same(tensor, before)
+            assert_same(tensor, unchanged)
 
 
 @by_dtype(*DTYPES)
@@ -182,15 +182,15 @@ def send_reaches_recv_around_the_ring(world: World, dtype: torch.dtype) -> None:
     for group in groups(world):
         ring = members(group)
         position = ring.index(world.rank)
-        after, before = ring[(position + 1) % len(ring)], ring[position - 1]
+        after, sender = ring[(position + 1) % len(ring)], ring[position - 1]
         for index, tensor in enumerate(layouts(world.rank, dtype)):
             buffer = torch.zeros_like(tensor.detach())
             if position == 0:
                 comm.send(tensor, dst=after, group=group)
-            assert comm.recv(buffer, src=before, group=group) is buffer
+            assert comm.recv(buffer, src=sender, group=group) is buffer
             if position != 0:
                 comm.send(tensor, dst=after, group=group)
-            assert_same(buffer, list(layouts(before, dtype))[index].detach())
+            assert_same(buffer, list(layouts(sender, dtype))[index].detach())
 
 
 @check

@@ -65,8 +65,8 @@ def sources_that_differ_are_an_error_everywhere(world: World) -> None:
 
 @check
 def a_problem_of_one_rank_is_raised_on_all(world: World) -> None:
-    mine, theirs = (TypeError, "a mean of int64"), (MismatchError, "rank 1 refused its call: ")
-    kind, text = mine if world.rank == 1 else theirs
+    mine, of_others = (TypeError, "a mean of int64"), (MismatchError, "rank 1 refused its call: ")
+    kind, text = mine if world.rank == 1 else of_others
     with pytest.raises(kind, match=text):
         comm.all_reduce_mean(torch.zeros(2, dtype=torch.int64 if world.rank == 1 else None))
     kind = ValueError if world.rank == 0 else MismatchError

@@ -85,8 +85,8 @@ def of_all(
     )
 
 
-def assert_same(seen: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(seen.detach(), expected, rtol=0, atol=0)
+def assert_same(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result.detach(), expected, rtol=0, atol=0)
 
 
 def expected_of(op: ReduceOp, stacked: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = None) -> Path:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_learned()), eos_token=END)
-    made.chat_template = chat_template
-    made.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_learned()), eos_token=END
+    )
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return folder

@@ -31,10 +31,10 @@ def gathered(ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
         boxes = [box for part in of_ranks for box in part.boxes]
         full = torch.zeros(of_ranks[0].shape, dtype=boxes[0][1].dtype)
         is_held = torch.zeros(full.shape, dtype=torch.bool)
-        for place, box in boxes:
-            full[place], is_held[place] = box, True
+        for offsets, box in boxes:
+            full[offsets], is_held[offsets] = box, True
         assert is_held.all(), f"no rank holds all of {name}"
-        for place, box in boxes:
-            assert torch.equal(full[place], box), f"ranks differ on {name}"
+        for offsets, box in boxes:
+            assert torch.equal(full[offsets], box), f"ranks differ on {name}"
         full_tensors[name] = full
     return full_tensors

@@ -93,18 +93,18 @@ class HostWaits(TorchFunctionMode):
                 self._keep(tensor, self._of_host)
         return result
 
-    def _keep(self, tensor: Tensor, known: set[int]) -> None:
+    def _keep(self, tensor: Tensor, storages: set[int]) -> None:
         storage = tensor.untyped_storage()
         self._kept.append(storage)  # keeps its address from being used again
-        known.add(storage.data_ptr())
+        storages.add(storage.data_ptr())
 
     def _host(self, tensor: Tensor) -> bool:
         return self._is(tensor, self._of_host)
 
     @staticmethod
-    def _is(tensor: Tensor, known: set[int]) -> bool:
+    def _is(tensor: Tensor, storages: set[int]) -> bool:
         try:
-            return tensor.untyped_storage().data_ptr() in known
+            return tensor.untyped_storage().data_ptr() in storages
         except (RuntimeError, NotImplementedError):  # DTensors and tensors without values
             return False
 

@@ -279,13 +279,15 @@ class _Handler(BaseHTTPRequestHandler):
         token = {"accessToken": {"role": role, "displayName": "test"}}
         self._send(200, {"type": "user", "name": USER, "orgs": orgs, "auth": token})
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked.get('organization') or USER}/{asked['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request.get('organization') or USER}/{request['name']}"
         if self._token() != TOKEN:
             self._send(403, {"error": "no right to write"})
             return
         status = 409 if f"models/{name}" in self.hub.repos else 200
-        visibility = asked.get("visibility") or ("private" if asked.get("private") else "public")
+        visibility = request.get("visibility") or (
+            "private" if request.get("private") else "public"
+        )
         self.hub.repos.setdefault(f"models/{name}", Repo(visibility=visibility)).commit({})
         self._send(status, {"url": f"{self.hub.url}/{name}", "name": name, "id": name})
 

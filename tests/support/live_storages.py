@@ -191,11 +191,11 @@ def _held(config: RunConfig, world: World) -> Held:
     point, host = min(peaks, key=lambda peak: (on_device(peak[0]), peak[0][travels]))
     categories = dict(zip(CATEGORIES, point, strict=False))
     evaluation = on_device(extrapolate_depth.peak(trace.events)[0])
-    place = Layout.of(config, world_size=world.world_size).coordinates(world.rank)["cp"]
+    position = Layout.of(config, world_size=world.world_size).coordinates(world.rank)["cp"]
     return {
         **categories,
         "total": on_device(point),
         "host": host,
         "evaluation": evaluation,
-        "context_rank": place,
+        "context_rank": position,
     }

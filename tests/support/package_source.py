@@ -104,30 +104,30 @@ def _is_decorated(function: ast.FunctionDef, name: str) -> bool:
 
 def _names_of_torch(nodes: list[ast.AST]) -> dict[str, str]:
     """Map the names that a file imports from torch to qualified names."""
-    known: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            theirs = [each for each in node.names if each.name.split(".")[0] == "torch"]
-            known |= {each.asname or each.name: each.name for each in theirs}
-    known |= {"torch": "torch"} if known else {}
+            of_torch = [each for each in node.names if each.name.split(".")[0] == "torch"]
+            names |= {each.asname or each.name: each.name for each in of_torch}
+    names |= {"torch": "torch"} if names else {}
     for node in nodes:  # _cpp: Any = torch._C._distributed_c10d
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and (name := _dotted(node.value, known)):
-                known.setdefault(target.id, name)
-    return known
+            if isinstance(target, ast.Name) and (name := _dotted(node.value, names)):
+                names.setdefault(target.id, name)
+    return names
 
 
-def _dotted(node: ast.expr, known: dict[str, str]) -> str | None:
+def _dotted(node: ast.expr, known_names: dict[str, str]) -> str | None:
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or node.id not in known:
+    if not isinstance(node, ast.Name) or node.id not in known_names:
         return None
-    return ".".join([known[node.id], *reversed(names)])
+    return ".".join([known_names[node.id], *reversed(names)])
 
 
 def _asked(nodes: list[ast.AST]) -> set[str]:

@@ -256,8 +256,8 @@ def combinations_in_every_run() -> list[Combination]:
 
 def factors(combination: Combination) -> dict[str, object]:
     """Return the value of each factor: the layout's settings and the other dimensions."""
-    own = dict(override.split("=") for override in combination.layout.overrides)
-    settings = {key: own.get(key, "default") for key in _settings()}
+    layout_settings = dict(override.split("=") for override in combination.layout.overrides)
+    settings = {key: layout_settings.get(key, "default") for key in _settings()}
     return {
         **settings,
         "ranks": combination.layout.ranks,

@@ -54,9 +54,9 @@ class PretendGpu(TorchFunctionMode):
             return result
         if any(map(self.holds, tensors)):  # includes gradients that are read
             self.computed.add(name)
-            for made in tree_leaves(result):
-                if isinstance(made, Tensor):
-                    self._keep(made)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._keep(leaf)
         return result
 
     def _keep(self, tensor: Tensor) -> Tensor:

@@ -36,17 +36,17 @@ def on_rank(rank: int, folder: str, check: str) -> Any:
 def waiting(world: World, saver: Saver, run_dir: Path) -> Any:
     """Save while the other rank, which has written its part, appears to be stuck."""
     del saver
-    seen = run_dir.parent / "seen"
+    marker = run_dir.parent / "seen"
 
     def wrote() -> None:
         if world.rank == 0 and threading.current_thread() is not threading.main_thread():
-            seen.touch()
+            marker.touch()
 
     saver = Saver(run_dir, world=world, retention=Retention(newest=9), wrote=wrote)
     write = dcp_writer.Writer.write_data
 
     def write_slowly(self: dcp_writer.Writer, *args: Any) -> Any:
-        while world.rank == 1 and not seen.exists():
+        while world.rank == 1 and not marker.exists():
             self._summing.wrote()
             time.sleep(0.01)
         return write(self, *args)
@@ -138,11 +138,11 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
     small.close()
     ratios = []
     for step, tried in enumerate((at_once, saver), start=2):
-        before, seen, done = _anonymous_bytes(), [0], threading.Event()
+        initial, most, done = _anonymous_bytes(), [0], threading.Event()
 
-        def watch(seen: list[int] = seen, done: threading.Event = done) -> None:
+        def watch(most: list[int] = most, done: threading.Event = done) -> None:
             while not done.wait(0.002):
-                seen.append(_anonymous_bytes())
+                most.append(_anonymous_bytes())
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -152,10 +152,10 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
         thread.join()
         gc.collect()
         for _ in range(100):  # torch's thread frees the copy when it ends
-            if _anonymous_bytes() - before < 0.1 * size:
+            if _anonymous_bytes() - initial < 0.1 * size:
                 break
             time.sleep(0.05)
-        ratios.append(((max(seen) - before) / size, (_anonymous_bytes() - before) / size))
+        ratios.append(((max(most) - initial) / size, (_anonymous_bytes() - initial) / size))
     return ratios
 
 

@@ -66,6 +66,6 @@ def _wait_on_host(clock: dict[Stream, int]) -> None:
 
 @contextmanager
 def _on(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
+    previous, Stream.current = Stream.current, stream
     yield
-    Stream.current = before
+    Stream.current = previous

@@ -45,11 +45,11 @@ def listening(address: str) -> set[int]:
 
 
 def _new_ports(address: str, seconds: float) -> Any:
-    known, end = listening(address), time.monotonic() + seconds
+    open_ports, end = listening(address), time.monotonic() + seconds
     print("ready", flush=True)
     while time.monotonic() < end:
-        opened = listening(address) - known
-        known |= opened
+        opened = listening(address) - open_ports
+        open_ports |= opened
         yield from opened
         time.sleep(0.001)
 
@@ -66,37 +66,37 @@ def rob(address: str, seconds: float) -> None:
 
 def noise(address: str, count: int) -> None:
     """Send noise to each new port until ``count`` connections were made."""
-    chance, sockets, made = random.Random(0), [], 0
+    chance, sockets, num_sockets = random.Random(0), [], 0
     for port in _new_ports(address, 60):
         for _ in range(count // 4):
             with suppress(OSError):
                 connection = socket.create_connection((address, port), timeout=1)
-                made += 1
-                if made % 3:
+                num_sockets += 1
+                if num_sockets % 3:
                     connection.sendall(chance.randbytes(chance.randint(1, 300)))
-                if made % 50 == 0:
+                if num_sockets % 50 == 0:
                     sockets.append(connection)
                 else:
                     connection.close()
-        if made >= count:
+        if num_sockets >= count:
             break
-    print(made, flush=True)
+    print(num_sockets, flush=True)
 
 
 def frozen(host: str, port: int, config: str) -> None:
     """Store a configuration where node 1 looks for that of node 0, before node 0 does."""
     import torch.distributed as dist
 
-    theirs: Any = dist.TCPStore(
+    store: Any = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    while not (begun := [key for key in theirs.list_keys() if key.endswith("joined/0")]):
+    while not (begun := [key for key in store.list_keys() if key.endswith("joined/0")]):
         time.sleep(0.05)
     value = {"config": config, "attempts": 0, "restarts": 0}
     key = begun[0].replace("joined/0", "frozen")
-    joined = json.loads(theirs.get(begun[0])[64:])
+    joined = json.loads(store.get(begun[0])[64:])
     message = {**joined, "name": "frozen", "content": {"nonces": ["", ""], "value": value}}
-    theirs.set(key, "0" * 64 + json.dumps(message))
+    store.set(key, "0" * 64 + json.dumps(message))
     print(key, flush=True)
 
 
@@ -108,7 +108,7 @@ def deface(address: str, seconds: float, victim: Path) -> None:
     for port in _new_ports(address, seconds):
         end = time.monotonic() + 3
         with suppress(RuntimeError):  # not a store, or closed
-            theirs: Any = dist.TCPStore(
+            store: Any = dist.TCPStore(
                 address,
                 port,
                 is_master=False,
@@ -116,8 +116,8 @@ def deface(address: str, seconds: float, victim: Path) -> None:
                 timeout=timedelta(seconds=1),
             )
             while time.monotonic() < end:
-                for key in theirs.list_keys():
-                    theirs.set(key, payload)
+                for key in store.list_keys():
+                    store.set(key, payload)
                 time.sleep(0.01)
 
 

@@ -100,8 +100,8 @@ def test_torch_gets_no_value_that_a_stranger_wrote() -> None:
 
 
 def test_torch_counts_and_waits_through_it() -> None:
-    own = AuthenticatedStore(dist.HashStore(), OWN)
-    store = dist.PrefixStore("group", own)
+    authenticated = AuthenticatedStore(dist.HashStore(), OWN)
+    store = dist.PrefixStore("group", authenticated)
     assert [store.add("count", 1), store.add("count", 2)] == [1, 3]
     store.set("key", "value")
     store.wait(["key"], timedelta(seconds=5))
@@ -114,11 +114,11 @@ def test_torch_counts_and_waits_through_it() -> None:
 def test_cloned_store_keeps_its_python_methods() -> None:
     """torch's threads use a clone, and C++ does not keep its Python methods alive."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own = AuthenticatedStore(server, OWN)
-    torchs = dist.PrefixStore("group", own).clone()
+    store = AuthenticatedStore(server, OWN)
+    torchs = dist.PrefixStore("group", store).clone()
     gc.collect()
     torchs.set("key", "value")
-    assert own.get("group/key") == b"value"
+    assert store.get("group/key") == b"value"
 
 
 def test_channel_ignores_forged_messages_and_waits_for_missing_ones() -> None:

@@ -38,14 +38,14 @@ def test_error_location_is_in_user_file_rather_than_package(tmp_path: Path) -> N
     scope: dict[str, Any] = {}
     exec(compile("def load():\n    raise OSError", str(package), "exec"), scope)
     exec(compile("def build():\n    load()", f"{tmp_path}/models.py", "exec"), scope)
-    for call, place in (("build", f"{tmp_path}/models.py:2"), ("load", f"{package}:2")):
+    for call, location in (("build", f"{tmp_path}/models.py:2"), ("load", f"{package}:2")):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - it has no message
             scope[call]()
         traceback = caught.value.__traceback__
         assert traceback is not None
         # below this file, which counts as a user's file
         error = caught.value.with_traceback(traceback.tb_next)
-        assert place_in_user_code(error) == f" ({place})"
+        assert place_in_user_code(error) == f" ({location})"
 
 
 def test_an_error_outside_of_a_users_code_has_no_place() -> None:

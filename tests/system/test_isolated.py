@@ -66,10 +66,10 @@ def test_isolated_call_returns_result_without_side_effects() -> None:
 
 @pytest.mark.parametrize("function", [loop, loop_in_c])
 def test_a_call_that_never_returns_is_ended_at_its_deadline(function: object) -> None:
-    isolated, before = Isolated(None), time.monotonic()
+    isolated, start = Isolated(None), time.monotonic()
     with pytest.raises(IsolatedCallError, match="took more than 1 s and was ended"):
         isolated.call(function, seconds=1)  # type: ignore[arg-type]
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - start < 15
     assert isolated.call(pid_of, seconds=20) != os.getpid()
     isolated.end()
 

@@ -79,12 +79,12 @@ def test_system_without_proc_has_no_counters(tmp_path: Path) -> None:
 
 def test_computing_counts_as_busy_on_this_node() -> None:
     usage = NodeUsage()
-    before = usage.read()
-    if before is None:
+    earlier = usage.read()
+    if earlier is None:
         pytest.skip("this system has no /proc")
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
         sum(range(1000))
     after = usage.read()
     assert after is not None
-    assert after.busy - before.busy >= 20  # ticks of 10 ms
+    assert after.busy - earlier.busy >= 20  # ticks of 10 ms

@@ -66,16 +66,16 @@ def test_training_steps_use_configured_arithmetic(
     tiny += ["strategy=single", "launch.nproc=1", "train.steps=1"]
     chosen = run_config([*tiny, "train.matmul_precision=high", f"run_dir={tmp_path}"])
     monkeypatch.setattr(worker, "attention_kernels", lambda config, device: sdpa_kernel(MATH))
-    seen = []
+    used = []
 
     def report(event: Event) -> None:
         if isinstance(event, StepLogged):
             kernels = _cur_sdpa_kernel_backends()
-            seen.append((torch.get_float32_matmul_precision(), kernels, gc.isenabled()))
+            used.append((torch.get_float32_matmul_precision(), kernels, gc.isenabled()))
 
     World.mock(1).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
     # automatic collection is off, because ranks collect together
-    assert seen == [("high", [MATH], False)]
+    assert used == [("high", [MATH], False)]
 
 
 # Attention.
@@ -88,11 +88,11 @@ EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 def test_cudnn_s_attention_comes_first_on_hopper_and_blackwell(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _cur_sdpa_kernel_backends(with_priority=True)
+    kernels = _cur_sdpa_kernel_backends(with_priority=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with attention_kernels(TrainConfig(), torch.device("cuda", 0)):
         assert _cur_sdpa_kernel_backends(with_priority=True) == [CUDNN, FLASH, EFFICIENT, MATH]
-    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+    assert _cur_sdpa_kernel_backends(with_priority=True) == kernels
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_cudnn_s_attention_comes_first_on_hopper_and_blackwell(
 def test_attention_kernel_order_defaults_to_torch(
     device: str, capability: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _cur_sdpa_kernel_backends(with_priority=True)
+    kernels = _cur_sdpa_kernel_backends(with_priority=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with attention_kernels(TrainConfig(), torch.device(device, 0)):
-        assert _cur_sdpa_kernel_backends(with_priority=True) == before
+        assert _cur_sdpa_kernel_backends(with_priority=True) == kernels
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ Calls = list[tuple[str, int, int]]
 @pytest.fixture
 def called() -> Iterator[list[tuple[str, ax.RunState]]]:
     """Register ``recorder_of_test``; return the moments and states of its calls on all ranks."""
-    before = dict(CALLBACKS._entries)
+    entries = dict(CALLBACKS._entries)
     calls: list[tuple[str, ax.RunState]] = []
 
     @ax.register_callback("recorder_of_test")
@@ -65,7 +65,7 @@ def called() -> Iterator[list[tuple[str, ax.RunState]]]:
     ax.register_callback("underived_of_test")(dict)
     yield calls
     CALLBACKS._entries.clear()
-    CALLBACKS._entries.update(before)
+    CALLBACKS._entries.update(entries)
 
 
 STEPS = ["train.steps=5", "train.eval_every=2", "checkpoint.every=3"]

@@ -68,14 +68,14 @@ def test_top_p_outside_of_probabilities_is_refused(model, top_p):
 
 
 def test_generation_truncates_to_context():
-    seen = []
+    lengths = []
 
     def model(tokens):
-        seen.append(tokens.tolist())
+        lengths.append(tokens.tolist())
         return torch.nn.functional.one_hot(tokens + 1, 10).float()
 
     assert generate(model, [1], max_new_tokens=4, context_length=3, temperature=0) == [2, 3, 4, 5]
-    assert seen == [[[1]], [[1, 2]], [[1, 2, 3]], [[2, 3, 4]]]
+    assert lengths == [[[1]], [[1, 2]], [[1, 2, 3]], [[2, 3, 4]]]
 
 
 def test_generation_restores_training_mode(model):

@@ -150,7 +150,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("where", "when"),
+    ("method", "when"),
     [
         ("made", "when it was started"),
         ("start", "when it was started"),
@@ -159,14 +159,14 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_failing_logger_is_reported_once_without_ending_run(
-    where: str, when: str, faulty: Path, calls: list[Any]
+    method: str, when: str, faulty: Path, calls: list[Any]
 ) -> None:
-    logger = f"{{target: faulty_logger:Faulty, arguments: {{where: {where}}}}}"
+    logger = f"{{target: faulty_logger:Faulty, arguments: {{where: {method}}}}}"
     events = train(faulty / "run", f"loggers=[{logger},recording]", "train.steps=3")
     [note] = notes(events)
     assert note.startswith(
         f"loggers: faulty_logger:Faulty failed {when}, and training continues: "
-        f"RuntimeError: no service: {where} ({faulty}/faulty_logger.py:"
+        f"RuntimeError: no service: {method} ({faulty}/faulty_logger.py:"
     )
     assert [step for _, step, metrics in calls[1:-1] if "loss" in metrics] == [1, 2, 3]
 
@@ -263,15 +263,15 @@ def wandb_records(file: Path) -> Iterator[Any]:
     """Yield the records of a run that was written offline: protobuf in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, place, record = file.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
+    content, offset, record = file.read_bytes(), 7, b""
+    while offset + 7 <= len(content):
+        left = 32768 - offset % 32768
         if left < 7:  # no header fits into the rest of the block
-            place += left
+            offset += left
             continue
-        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
+        length, kind = struct.unpack("<HB", content[offset + 4 : offset + 7])
+        record += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # a full record, or the last part of one
             yield Record.FromString(record)
             record = b""

@@ -37,7 +37,7 @@ DIGITS = ["model=mlp", "data=digits", "train.global_batch_size=8"]
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    before = dict(EVALUATION_METRICS._entries)
+    entries = dict(EVALUATION_METRICS._entries)
 
     @ax.register_metric("top_of_test")
     def top(outputs: Any, batch: Any, k: int = 1) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _registered() -> Iterator[None]:
 
     yield
     EVALUATION_METRICS._entries.clear()
-    EVALUATION_METRICS._entries.update(before)
+    EVALUATION_METRICS._entries.update(entries)
 
 
 def of(kind: type, events: list[Event]) -> list[Any]:

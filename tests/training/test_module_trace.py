@@ -159,14 +159,14 @@ def test_module_trace_statistics_are_of_full_tensors() -> None:
         from rank_engine import rank_engine
 
         engine, loader = rank_engine(chosen, world)
-        seen: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         engine.modules[0].get_submodule("layers.1.mlp").register_forward_hook(
-            lambda _, __, output: seen.append(output.detach().double())
+            lambda _, __, output: outputs.append(output.detach().double())
         )
         batch = loader.batch(0)
         engine.backward(batch)
         gradients = {n: p.grad.double() for n, p in engine.named_parameters() if p.grad is not None}
-        return gradients, torch.cat(seen), batch.inputs.double()
+        return gradients, torch.cat(outputs), batch.inputs.double()
 
     gradients, output, inputs = World.mock(1).run(run)[0]
     step = {(t.kind, t.name): t for t in traced("gpt", "strategy=ddp", TWO)[0].tensors}

@@ -49,11 +49,11 @@ def test_stop_vote_on_gpu_reads_previous_step(
     def run(world: World) -> list[bool]:
         vote = StopVote(world)
         vote._lag = 1  # the lag on a CUDA device
-        asked = []
+        votes = []
         for step in range(4):
             vote.cast(stop=step >= 1)
-            asked.append(vote.anyone())
-        return asked
+            votes.append(vote.anyone())
+        return votes
 
     assert World.mock(1).run(run) == [[False, False, True, True]]
     assert log == ["record", "record", "wait", "record", "wait", "record", "wait"]

@@ -114,8 +114,8 @@ def buffers_are_not_read(patch: Patch) -> None:
     def parameters_alone(saved: Any, state: Any, *, world: Any) -> Any:
         left = {n: t.clone() for n, t in state["model"].items() if "running" in n}
         right(saved, state, world=world)
-        for name, before in left.items():
-            state["model"][name].copy_(before)
+        for name, initial in left.items():
+            state["model"][name].copy_(initial)
         return state
 
     patch.setattr(reader, "load_checkpoint", parameters_alone)

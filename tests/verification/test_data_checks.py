@@ -64,11 +64,11 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
 
 def test_user_dataset_pairs_skip_token_checks() -> None:
     """Also a registered one without a dataclass, because the order of its tokens is unknown."""
-    reading, own = loader(), run_config(["data=synthetic_tokens"]).data
+    reading, token_data = loader(), run_config(["data=synthetic_tokens"]).data
     batch = reading.batch(0)
     shuffled = Batch(batch.inputs, batch.targets.flip(1))
     problem = "the data: targets are not the tokens that follow their inputs"
-    assert data_checks.data_problem(own, reading, shuffled, step=0) == problem
+    assert data_checks.data_problem(token_data, reading, shuffled, step=0) == problem
     classes = Batch(batch.inputs, batch.targets[:, 0])
     for registered in (FreeDataConfig(name="theirs"), CustomDataConfig(target="theirs:Pairs")):
         assert data_checks.data_problem(registered, reading, shuffled, step=0) == ""
@@ -103,11 +103,11 @@ def test_order_that_ends_with_the_last_full_batch_is_found(
 
 
 def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
-    full, own = loader(), loader(shards=2, shard=1)
-    assert data_checks.other_ranks_samples(own, full, shard=1) == 0
-    right, steps = own.indices, own.dataset.num_samples // 8
-    own.indices = lambda step: right(step) - 1 * (step >= steps)  # type: ignore[method-assign]
-    assert data_checks.other_ranks_samples(own, full, shard=1) == 5 * 4
+    full, sharded = loader(), loader(shards=2, shard=1)
+    assert data_checks.other_ranks_samples(sharded, full, shard=1) == 0
+    right, steps = sharded.indices, sharded.dataset.num_samples // 8
+    sharded.indices = lambda step: right(step) - 1 * (step >= steps)  # type: ignore[method-assign]
+    assert data_checks.other_ranks_samples(sharded, full, shard=1) == 5 * 4
 
 
 def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
@@ -218,9 +218,9 @@ def test_rows_of_a_shard_in_the_same_order_in_later_passes_are_noticed(
     right = ShardedRows._shuffled_row
 
     def same_in_later_passes(
-        rows: ShardedRows, shard: int, place: int, epoch: int, seed: int
+        rows: ShardedRows, shard: int, position: int, epoch: int, seed: int
     ) -> int:
-        return right(rows, shard, place, min(epoch, 1), seed)
+        return right(rows, shard, position, min(epoch, 1), seed)
 
     monkeypatch.setattr(ShardedRows, "_shuffled_row", same_in_later_passes)
     problem = data_checks.order_problem(reading, seed=0)
@@ -268,9 +268,9 @@ class Pairs:
 
 def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -> None:
     pairs = PairsDataset(Pairs(), 4, 0.25, lambda reason: ValueError(reason))
-    reading, own = Loader(pairs, seed=0, global_batch_size=8), object()
+    reading, held_out = Loader(pairs, seed=0, global_batch_size=8), object()
     batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
-    assert data_checks.held_out_problem(own, reading, batches) == ""
+    assert data_checks.held_out_problem(held_out, reading, batches) == ""
     right = pairs.read
 
     def trained(indices: Any, **options: Any) -> Any:
@@ -279,7 +279,7 @@ def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -
     monkeypatch.setattr(pairs, "read", trained)
     batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     problem = "the data: every held-out sample is also one of the first training samples"
-    assert data_checks.held_out_problem(own, reading, batches) == problem
+    assert data_checks.held_out_problem(held_out, reading, batches) == problem
 
 
 @pytest.mark.parametrize("structured", [False, True])

@@ -164,8 +164,8 @@ class Untrained(nn.Module):
 
 @pytest.mark.slow
 def test_a_model_that_nothing_can_be_proved_of_is_trained_unproved() -> None:
-    own = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
-    config = run_config([*own, "strategy=ddp", "launch.nproc=2", "train.prove=always"])
+    overrides = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
+    config = run_config([*overrides, "strategy=ddp", "launch.nproc=2", "train.prove=always"])
     reported = layout_proof.prove(config)
     assert reported.outcome == "not proved"
     assert "no parameter" in reported.reason

@@ -43,39 +43,39 @@ def test_where_ranks_are_on_gpus_one_process_is_too(
     expected = PlainRun(config, plan).run()
     on_gpus = replace(config, launch=replace(config.launch, backend="nccl", device="cuda"))
 
-    asked: list[str] = []
+    devices: list[str] = []
     cast, scale = torch.autocast, torch.amp.GradScaler
 
     def autocast(device: str, **options: Any) -> Any:
-        asked.append(device)
+        devices.append(device)
         return cast("cpu", **options)
 
     def scaler(device: str, **options: Any) -> Any:
-        asked.append(device)
+        devices.append(device)
         return scale("cpu", **options)
 
     monkeypatch.setattr(torch, "autocast", autocast)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     monkeypatch.setattr(
-        reference, "has_drawn_numbers", lambda device, seed: asked.append(str(device))
+        reference, "has_drawn_numbers", lambda device, seed: devices.append(str(device))
     )
     with PretendGpu() as gpu:
         run = PlainRun(on_gpus, plan)
         assert all(map(gpu.holds, run.model.parameters()))
-        seen = run.run()
+        result = run.run()
     assert {"linear", "embedding"} <= gpu.computed
-    assert set(asked) == {"cuda", "cuda:0"}
-    assert not any(map(gpu.holds, tensors_of(seen)))
-    torch.testing.assert_close(tensors_of(seen), tensors_of(expected), rtol=0, atol=0)
-    assert [step.loss for step in seen.steps] == [step.loss for step in expected.steps]
+    assert set(devices) == {"cuda", "cuda:0"}
+    assert not any(map(gpu.holds, tensors_of(result)))
+    torch.testing.assert_close(tensors_of(result), tensors_of(expected), rtol=0, atol=0)
+    assert [step.loss for step in result.steps] == [step.loss for step in expected.steps]
 
 
 def test_numbers_drawn_on_a_device_are_noticed_as_those_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, made = torch.Generator(), torch.Generator
+    gpu, generator_class = torch.Generator(), torch.Generator
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": made())
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator_class())
     device = torch.device("cuda", 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

@@ -53,10 +53,10 @@ def test_verify_passes_correct_layouts() -> None:
 
 
 def test_custom_optimizer_updates_are_smooth() -> None:
-    own = ["optimizer=custom", "optimizer.target=torch.optim:RMSprop", "optimizer.lr=0.01"]
-    smooth = comparison_config.with_smooth_updates(run_config(own))
+    overrides = ["optimizer=custom", "optimizer.target=torch.optim:RMSprop", "optimizer.lr=0.01"]
+    smooth = comparison_config.with_smooth_updates(run_config(overrides))
     assert smooth.optimizer.arguments == {"eps": 1e-4}
-    chosen = run_config([*own, "optimizer.arguments={eps: 0.01}"])
+    chosen = run_config([*overrides, "optimizer.arguments={eps: 0.01}"])
     assert comparison_config.with_smooth_updates(chosen).optimizer.arguments == {"eps": 0.01}
 
 

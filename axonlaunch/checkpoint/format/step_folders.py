@@ -283,7 +283,6 @@ def list_unkept(checkpoints: Sequence[Checkpoint], retention: Retention) -> list
 
     Args:
         checkpoints: All checkpoints of the run, in order of their steps.
-        retention: The rule.
     """
     evaluated = [
         (badness, -c.step, c) for c in checkpoints if (badness := retention.badness(c)) is not None
@@ -393,7 +392,10 @@ def _step(folder: Path) -> int:
 
 
 def _order(name: str) -> tuple[bool, int, str]:
-    """Return the sort key of a file: ranks' files by number, then indices, which are in cache."""
+    """Return the sort key of a file: files of ranks by number, then the indices.
+
+    Indices are last because they are already in the page cache.
+    """
     return name in (manifest.INDEX, manifest.TORCH_INDEX), len(name), name
 
 

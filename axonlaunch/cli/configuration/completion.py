@@ -89,7 +89,6 @@ def completions(line: str, root: Any) -> list[str]:
 
     Args:
         line: Line up to the cursor, ``axonlaunch train strategy=f``.
-        root: The application.
     """
     *words, last = line.split(" ")
     words = [word for word in words[1:] if word]

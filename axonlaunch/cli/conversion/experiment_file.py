@@ -27,7 +27,6 @@ def experiment_yaml(translation: Translation, file_name: str) -> str:
     """Return the YAML of a translation as an option of the group ``experiment``.
 
     Args:
-        translation: Translation.
         file_name: Name of the translated file, for the first comment.
     """
     lines = ["# @package _global_", f"# {ascii(file_name)[1:-1]} of {translation.tool.name}"]

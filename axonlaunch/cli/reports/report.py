@@ -26,7 +26,7 @@ EXAMPLES = """Examples:
 """
 _PAGE = "report.html"
 _LONGEST = 80
-"""Most characters of the names of runs in the name of their page."""
+"""Maximum length of the run names in the page's file name."""
 
 
 def command(

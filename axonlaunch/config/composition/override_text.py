@@ -45,7 +45,6 @@ def why_unread(text: str, error: str) -> str:
     """Return why the parser rejected an override; an empty text if the reason is unknown.
 
     Args:
-        text: The override.
         error: Message of the parser.
     """
     key, equals, value = text.partition("=")

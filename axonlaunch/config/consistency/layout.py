@@ -124,7 +124,7 @@ class Layout:
         """Return the number of ranks that layers, blocks or sequences are divided among.
 
         Args:
-            divided: One of these three words: ``"sequences"``.
+            divided: Kind of content: ``"layers"``, ``"blocks"`` or ``"sequences"``.
         """
         return divisor(self.degrees, divided)
 

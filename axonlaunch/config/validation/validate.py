@@ -39,7 +39,6 @@ def validate(tree: dict[str, Any], schema: type, prefix: str = "") -> Validation
 
     Args:
         tree: Nested plain values, as read from YAML.
-        schema: Dataclass.
         prefix: Dotted key of the tree in the configuration; problems have keys below it.
     """
     walk = _Walk(schema)

@@ -477,7 +477,6 @@ def rank_loader(
     """Return the loader of a rank's share; ranks that work on the same samples get the same share.
 
     Args:
-        config: The run.
         dataset: Dataset of ``config.options.data``.
         layout: Layout of the run.
         rank: The global rank.

@@ -19,7 +19,7 @@ from axonlaunch.system.storage.cache import cache_folder, keep
 from axonlaunch.system.storage.files import read_text
 
 _LARGE = 16 << 20
-"""Bytes of a file that is worth a note in the cache."""
+"""Minimum size of a file, in bytes, for which the cache stores a note."""
 _LARGEST_NOTE = 1 << 16
 _OF_HUB = "hf://"
 """Start of names that contain a commit, so that the file needs no stamp."""

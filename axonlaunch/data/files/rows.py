@@ -72,7 +72,6 @@ class RowReader:
         """Store the file and the start position.
 
         Args:
-            source: The file.
             skip: Rows up to and including this number are skipped.
             offset: Byte offset saved by an earlier reader after row ``skip``; reading starts there.
             columns: Selects the columns to read; None reads all.

@@ -36,7 +36,6 @@ class ParquetRows:
         """Read the metadata of the file's columns.
 
         Args:
-            raw: The file.
             columns: Selects the names of the columns to read.
         """
         import pyarrow.parquet

@@ -36,7 +36,6 @@ def load_ahead(
     when torch notices.
 
     Args:
-        loads: The functions.
         ahead: Number of results that are loaded ahead.
         workers: Processes that the functions wait for.
     """

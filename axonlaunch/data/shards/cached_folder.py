@@ -33,7 +33,6 @@ def writer_lock(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
     The kernel releases the lock when the process ends, for any reason.
 
     Args:
-        partial: The folder.
         waits: Called before waiting for another process.
 
     Raises:
@@ -89,7 +88,6 @@ def find_change(folder: Path, *, names: Collection[str] | None = None) -> str | 
     """Return a description of the first change in a complete folder; None if it is unchanged.
 
     Args:
-        folder: The folder.
         names: Files to read and compare with their checksums; None: all. The sizes of all files
             are compared in any case.
 

@@ -122,7 +122,6 @@ class Corpus:
         """Store the files, without reading them.
 
         Args:
-            sources: The files.
             encoder: Encodes their rows as documents.
             folder: Folder of the shards.
             skip_bad: Whether invalid rows are left out.

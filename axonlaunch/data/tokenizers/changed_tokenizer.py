@@ -71,7 +71,6 @@ def replace_template(loaded: Tokenizer, template: str, chosen: str) -> Tokenizer
     """Return a tokenizer with another chat template; that of bytes is unchanged.
 
     Args:
-        loaded: The tokenizer.
         template: Text of the template.
         chosen: Value of ``data.chat_template``.
 

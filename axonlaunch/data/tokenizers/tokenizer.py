@@ -75,7 +75,6 @@ class Tokenizer(Protocol):
         """Convert tokens to text.
 
         Args:
-            tokens: The tokens.
             special: Whether the text contains special tokens.
         """
 
@@ -171,7 +170,6 @@ class PretrainedTokenizer:
 
         Args:
             function: A function at the top level of a module.
-            args: Further arguments.
             characters: Number of characters to process, which decides the deadline.
             what: Possible cause of a failure, named in the message.
 
@@ -199,7 +197,10 @@ class PretrainedTokenizer:
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == self.end else tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Convert tokens to text, without tokens outside the vocabulary, from a padded head."""
+        """Convert tokens to text.
+
+        Numbers beyond the vocabulary are skipped: a head that is padded can produce them.
+        """
         valid = [token for token in tokens if token < self.vocab_size]
         return self.call_isolated(_decode, valid, special, characters=len(valid), what=_BLAMED)
 

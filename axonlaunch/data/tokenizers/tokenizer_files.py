@@ -91,7 +91,6 @@ def foreign_files(folder: Path, *, key: str = "", path: str | None = None) -> di
     """Read a tokenizer's files from a folder that may not be trusted, by their path in it.
 
     Args:
-        folder: The folder.
         key: Configuration key with the path; empty for none.
         path: Value of the key.
 
@@ -110,7 +109,6 @@ def refuse_links_outside(folder: Path, path: str) -> None:
     """Refuse a folder in which transformers would read anything but regular files of the folder.
 
     Args:
-        folder: The folder.
         path: Value of ``tokenizer.path``.
 
     Raises:

@@ -29,9 +29,7 @@ def send_tensor(tensor: Tensor, peer: int, group: ProcessGroup, *, is_known: boo
     """Send a tensor to a rank of the group, given by its global rank.
 
     Args:
-        tensor: The tensor.
         peer: Global rank of the receiver.
-        group: The ranks.
         is_known: Whether the receiver knows shape and type.
     """
     if not is_known:
@@ -44,7 +42,6 @@ def receive_tensor(peer: int, group: ProcessGroup, *, like: Tensor | None = None
 
     Args:
         peer: Global rank of the sender.
-        group: The ranks.
         like: Tensor of the shape and type; None receives them first.
     """
     if like is not None:

@@ -54,7 +54,6 @@ class PassingBlock(Placeholder):
         """Create the placeholder.
 
         Args:
-            absent: The block.
             returns: Length of the tuple that the block returns; None if it returns a tensor.
             micro_batch: Holder of the received hidden states, for the last block before the stage.
         """

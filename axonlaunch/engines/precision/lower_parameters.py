@@ -129,7 +129,6 @@ class _Arithmetic:
         Args:
             value: The parameter, or this rank's part of it.
             name: Name of the parameter in the module.
-            reader: The module.
         """
         # Copies made with gradients disabled cannot be used with gradients enabled.
         kind = type(value), torch.is_grad_enabled()

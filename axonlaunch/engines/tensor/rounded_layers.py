@@ -45,7 +45,6 @@ def round_products(
     """Make linear layers, sharded or not, round the factors of their products, in place.
 
     Args:
-        layers: Linear layers.
         chosen: Format that factors are rounded to.
         start: Decides whether a step rounds, with a ``QuantizedFormat``; None rounds in all.
     """

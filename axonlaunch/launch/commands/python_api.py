@@ -1,8 +1,8 @@
-"""The commands as functions for scripts and notebooks: load, train, estimate, verify and plan.
+"""The commands as functions for scripts and notebooks: load, train, estimate, verify, plan, sample.
 
 Importing this module imports no torch. Work with torch is done in processes forked from a server,
 which each call starts and ends. They do not import the caller's script, so the script needs no
-``if __name__ == "__main__"``.
+``if __name__ == "__main__"``. Only ``sample`` computes in the caller's process.
 """
 
 from __future__ import annotations
@@ -226,6 +226,53 @@ def plan(
         return plan_config(
             context, config, devices=devices, fixed=fixed, tokens=tokens, allow=allow
         )
+
+
+@config_errors()
+def sample(
+    folder: str | Path,
+    prompt: str = "def ",
+    *,
+    tokens: int = 300,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    trust: bool = False,
+) -> str:
+    """Continue a prompt with a trained model in this process, as ``axonlaunch sample`` does.
+
+    Args:
+        folder: Run with a checkpoint, or folder of exported weights.
+        prompt: Text to continue.
+        tokens: Maximum number of new tokens.
+        temperature: Sampling temperature; 0 takes the most likely token.
+        top_k: Number of most likely tokens to sample from; None samples from all tokens.
+        top_p: Probability of the most likely tokens to sample from; None samples from all.
+        seed: Random seed.
+        trust: Whether to import the Python code that the run's configuration names.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        ConfigError: The folder has no weights, the model was not trained on text, or the
+            configuration names code and ``trust`` is false.
+    """
+    from axonlaunch.training.text.sampling import continue_prompt
+
+    if not prompt:
+        raise ConfigError([ConfigIssue("prompt", "is empty; give at least one character")])
+    return continue_prompt(
+        Path(folder),
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        trusted=trust,
+    )
 
 
 def _check_again(config: object) -> RunConfig:

@@ -252,7 +252,6 @@ def apply_to_config(
 
     Args:
         tree: Nested plain values; ``launch`` is changed in place.
-        detected: Detected environment.
         accelerators: Counts this node's accelerators. It is called only if the number of ranks on
             this node is not set elsewhere.
 

@@ -104,7 +104,6 @@ def follow_job(
     """Print the log of a job until it ends or Ctrl-C is pressed.
 
     Args:
-        job: The job.
         announce: Receives the notes of new states.
         rank: Rank whose log is printed.
         log: Stream that receives the log; None: standard error.

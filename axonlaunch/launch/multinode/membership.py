@@ -358,10 +358,11 @@ class NodeMembership:
             self._rendezvous_of_rounds().leave(status)
 
     def _ends_at_once(self) -> bool:
-        """Whether an elastic run was finished before; tell nodes that come just now, on node 0.
+        """Return whether an elastic run was finished before.
 
-        Those that were there before node 0, and found the run finished in the folder that they
-        share with it, are gone: node 0 would wait in vain for the fewest nodes.
+        If so, node 0 tells nodes that arrive now. Nodes that arrived before node 0 have left: they
+        found the run finished in the shared folder. Node 0 would wait for the minimum number of
+        nodes in vain.
         """
         if not is_elastic(self._given) or not self._is_finished():
             return False
@@ -370,7 +371,7 @@ class NodeMembership:
         return True
 
     def _is_finished(self) -> bool:
-        """Whether no step of the run was left when this node came; print it."""
+        """Return whether the run was complete when this node joined; if so, print its summary."""
         if self._frozen is None:
             with suppress(ConfigError):  # which is reported to all nodes that come
                 if (summary := run_dir.finished_summary(self._given)) is not None:

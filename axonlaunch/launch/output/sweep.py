@@ -73,7 +73,6 @@ def print_sweep_table(
         variations: Overrides that distinguish each run from the others.
         summaries: Summaries of the runs that were started, in order. The other runs are listed as
             not started.
-        stream: Output stream.
         metric: ``train.best_metric``: a metric, or loss for the evaluation loss.
         is_highest: Whether the best run has the highest value of the metric.
     """

@@ -82,7 +82,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """What autograd keeps of a view of dequantized values."""
+    """View of dequantized values, which autograd computes again instead of storing them."""
 
     source: _Source
     shape: tuple[int, ...]

@@ -145,7 +145,6 @@ class ModelSource:
 
         Args:
             name: Name of the size, such as ``vocab_size``.
-            value: New value.
         """
         return f"{self.sizes_key}.{name}={value}"
 

@@ -44,7 +44,6 @@ class CausalLM(RouterLossModel):
         """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens].
 
         Args:
-            input_ids: Tokens.
             positions: Position of each token in its document, [samples, tokens], if rows hold
                 several documents.
         """

@@ -73,7 +73,6 @@ def entropy_weights(highest: Tensor, exponent: float) -> Tensor:
 
     Args:
         highest: Largest logits [..., K] in fp32 or more; -inf stands for a missing class.
-        exponent: Exponent.
     """
     entropy = torch.special.entr(highest.softmax(-1)).sum(-1)
     weights: Tensor = (entropy / 3.0) ** exponent

@@ -88,7 +88,6 @@ def dtensor_of(
 
     Args:
         local: This rank's part.
-        mesh: Device mesh.
         placements: Placement along each mesh axis.
         shape: Shape of the full tensor.
         stride: Strides of the full tensor.

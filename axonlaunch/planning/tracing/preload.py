@@ -1,6 +1,6 @@
-"""Imported by the fork server of commands that trace a step, compile, or build a pipeline.
+"""Imports modules in the fork server of commands that trace a step, compile or build a pipeline.
 
-They need torch's compiler and its pipelines, which other runs never import.
+These commands need torch's compiler and its pipelines, which other runs never import.
 """
 
 import gc

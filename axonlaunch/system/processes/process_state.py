@@ -10,7 +10,6 @@ def state(pid: int, thread: int | None = None) -> str:
     """Return Linux's state letter of a thread; empty if it is not reported.
 
     Args:
-        pid: Process id.
         thread: Native id of a thread of the process; None selects the main thread.
     """
     try:

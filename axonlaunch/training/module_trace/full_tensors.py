@@ -35,7 +35,6 @@ class WholeTensors:
         Args:
             shapes: Shapes of the full tensors to gather, the same on all ranks.
             layout: Layout of the run.
-            world: The ranks.
         """
         self._shapes, self._layout, self._world = shapes, layout, world
         self._parts: dict[TracedKey, dict[int, _Part]] = {}

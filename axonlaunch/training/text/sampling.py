@@ -116,7 +116,6 @@ def continue_prompt(
         temperature: Sampling temperature; 0 takes the most likely token.
         top_k: Number of most likely tokens to sample from; None samples from all tokens.
         top_p: Probability of the most likely tokens to sample from; None samples from all.
-        seed: Random seed.
         trusted: Whether to run code that the run's configuration names.
 
     Raises:

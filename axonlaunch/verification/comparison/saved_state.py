@@ -78,9 +78,9 @@ def read_in_parts(
 ) -> Iterator[Difference]:
     """Compare a checkpoint's parameters, read by ranks with other shards, with the reference.
 
-    Each rank reads two separate parts of one dimension, as another layout would. Parameters with no
-    dimension that can be divided so are skipped; ``read_by_one_process`` covers them. All ranks
-    must call this.
+    Each rank reads two separate parts of one dimension, as another layout would. Parameters without
+    a dimension that can be divided this way are skipped; ``read_by_one_process`` covers them. All
+    ranks must call this.
     """
     size, number, device = world.world_size, reference.saved_step - 1, world.device
     mesh = DeviceMesh.from_group(world.default_group.torch_group, device.type)

@@ -34,7 +34,7 @@ from axonlaunch.verification.references.plain_model import preserving_global_sta
 from axonlaunch.verification.references.reference import PlainRun
 
 _STEPS = 2
-"""The second step starts from updated parameters."""
+"""Number of recorded steps. The second one starts from updated parameters."""
 QuantityKind = Literal["output", "output gradient", "gradient", "parameter"]
 Index = tuple[Any, ...]
 

@@ -27,7 +27,6 @@ def write_tensors(recorded: RecordedSteps, folder: Path) -> None:
     Elements held by several ranks are taken from the first of them.
 
     Args:
-        recorded: Recorded steps.
         folder: Folder for the files; created if missing.
     """
     plain: dict[str, Tensor] = {}

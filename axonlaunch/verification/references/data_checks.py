@@ -41,7 +41,7 @@ _SHARDS_BYTES = 2**26
 _PASSES = 3
 """Passes over shards that are compared; the first one keeps the order of the files."""
 _FEW = 16
-"""Number of samples that are read twice. Fewer can have the same order by chance in two epochs."""
+"""Number of samples that are read twice. Two orders of fewer samples can be equal by chance."""
 
 
 def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:

@@ -55,7 +55,7 @@ _NAMES = {
 _UNEXPLAINED = 1e-3
 """Fraction of the squared distance that a constant factor may leave unexplained."""
 _LEAST_PART = 0.5
-"""Norm that a rank's part needs for a ratio to be reported, relative to its share of the tensor."""
+"""Minimum norm of a rank's shard, relative to its share of the tensor, to report its ratio."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _rounded_factor(
     """Return a factor's values after rounding, in fp32 or fp64.
 
     Args:
-        factor: A matrix.
+        factor: Matrix of the product, with the dims that it has there.
         chosen: Format of the factors.
         dim: Dim that the product sums over, along which numbers share a scale if rows have scales.
         is_gradient: Whether the factor is a gradient.

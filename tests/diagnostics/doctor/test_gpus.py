@@ -135,9 +135,9 @@ def test_gpu_links_are_timed_with_cuda_events(
     assert measured["unreachable"] == [gpus._NO_PEERS.format(0, 1)]
 
 
-@pytest.mark.parametrize("known", [[], [{"between": [0, 1], "peer_access": True}]])
+@pytest.mark.parametrize("reported_gpus", [[], [{"between": [0, 1], "peer_access": True}]])
 def test_cuda_peer_access_is_used_if_nvml_reports_no_links(
-    known: list[Any], monkeypatch: pytest.MonkeyPatch
+    reported_gpus: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = [{"between": [0, 1], "path": None, "nvlink": None, "peer_access": False}]
 
@@ -145,12 +145,12 @@ def test_cuda_peer_access_is_used_if_nvml_reports_no_links(
         del context, task
         if target.endswith("link_report"):
             return {"links": [], "problems": [], "topology": cuda, "unreachable": ["0 and 1"]}
-        return {"topology": known, "problems": [], "unknown": ""}
+        return {"topology": reported_gpus, "problems": [], "unknown": ""}
 
     monkeypatch.setattr(diagnose.forked_call, "call", call)
     gpu_report = diagnose._gpus(cast("Any", None))
-    assert gpu_report["topology"] == (known or cuda)
-    assert gpu_report["problems"] == ([] if known else ["0 and 1"])
+    assert gpu_report["topology"] == (reported_gpus or cuda)
+    assert gpu_report["problems"] == ([] if reported_gpus else ["0 and 1"])
 
 
 def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:

@@ -71,14 +71,14 @@ def finished(folder: Path) -> Path:
 
 
 def crashed(folder: Path) -> Path:
-    made = run_folder(folder, status="failed")
+    run = run_folder(folder, status="failed")
     crash = {"rank": 1, "world_size": 2, "reason": "boom", "traceback": "Traceback ...", "step": 3}
-    (made / "crash.json").write_text(json.dumps(crash))
-    return made
+    (run / "crash.json").write_text(json.dumps(crash))
+    return run
 
 
 def resumed_on_other_nodes(folder: Path) -> Path:
-    made = run_folder(folder)
+    run = run_folder(folder)
     events: list[dict[str, Any]] = []
     for attempt, ranks in enumerate((4, 2, 8)):
         start = {"step": 10 * attempt, "world_size": ranks, "layout": f"fsdp {ranks}"}
@@ -87,13 +87,13 @@ def resumed_on_other_nodes(folder: Path) -> Path:
             {"time": 100 * attempt + 1, "event": "started", **start},
             {"time": 100 * attempt + 90, "event": "ended", "status": "interrupted"},
         ]
-    write_lines(made / "events.jsonl", events)
-    return made
+    write_lines(run / "events.jsonl", events)
+    return run
 
 
 def sampled(folder: Path) -> Path:
-    made = run_folder(folder)
-    file = made / "events.jsonl"
+    run = run_folder(folder)
+    file = run / "events.jsonl"
     events = [json.loads(line) for line in file.read_text().splitlines()]
     use = {"host": "node-0", "memory_bytes": 2**30, "memory_total_bytes": 2**32}
     samples = [
@@ -101,11 +101,11 @@ def sampled(folder: Path) -> Path:
         for n in range(1, 5)
     ]
     write_lines(file, [*events, *samples])
-    return made
+    return run
 
 
 def elastic(folder: Path) -> Path:
-    made = run_folder(folder)
+    run = run_folder(folder)
     events: list[dict[str, Any]] = [{"time": 0, "event": "launched", "host": "node-0"}]
     nodes = ["node-0", "node-1", "node-2"]
     for attempt, present in enumerate((nodes[:2], nodes, nodes[:1])):
@@ -116,15 +116,15 @@ def elastic(folder: Path) -> Path:
             {"time": 100 * attempt + 2, "event": "started", **start},
             {"time": 100 * attempt + 90, "event": "failed", "rank": 1, "reason": "node was lost"},
         ]
-    write_lines(made / "events.jsonl", events[:-1])
-    return made
+    write_lines(run / "events.jsonl", events[:-1])
+    return run
 
 
 def half_written(folder: Path) -> Path:
-    made = run_folder(folder, steps=1, status=None)
-    with (made / "metrics.jsonl").open("a") as stream:
+    run = run_folder(folder, steps=1, status=None)
+    with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "l')
-    return made
+    return run
 
 
 @pytest.mark.slow(keep=4)
@@ -183,7 +183,7 @@ def test_zooming_one_chart_zooms_all_and_resets(browser: Any, tmp_path: Path) ->
         over.dispatchEvent(new MouseEvent("mousemove", at));
         return Number(document.querySelector("[data-curve=lr] .u-value").innerText);
     """
-    before = browser.execute_script(hover)
+    initial = browser.execute_script(hover)
     over = browser.execute_script(f"return {OVER.format('loss')}")
     quarter = over.size["width"] // 4
     chain = ActionChains(browser).move_to_element_with_offset(over, -quarter, 0).click_and_hold()
@@ -191,7 +191,7 @@ def test_zooming_one_chart_zooms_all_and_resets(browser: Any, tmp_path: Path) ->
     zoomed = browser.execute_script(hover)
     browser.find_element("id", "reset").click()
     after = browser.execute_script(hover)
-    assert (before, after) == (1, 1)
+    assert (initial, after) == (1, 1)
     assert 20 < zoomed < 30
     assert complaints(browser) == []
 

@@ -21,14 +21,14 @@ def runs_of(
     runs = []
     for number, value in enumerate(values):
         extra = f"optimizer:\n  lr: {json.dumps(value)}\n"
-        made = run_folder(
+        run = run_folder(
             folder / str(number), steps=3, extra_config=extra, loss=lambda step, n=number: 1.0 + n
         )
-        metrics = made / "metrics.jsonl"
+        metrics = run / "metrics.jsonl"
         lines = [text for text in metrics.read_text().splitlines() if "eval_loss" not in text]
         lines += [json.dumps({"step": 3, **line}) for line in evaluations[number : number + 1]]
         metrics.write_text("\n".join(lines) + "\n")
-        runs.append(read_run(made))
+        runs.append(read_run(run))
     return runs
 
 

@@ -14,10 +14,10 @@ def test_the_highest_and_the_lowest_value_and_both_ends_are_kept(
     y: list[float | None], buckets: int
 ) -> None:
     indices = indices_to_keep(range(len(y)), y, buckets=buckets)
-    known = [value for value in y if value is not None]
+    numbers = [value for value in y if value is not None]
     shown = [value for i in indices if (value := y[i]) is not None]
     assert {0, len(y) - 1} <= {*indices}
-    assert (max(known, default=0), min(known, default=0)) == (
+    assert (max(numbers, default=0), min(numbers, default=0)) == (
         max(shown, default=0),
         min(shown, default=0),
     )

@@ -141,8 +141,8 @@ def test_open_pages_are_not_closed_for_silent_connections(server: RunServer, fol
 
 def test_a_page_stays_as_it_was_when_its_run_can_not_be_read_any_more(folder: Path) -> None:
     newest = LivePageData([folder])
-    before = newest()
+    old_page = newest()
     newest._resting_until = 0.0
     for name in ("config.yaml", "metrics.jsonl"):
         (folder / name).write_text("")
-    assert newest() == before
+    assert newest() == old_page

@@ -103,10 +103,10 @@ def test_run_starts_from_peft_adapter(
 ) -> None:
     base, folder, layout = tmp_path / "base", tmp_path / "peft", [f"strategy={strategy}"]
     save("qwen3", base)
-    theirs = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"], **options)
+    of_peft = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"], **options)
     overrides = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "launch.nproc=2"]
-    chosen, seen = trained([*overrides, *layout], tmp_path / "run", steps=0)
-    assert torch.allclose(seen, theirs, atol=1e-5)
+    chosen, loaded = trained([*overrides, *layout], tmp_path / "run", steps=0)
+    assert torch.allclose(loaded, of_peft, atol=1e-5)
     assert chosen.adapter is not None
     assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
     assert chosen.adapter.dora is ("use_dora" in options)
@@ -122,8 +122,8 @@ def test_run_starts_from_export_with_trained_tied_embedding(tmp_path: Path) -> N
     chosen, expected = trained(first, run_dir)
     export(chosen, run_dir, folder, merge=False)
     second = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "strategy=single"]
-    again, seen = trained(second, tmp_path / "second", steps=0)
-    assert torch.allclose(seen, expected, atol=1e-5)
+    again, loaded = trained(second, tmp_path / "second", steps=0)
+    assert torch.allclose(loaded, expected, atol=1e-5)
     assert again.train.unfreeze == ["model.embed_tokens.weight"]
 
 
@@ -134,10 +134,10 @@ def test_run_starts_from_peft_adapter_of_packed_experts(
     base, folder = tmp_path / "base", tmp_path / "peft"
     save("qwen3_moe", base)
     targets = [f"mlp.experts.{name}" for name in parameters]
-    theirs = saved_by_peft(base, folder, target_modules=["q_proj"], target_parameters=targets)
+    of_peft = saved_by_peft(base, folder, target_modules=["q_proj"], target_parameters=targets)
     overrides = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}"]
-    _, seen = trained([*overrides, "strategy=single"], tmp_path / "run", steps=0)
-    assert torch.allclose(seen, theirs, atol=1e-5)
+    _, loaded = trained([*overrides, "strategy=single"], tmp_path / "run", steps=0)
+    assert torch.allclose(loaded, of_peft, atol=1e-5)
 
 
 def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:

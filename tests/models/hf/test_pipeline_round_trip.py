@@ -74,8 +74,8 @@ def test_a_run_resumes_on_another_layout_and_transformers_loads_its_export(
     assert newest is not None
     chosen = run_config([*SETTINGS, *overrides, *reader])
     weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reloaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
     with torch.no_grad():
-        expected = theirs.eval()(input_ids=SAMPLE).logits
+        expected = reloaded.eval()(input_ids=SAMPLE).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

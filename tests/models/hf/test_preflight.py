@@ -154,17 +154,17 @@ def test_weights_that_are_not_in_the_cache_are_fetched_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = cached(tmp_path, monkeypatch)
-    asked = []
+    requests = []
 
     def download(path: str, **how: Any) -> str:
-        asked.append((path, how))
+        requests.append((path, how))
         save("qwen3", snapshot)
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for _ in range(2):
         run_config(["model=hf", "model.path=someone/small", "data.sequence_length=32"])
-    [(path, how)] = asked
+    [(path, how)] = requests
     assert path == "someone/small"
     assert "*.safetensors" in how["allow_patterns"]
     assert not any(pattern.endswith(".py") for pattern in how["allow_patterns"])
@@ -251,12 +251,12 @@ def test_one_rank_per_node_downloads_model_under_other_launchers(
     snapshot = cached(tmp_path, monkeypatch)
     chosen = run_config(["model=hf", "model.path=someone/small", "model.init=random"])
     chosen = with_values(chosen, {"model.init": "pretrained"})
-    asked = []
+    requests = []
 
     def download(path: str, **how: Any) -> str:
-        asked.append(path)
+        requests.append(path)
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     fetch_for_node(chosen, ClusterEnvironment(rank=rank, local_rank=local_rank, world_size=4))
-    assert bool(asked) == fetches
+    assert bool(requests) == fetches

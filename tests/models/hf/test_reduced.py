@@ -39,8 +39,8 @@ def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
     small = reduce_model(large, HYBRID)
     assert 0 < refuse_unlike(large, small) < 2_000_000
     assert vocabulary(small) % 2 == vocabulary(large) % 2
-    before, after = structure(large), structure(small)
-    assert set(after.kinds) == set(before.kinds)
+    original, after = structure(large), structure(small)
+    assert set(after.kinds) == set(original.kinds)
     assert 2 <= len(after.kinds) <= 4
 
 

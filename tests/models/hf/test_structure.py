@@ -41,14 +41,18 @@ TIED = {"gpt2", "opt", "gemma2", "gemma3_text", "bloom"}
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_blocks_ends_and_ties_are_found(kind: str) -> None:
     model = of(kind)
-    layers, before, after = ENDS.get(kind, ("model.layers", ["model.embed_tokens"], ["model.norm"]))
+    layers, first_modules, after = ENDS.get(
+        kind, ("model.layers", ["model.embed_tokens"], ["model.norm"])
+    )
     assert model.layers == layers
     assert model.flow.problem == ""
-    assert list(model.flow.before_blocks) == before
+    assert list(model.flow.before_blocks) == first_modules
     heads = ([*after, "lm_head"], [*after, "embed_out"])  # the second for GPT-NeoX
     assert list(model.flow.after_blocks) in heads
     assert len(model.kinds) == 2
-    assert dict(model.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
+    assert dict(model.ties) == (
+        {"lm_head.weight": f"{first_modules[0]}.weight"} if kind in TIED else {}
+    )
 
 
 def test_blocks_of_several_kinds_are_distinguished() -> None:

@@ -101,8 +101,8 @@ def test_transformers_loads_export_of_tensor_parallel_run(tmp_path: Path) -> Non
     assert newest is not None
     chosen = run_config([*SETTINGS, *overrides])
     weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    loaded = dict(theirs.named_parameters())
+    reloaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = dict(reloaded.named_parameters())
     assert loaded.keys() == states.keys()
     for name, tensor in states.items():
         assert torch.equal(loaded[name], tensor), name
@@ -228,7 +228,7 @@ def test_a_plan_cuts_experts_and_shares_key_value_heads() -> None:
 
 
 def test_saved_weights_load_into_expert_shards(tmp_path: Path) -> None:
-    theirs = dict(save("mixtral", tmp_path).named_parameters())
+    expected = dict(save("mixtral", tmp_path).named_parameters())
 
     def start(engine: Any, loader: Any, world: World) -> Any:
         del loader
@@ -238,5 +238,5 @@ def test_saved_weights_load_into_expert_shards(tmp_path: Path) -> None:
     overrides = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
     chosen = run_config(overrides)
     read = World.mock(2).run(lambda world: start(*rank_engine(chosen, world), world))[0]
-    for name, tensor in theirs.items():
+    for name, tensor in expected.items():
         assert torch.equal(read[name], tensor), name

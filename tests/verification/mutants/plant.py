@@ -148,20 +148,20 @@ def main() -> int:
                 right_code = verify(mutant.arguments, copy, seconds=chosen.seconds)
                 passes[arguments] = right_code.verdict == "passed"
             with planted(mutant, copy):
-                seen = verify(mutant.arguments, copy, seconds=chosen.seconds)
+                result = verify(mutant.arguments, copy, seconds=chosen.seconds)
             # A command finds nothing if the correct code does not pass it.
-            is_found = passes[arguments] and seen.verdict in ("failed", "nothing proved")
-            is_named, has_module = bool(seen.module), mutant.module != "none"
-            is_right = has_module and mutant.module in seen.module.partition(":")[0]
+            is_found = passes[arguments] and result.verdict in ("failed", "nothing proved")
+            is_named, has_module = bool(result.module), mutant.module != "none"
+            is_right = has_module and mutant.module in result.module.partition(":")[0]
             num_found, named = num_found + is_found, named + is_named
             right, wanted = right + is_right, wanted + has_module
-            verdict = "found" if is_found else f"NOT FOUND ({seen.verdict})"
+            verdict = "found" if is_found else f"NOT FOUND ({result.verdict})"
             if not passes[arguments]:
                 verdict = "NOT FOUND (the right code does not pass)"
             if has_module and not is_right:
                 verdict += f", {mutant.module} NOT NAMED"
             seconds = time.monotonic() - began
-            what = " | ".join(filter(None, (seen.module[:120], seen.first[:150])))
+            what = " | ".join(filter(None, (result.module[:120], result.first[:150])))
             print(f"{number:3} {verdict}: {mutant.claim}: {what} [{seconds:.0f} s]", flush=True)
     count = len(every) - chosen.first
     print(

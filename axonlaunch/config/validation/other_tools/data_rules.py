@@ -14,7 +14,6 @@ def set_sources(translation: Translation, sources: Sequence[Mapping[str, Any]], 
     """Set the data by its sources; several are mixed, each row once in an epoch.
 
     Args:
-        translation: Translation.
         sources: Keys of ``data`` for each source; ``data`` among them is the kind of its rows.
         key: Key that lists the sources.
     """
@@ -70,7 +69,6 @@ def set_in_order(translation: Translation, key: str) -> None:
     """Keep the order of the rows, after the data and its packing are set.
 
     Args:
-        translation: Translation.
         key: Key that says so.
     """
     if any(name.startswith("data.mix.") for name in translation.settings):
@@ -90,7 +88,6 @@ def set_template(translation: Translation, key: str, model: str) -> None:
     A name of the model's family stands for the template in the model's tokenizer.
 
     Args:
-        translation: Translation.
         key: Key with the name, or with a template in Jinja.
         model: Path or id of the model.
     """
@@ -112,7 +109,6 @@ def translate_special_tokens(translation: Translation, prefix: str = "") -> None
     """Set the special tokens by keys such as ``eos_token``.
 
     Args:
-        translation: Translation.
         prefix: Beginning of the keys, ``special_tokens.``.
     """
     keys = {name: f"{prefix}{name}_token" for name in SPECIAL}

@@ -11,7 +11,6 @@ def set_trained_layers(translation: Translation, *, prefix: str = "") -> None:
     """Translate the number of trained layers, from the end or from the start if it is negative.
 
     Args:
-        translation: Translation.
         prefix: Beginning of the names of LLaMA-Factory's keys.
     """
     layers, modules = f"{prefix}freeze_trainable_layers", f"{prefix}freeze_trainable_modules"

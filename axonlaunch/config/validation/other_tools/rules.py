@@ -54,11 +54,7 @@ def with_others() -> Rule:
 
 
 def not_needed(why: str) -> Rule:
-    """Return the rule of a key that has no counterpart and doesn't change training.
-
-    Args:
-        why: Reason.
-    """
+    """Return the rule of a key that has no counterpart and doesn't change training."""
     return Rule(
         "not needed", lambda translation, key, value: translation.not_needed.append(key), reason=why
     )
@@ -112,7 +108,6 @@ def set_base(translation: Translation, bases: Mapping[str, str] = _BASES) -> Non
     """Set the format of an adapter's frozen weights, after the adapter is set.
 
     Args:
-        translation: Translation.
         bases: Maps each key of the other tool to the format that it chooses.
     """
     for key, base in bases.items():
@@ -135,7 +130,6 @@ def set_batch(
     """Set the batch sizes.
 
     Args:
-        translation: Translation.
         micro: Key with the samples of a device per forward.
         accumulation: Key with the number of forwards per step.
         divided_by: Number of devices that process the same samples.
@@ -159,7 +153,6 @@ def set_degrees(translation: Translation, **keys: str) -> int:
     """Set the degrees of the axes of the layout; return the number of devices with equal samples.
 
     Args:
-        translation: Translation.
         keys: Keys with degrees, by axis.
     """
     shared = 1
@@ -213,7 +206,6 @@ def set_schedule(
     """Set the schedule of the learning rate and its warm-up.
 
     Args:
-        translation: Translation.
         name: Key with the name that transformers has for the schedule.
         warmup_steps: Key with the steps of the warm-up, or a fraction below 1 of all steps.
         warmup_ratio: Key with that fraction.
@@ -341,7 +333,6 @@ def set_precision(translation: Translation, *, weights: tuple[str, ...] = ()) ->
     """Set the precision by keys with the names of precisions.
 
     Args:
-        translation: Translation.
         weights: Keys because of which the tool stores weights in bf16 too; empty if it doesn't.
     """
     for name in PRECISIONS:
@@ -367,7 +358,6 @@ def set_intervals(
     """Set the intervals of evaluations and saves from keys of transformers' Trainer.
 
     Args:
-        translation: Translation.
         held_out: Whether the file holds rows out for evaluation.
         steps_are_enough: Whether ``eval_steps`` and ``save_steps`` have an effect in the tool
             without ``eval_strategy=steps`` and ``save_strategy=steps``.
@@ -404,7 +394,6 @@ def set_kept(translation: Translation, key: str = "save_total_limit") -> None:
     """Set the number of checkpoints that are kept, after their interval; tools keep all by default.
 
     Args:
-        translation: Translation.
         key: Key with the number; 0 or none stands for all.
     """
     if translation.settings["checkpoint.every"].value == 0:
@@ -493,7 +482,6 @@ def set_adapter(
     A file that adapts only heads and embeddings gets no adapter.
 
     Args:
-        translation: Translation.
         rank: Key with the rank.
         alpha: Numerator of the scale if the file has none.
         targets: Names of layers, or a text with names and commas, or ``"all-linear"``.

@@ -33,7 +33,6 @@ class Lion(Optimizer):
 
         Args:
             params: Parameters, or groups of them.
-            lr: Learning rate.
             betas: Weight of the momentum in the update, and of the old momentum in the new one.
             weight_decay: Decoupled weight decay.
             eps: If above 0, the sign of c is replaced by ``c / (abs(c) + eps)``.

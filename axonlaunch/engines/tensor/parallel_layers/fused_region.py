@@ -120,7 +120,6 @@ def linears(
     Args:
         source: The input before it enters the region; receives the gradient, summed over ranks.
         entered: The input inside the region, used detached: it receives no gradient from here.
-        columns: The layers.
         region: The region, which decides how the input enters.
     """
     parameters = [column.rank_parameters() for column in columns]

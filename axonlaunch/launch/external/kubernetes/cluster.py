@@ -178,7 +178,6 @@ class Cluster:
         """Create an object; unknown fields are refused by servers since 1.27.
 
         Args:
-            body: The object.
             dry: Whether the server only checks it.
         """
         query = {"fieldValidation": "Strict", "fieldManager": MANAGER}
@@ -282,7 +281,6 @@ class Cluster:
         """Return what a user has to change so that the server accepts a request.
 
         Args:
-            refused: The refusal.
             config_name: Value of ``name``.
         """
         message, status = refused.message, refused.status

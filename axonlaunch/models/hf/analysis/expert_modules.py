@@ -29,10 +29,6 @@ def expert_modules(model: Any) -> tuple[str, ...]:
 
 
 def use_plain_experts(model: Any) -> None:
-    """Use transformers' implementation that computes one expert after another, if it has several.
-
-    Args:
-        model: A model.
-    """
+    """Use transformers' implementation of experts that computes them one after another."""
     if expert_modules(model):
         model.set_experts_implementation("eager")
