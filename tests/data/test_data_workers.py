@@ -138,6 +138,19 @@ def no_process_is_left() -> Iterator[None]:
         time.sleep(0.05)
 
 
+def test_one_process_reads_a_stream_and_a_note_says_why() -> None:
+    reading = loader(Stream(), masked, num_workers=3)
+    assert isinstance(reading.dataset, UserDataset)
+    reading.dataset.num_workers = 3
+    with closing(reading.iterate()) as batches:
+        next(batches)
+        assert len(active_children()) == 1
+    assert reading.dataset.info.notes[-1] == (
+        "data.workers=3: a stream has one order, so one process per rank reads it; a dataset with "
+        "__getitem__ and __len__ is read by 3"
+    )
+
+
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("dataset", "collate"), DATASETS)
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -33,10 +33,10 @@ def with_date(template: str, day: str) -> str:
     """
     midnight = datetime.combine(date.fromisoformat(day), time())
 
-    def written(call: re.Match[str]) -> str:
+    def write_day(call: re.Match[str]) -> str:
         return f"({call[1]}{midnight.strftime(call[2])}{call[1]})"
 
-    changed = _CALL.sub(written, template)
+    changed = _CALL.sub(write_day, template)
     if writes_date(changed):
         raise ValueError(
             f"the chat template computes the format of the time that it writes ({_FUNCTION}), so "
