@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from configured import run_config
+from hf_families import FAMILIES
 from moe_layouts import LAYOUTS, RATE, SETTINGS
 from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
@@ -18,6 +21,7 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.problems.errors import plain as as_text
 from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
@@ -63,9 +67,9 @@ def plain() -> Trained:
     return losses, norms, {name: r.e_score_correction_bias.clone() for name, r in routers.items()}
 
 
-def trained(overrides: list[str]) -> Trained:
+def trained(overrides: Sequence[str], settings: Sequence[str] = SETTINGS) -> Trained:
     """Train in a layout; every rank must have the same losses and norms."""
-    chosen = run_config([*SETTINGS, *overrides])
+    chosen = run_config([*settings, *overrides])
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> Trained:
@@ -120,6 +124,24 @@ def test_compiled_experts_in_fp32_are_refused() -> None:
         run_config([*SETTINGS, *LAYOUTS["fsdp"], "train.compile=true"])
     message = "torch compiles products of experts only in bf16; use train.precision=bf16"
     assert str(refused.value) == f"train.compile=true: {message}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler imports deprecated parts of torch
+@pytest.mark.parametrize(("kind", "tolerance"), [("moe_debug", 2e-3), ("qwen3_moe", 2e-5)])
+def test_compiled_experts_have_the_losses_of_the_eager_run(kind: str, tolerance: float) -> None:
+    chosen = [*SETTINGS, "model.num_hidden_layers=1", "model.first_k_dense_replace=0"]
+    chosen += ["model.balance=none", "model.balance_rate=1e-3", "train.precision=bf16"]
+    if kind == "qwen3_moe":
+        described = {**FAMILIES[kind], "num_hidden_layers": 1}
+        chosen = ["model=hf", "model.init=random", f"model.config={as_text(described)}"]
+        chosen += ["data=synthetic_tokens", "data.sequence_length=16", "optimizer.eps=1e-6"]
+        chosen += ["train.global_batch_size=8"]
+    eager, _, _ = trained([*chosen, *LAYOUTS["single"]], [])
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled, _, _ = trained([*chosen, *LAYOUTS["single"], "train.compile=true"], [])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    assert compiled == pytest.approx(eager, rel=tolerance)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])

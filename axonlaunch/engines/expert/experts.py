@@ -141,19 +141,19 @@ def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> No
         modules = dict(stage.named_modules())
         for name in names:
             if name in modules:
-                modules[name].forward = _explaining(modules[name], name)
+                modules[name].forward = _explained_forward(modules[name], name)
 
 
-def _explaining(module: Any, layer: str) -> Callable[..., Tensor]:
+def _explained_forward(module: Any, layer: str) -> Callable[..., Tensor]:
     forward, num_experts = module.forward, module.num_experts
 
     @functools.wraps(forward)
-    def explained(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def compute(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         with naming_invalid_route(layer, top_k_index, num_experts=num_experts):
             result: Tensor = forward(hidden_states, top_k_index, top_k_weights)
         return result
 
-    return explained
+    return compute
 
 
 def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:
