@@ -109,8 +109,8 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (
-            f"optimizer={name} exchanges parts of parameters among ranks during the update, but "
-            "offloaded parameters are on the device one at a time; use none, or adamw"
+            f"optimizer={name} exchanges parts of parameters among ranks during the update, and "
+            "offloaded ones are never on the device together; use none, or adamw"
         )
         yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
 

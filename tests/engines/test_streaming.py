@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
+from rank_engine import rank_engine
 from simulated_streams import Done, Stream, is_before, is_over, simulate_streams
 from torch import nn
 
+from axonlaunch.comm import World
 from axonlaunch.engines.optimizer import streaming
 
 META, HOST = torch.device("meta"), torch.device("cpu")
@@ -148,3 +151,20 @@ def test_streaming_waits_only_for_room_of_three_largest_parameters(
 ) -> None:
     _, _, over = update_on_simulated_streams(monkeypatch, sizes)
     assert [sum(each) for each in over] == left_before
+
+
+@pytest.mark.parametrize("offload", ["params", "full"])
+def test_no_hook_makes_gradients_wait_on_their_way_to_the_host(offload: str) -> None:
+    """``fully_shard`` copies the gradient of a parameter with a hook while the backward waits."""
+    layout = ["strategy=fsdp", "launch.nproc=1", f"strategy.fsdp.cpu_offload={offload}"]
+    chosen = run_config(["model=mlp", "data=synthetic_images", *layout])
+
+    def hooks(world: World) -> dict[str, Any]:
+        engine, _ = rank_engine(chosen, world)
+        return {
+            name: hooks
+            for name, parameter in engine.named_parameters()
+            if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None))
+        }
+
+    assert World.mock(1).run(hooks) == [{}]

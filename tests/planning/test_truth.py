@@ -80,6 +80,8 @@ SLOW_CASES: dict[int, list[str]] = {
         f"strategy=fsdp {MASTERS} train.grad_dtype=fp32",
         f"{FSDP}.cpu_offload=optimizer_states {MASTERS}",
         f"strategy=tensor {MASTERS} optimizer=lion",
+        f"strategy=fsdp {MASTERS} optimizer=muon",
+        f"strategy=zero1 {MASTERS} optimizer=adafactor",
         f"{PIPELINE}=1f1b {MASTERS} train.grad_dtype=fp32",
         "strategy=ddp optimizer.state_dtype=bf16",
         "strategy=zero1 optimizer.state_dtype=bf16",
