@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from command import Command
-from launchers import By, logged
+from launchers import By, logged, unused_port
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
@@ -31,7 +31,7 @@ from axonlaunch.launch.external.ray.run_actor import RUNNING, RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 from axonlaunch.launch.external.submitted_jobs import find_jobs
 
-CLIENT_PORT = 23999
+CLIENT_PORT = unused_port()
 # Ray does not close the logs of the processes that it starts.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file .*/ray/session_:ResourceWarning")
 
