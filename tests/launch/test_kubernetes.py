@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 from command import Command, wait_for
-from launchers import By, logged
+from launchers import By, logged, unused_port
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
@@ -38,7 +38,6 @@ class Submission:
         folder: Working directory of the command.
     """
 
-    _ports = iter(range(23100, 23900))
     _whole: ClassVar[list[float]] = []
 
     def __init__(self, axonlaunch: Command, cluster: Path, faulty: list[str]) -> None:
@@ -66,7 +65,7 @@ class Submission:
             f"launch.kubernetes.volumes=['{claim.name}:{runs}']",
             f"launch.kubernetes.patch={self.folder / 'patch.yaml'}",
             *("launch.kubernetes.memory=1Gi", "launch.kubernetes.grace_s=30"),
-            f"launch.master_port={next(self._ports)}",
+            f"launch.master_port={unused_port()}",
             *overrides,
         ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command, Served, wait_for
-from launchers import By, ended, have_sbatch, logged, needs, slurm, torchrun
+from launchers import By, ended, have_sbatch, logged, needs, slurm, torchrun, unused_port
 from served import Server
 
 from axonlaunch import config as configuration
@@ -109,7 +109,7 @@ def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
 def test_manually_started_ranks_equal_local_launcher(
     axonlaunch: Command, expected: list[float]
 ) -> None:
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "2"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": "2"}
     ranks = [
         By(axonlaunch.folder, [], {**world, "RANK": rank, "LOCAL_RANK": rank}).start(
             *RUN, "name=run"
@@ -416,7 +416,7 @@ def test_finished_run_is_not_repeated_and_killed_run_is_completed(
     finished, losses = axonlaunch.summary("run"), axonlaunch.losses("run")
     by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
     nodes = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
-    port = ["launch.master_port=29613"]
+    port = [f"launch.master_port={unused_port()}"]
 
     def on_two_nodes() -> list[tuple[int, str, str]]:
         started = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from functools import partial
@@ -11,7 +10,7 @@ import pytest
 import served as forked
 import yaml
 from command import TINY, Served, wait_for
-from launchers import ended, logged
+from launchers import ended, logged, unused_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -23,14 +22,12 @@ class Pods:
         command: The command.
     """
 
-    _ports = itertools.count(23071)
-
     def __init__(self, served: Served, *overrides: str, name: str) -> None:
         self.command, folder = served, served.folder
         options = ["image=registry.example/train:1", "memory=1Gi", "grace_s=30"]
         rendered = served(
             *("train", *overrides, f"name={name}", "launch=kubernetes", "launch.nproc=1"),
-            *("--render", f"launch.master_port={next(self._ports)}"),
+            *("--render", f"launch.master_port={unused_port()}"),
             *(f"launch.kubernetes.{option}" for option in options),
             f"launch.kubernetes.volumes=['runs:{folder}/runs']",
         ).stdout

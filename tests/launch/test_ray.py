@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from command import Command
-from launchers import By, logged
+from launchers import By, logged, unused_port
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
@@ -31,7 +31,7 @@ from axonlaunch.launch.external.ray.run_actor import RUNNING, RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
 from axonlaunch.launch.external.submitted_jobs import find_jobs
 
-CLIENT_PORT = 23999
+CLIENT_PORT = unused_port()
 # Ray does not close the logs of the processes that it starts.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file .*/ray/session_:ResourceWarning")
 
@@ -287,6 +287,21 @@ def test_address_without_ray_cluster_is_an_error_at_once(address: str, message: 
     with pytest.raises(ConfigError, match=r"launch\.ray\.address") as refused:
         connect_to_cluster(address)
     assert message in str(refused.value)
+
+
+def test_cluster_with_another_version_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, utils = pytest.importorskip("ray"), pytest.importorskip("ray._private.utils")
+    from axonlaunch.launch.external.ray.cluster import connect_to_cluster
+
+    def init(**options: Any) -> None:
+        about = {"ray_version": "2.40.0", "python_version": "3.11.2", "commit": ""}
+        utils.check_version_info(about, "Ray Client", raise_on_mismatch=True)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    versions = rf"different versions \(Ray 2\.40\.0, Python 3\.11\.2, Ray {ray.__version__}, "
+    with pytest.raises(ConfigError, match=versions):
+        connect_to_cluster("auto")
 
 
 def test_each_start_of_a_run_on_ray_by_a_user_is_another_submission() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,18 @@ def needs(*programs: str, root: bool = True) -> None:
         pytest.skip(f"{', '.join(missing)} not installed (scripts/system-packages)")
     if root and os.geteuid() != 0:
         pytest.skip("needs root")
+
+
+def unused_port() -> int:
+    """Return a port of this node that other tests at the same time hardly get.
+
+    It is below the range that systems assign automatically.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12000, 30000)
+        with socket.socket() as there, suppress(OSError):
+            there.bind(("127.0.0.1", port))
+            return port
 
 
 def have_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
