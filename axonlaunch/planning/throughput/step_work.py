@@ -429,21 +429,30 @@ def _trace_depth(configs: list[RunConfig], world: World, left_out: int) -> list[
     choices once, and others compute them once more before the first micro-batch.
 
     A pipeline has a schedule for its micro-batches, so each run has its own engine. With ZeRO-1,
-    the second step of an engine copies small parameters, and later ones do not.
+    the second step of an engine copies small parameters, and later ones do not. All other updates
+    are equal, so one is traced.
     """
     layouts = [Layout.of(config, world_size=world.world_size) for config in configs]
-    if layouts[0].pipeline > 1:
-        return [_Steps.of(config, world, left_out).trace() for config in configs]
-    steps = partial(_Steps.of, configs[-1], world, left_out)
-    if layouts[0].facts.divides_update:
-        return [steps().trace(layout.micro_batches) for layout in layouts]
-    engine = steps()
-    return [engine.trace(layout.micro_batches) for layout in layouts]
+    in_pipeline = layouts[0].pipeline > 1
+    updates_differ = layouts[0].facts.divides_update
+    traced: list[_TracedStep] = []
+    engine: _Steps | None = None
+    for config, layout in zip(configs, layouts, strict=True):
+        update = _update_of(traced[0]) if traced and not updates_differ else None
+        if engine is None or in_pipeline or updates_differ:
+            owner = config if in_pipeline else configs[-1]
+            engine = _Steps.of(owner, world, left_out, updates=update is None)
+        traced.append(engine.trace(layout.micro_batches, update=update))
+    return traced
+
+
+def _update_of(step: _TracedStep) -> Work:
+    return {key: amount for key, amount in step.share.work.items() if key.phase == "update"}
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """An engine with optimizer states, whose steps are traced.
+    """An engine whose steps are traced.
 
     Attributes:
         reduced: Run of the engine.
@@ -454,30 +463,46 @@ class _Steps:
     rank: FakeRank
 
     @classmethod
-    def of(cls, config: RunConfig, world: World, left_out: int) -> Self:
-        """Build the engine of a run without the first ``left_out`` layers."""
+    def of(cls, config: RunConfig, world: World, left_out: int, *, updates: bool = True) -> Self:
+        """Build the engine of a run without the first ``left_out`` layers.
+
+        Args:
+            config: Configuration of the run.
+            world: Fake world of the rank.
+            left_out: Number of layers.
+            updates: Whether updates will be traced, so that optimizer states must exist.
+        """
         # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
         config = with_values(config, {"train.compile": False})
         reduced = ReducedRun.of(config).without_first(left_out)
         rank = FakeRank(reduced, world)
         with rank.storing():
-            rank.settle()
+            # Ranks that share sequences keep the positions that their first step computes.
+            rank.prepare_buffers(runs_step=reduced.layout.divides_sequences)
+            if updates:
+                rank.create_states()
         return cls(reduced, rank)
 
-    def trace(self, micro_batches: int | None = None) -> _TracedStep:
-        """Trace a step with a number of micro-batches; None for all of the run."""
+    def trace(self, micro_batches: int, *, update: Work | None = None) -> _TracedStep:
+        """Trace a step.
+
+        Args:
+            micro_batches: Number of its micro-batches.
+            update: Work of the update if it is known; it does not run then.
+        """
         reduced, engine = self.reduced, self.rank.engine
         trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
         batch = self.rank.batch(micro_batches)
         with self.rank.storing(), trace, fake_world.watch_host_waits(trace.count_host_wait):
             engine.backward(batch)
-            with trace.updating(), fake_world.assume_true():
-                engine.update()
+            if update is None:
+                with trace.updating(), fake_world.assume_true():
+                    engine.update()
         parameters = dict(engine.named_parameters()).values()
         sizes = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
         length = reduced.sample.shape[0] if reduced.sample.ndim == 1 else 1
         share = Share(
-            trace.work,
+            add(trace.work, update or {}),
             gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
             parameter_bytes=sum(size for size, _ in sizes),
         )
