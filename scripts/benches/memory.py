@@ -55,13 +55,16 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     (recorded,) = forked_map.map_forked(
         [partial(cuda_process.record, reduced, rank=rank.rank, stages=stages, on_host=on_host)]
     )
-    memory = cuda_process.peak_device_memory(
+    replayed = cuda_process.replay(
         recorded,
-        peak_bytes=rank.peak_bytes,
-        groups=cuda_process.communicator_sizes(reduced.layout),
         capacity=capacity,
         settings=AllocatorSettings(expandable=run.expandable),
         workspaces=cuda_process.cublas_workspaces(config),
+    )
+    memory = cuda_process.peak_device_memory(
+        replayed,
+        peak_bytes=rank.peak_bytes,
+        groups=cuda_process.communicator_sizes(reduced.layout),
     )
     return {
         "allocated": rank.peak_bytes,

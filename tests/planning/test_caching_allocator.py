@@ -21,6 +21,7 @@ from axonlaunch.planning.memory.cuda_process import (
     non_allocator_bytes,
     peak_device_memory,
     record,
+    replay,
     symmetric_memory,
 )
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
@@ -166,11 +167,9 @@ def test_reserved_memory_is_never_below_allocated(text: str, capacity: int | Non
 
 
 def test_estimate_includes_cuda_context_and_communicators() -> None:
+    recorded = DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB)
     memory = peak_device_memory(
-        DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB),
-        peak_bytes=50 * MIB,
-        groups=(1, 2, 8),
-        workspaces=[10 * MIB] * 2,
+        replay(recorded, workspaces=[10 * MIB] * 2), peak_bytes=50 * MIB, groups=(1, 2, 8)
     )
     assert memory.allocator == 50 * MIB
     assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING + 4 * MIB
@@ -188,8 +187,8 @@ def test_measured_context_memory_overrides_defaults() -> None:
     assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
     assert non_allocator_bytes((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
-    recorded = DeviceRequests([Change(0, 30 * MIB)])
-    memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
+    replayed = replay(DeviceRequests([Change(0, 30 * MIB)]))
+    memory = peak_device_memory(replayed, peak_bytes=30 * MIB, groups=(2,), hardware=own)
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
 
 

@@ -83,7 +83,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(search.Formulas, "of_each", lambda runs: [formulas for _ in runs])
         monkeypatch.setattr(preselection, "scaled", lambda *_, **__: None)
         monkeypatch.setattr(preselection, "StepTime", Speed)
-        monkeypatch.setattr(rounds, "_fastest", timed)
+        monkeypatch.setattr(rounds, "_trace", timed)
         monkeypatch.setattr(rounds, "estimate", estimate)
         run = config.load([*MODEL, *overrides, *(f"{k}={v}" for k, v in fixed.items())])
         return search.search_layouts(

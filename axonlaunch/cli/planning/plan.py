@@ -22,7 +22,7 @@ from axonlaunch.cli.shared.options import (
     print_json,
     words_of,
 )
-from axonlaunch.cli.shared.output_files import writing
+from axonlaunch.cli.shared.output_files import option_file_problem, writing
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
@@ -188,14 +188,8 @@ def _check_options(devices: int | None, write: Path | None, overrides: list[str]
         problems.append(
             ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", value)
         )
-    reason = ""
-    if write is not None and write.suffix != ".yaml":
-        reason = "must end in .yaml"
-    elif write is not None and write.parent.name != "experiment":
-        reason = f"must be in a folder named experiment; write experiment/{write.name}"
-    elif write is not None and write.exists():
-        reason = "already exists; give another name, or remove it"
-    elif write is not None and f"experiment={write.stem}" in overrides:
+    reason = "" if write is None else option_file_problem(write, "experiment")
+    if write is not None and not reason and f"experiment={write.stem}" in overrides:
         reason = f"would include itself, because of experiment={write.stem}; give another name"
     if reason:
         problems.append(ConfigIssue("--write", reason, str(write)))

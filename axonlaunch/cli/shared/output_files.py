@@ -37,6 +37,15 @@ def check_file(option: str, path: Path, *, endings: tuple[str, ...] = ()) -> Non
         raise ConfigError([ConfigIssue(option, reason, str(path))])
 
 
+def option_file_problem(path: Path, group: str) -> str:
+    """Return why a file can't become a new option of a configuration group; empty if it can."""
+    if path.suffix != ".yaml":
+        return "must end in .yaml"
+    if path.parent.name != group:
+        return f"must be in a folder named {group}; write {group}/{path.name}"
+    return "already exists; give another name, or remove it" if path.exists() else ""
+
+
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Convert an ``OSError`` in the block to an error of the option.

@@ -7,6 +7,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.system.processes import forked_call, forkserver
@@ -14,13 +15,22 @@ from axonlaunch.system.processes.forked_process import reason_of
 from axonlaunch.system.processes.temporary_folders import temporary_folder
 from axonlaunch.system.storage.disk import free_bytes
 
+_CPU_RANKS = 2
+"""Number of ranks in the benchmark of a CPU, by default."""
 
-def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
+
+def diagnose(
+    run_folder: Path, *, measures: bool = False, ranks: int | None = None
+) -> dict[str, Any]:
     """Return this node's hardware, which backends work, and the free disk space at a folder.
 
     Args:
         run_folder: Folder for runs; it need not exist.
-        ranks: Number of ranks in the benchmark for ``hardware=cpu``; None skips the benchmark.
+        measures: Whether to benchmark the GPUs, or the CPU of a node without GPUs.
+        ranks: Number of ranks in the benchmark; None for one on each GPU, or two on a CPU.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
     """
     with forkserver.warm() as context:
         target = "axonlaunch.diagnostics.doctor.machine:machine"
@@ -32,15 +42,57 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
             backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
         if report["devices"]:
             report["gpus"] = _gpus(context)
-        if ranks is not None:
-            report |= {
-                "measured_ranks": ranks,
-                "measured": measured_hardware.measure_hardware(context, ranks=ranks),
-            }
+        if measures:
+            report |= _measure(context, run_folder, gpus=len(report["devices"]), ranks=ranks)
     report["backends"] = backends
     report["run_folder"] = str(run_folder.absolute())
     report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)
     return report
+
+
+def _measure(
+    context: ForkServerContext, run_folder: Path, *, gpus: int, ranks: int | None
+) -> dict[str, Any]:
+    """Return ``measured``, figures of the CPU, or ``timed``, the benchmark of the GPUs."""
+    count = ranks or gpus or _CPU_RANKS
+    if not gpus:
+        measured = measured_hardware.measure_hardware(context, ranks=count)
+        return {"measured_ranks": count, "measured": measured}
+    if count > gpus:
+        message = f"is more than this node's GPUs; use at most {gpus}"
+        raise ConfigError([ConfigIssue("--ranks", message, count)])
+    with temporary_folder() as folder:
+        calls = [
+            (rank, count, str(folder / "store"), str(free_bytes(run_folder)[0]))
+            for rank in range(count)
+        ]
+        results = forked_call.call_together(
+            context,
+            "axonlaunch.diagnostics.doctor.gpu_benchmarks:run_gpu_benchmarks",
+            calls,
+            task="measuring the GPUs of this node",
+        )
+    return {"measured_ranks": count, "timed": slowest(results)}
+
+
+def slowest(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the benchmarks of all GPUs: the longest time of each work, and the most memory.
+
+    Work that one of them could not do, such as writing to a disk, is left out.
+    """
+    by_sizes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        for timed in result["timed"]:
+            sizes = tuple(value for key, value in timed.items() if key != "seconds")
+            by_sizes.setdefault(sizes, []).append(timed)
+    longest = [
+        max(same, key=lambda timed: timed["seconds"])
+        for same in by_sizes.values()
+        if len(same) == len(results)
+    ]
+    names = ("context_bytes", "communicator_bytes")
+    largest = {name: max(result[name] for result in results) for name in names}
+    return {**results[0], **largest, "timed": longest}
 
 
 def _gpus(context: ForkServerContext) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 _TOPK = {torch.topk, Tensor.topk}
 _MAX = {torch.max, Tensor.max}
 """Phimoe chooses one expert at a time. With ``keepdim``, a maximum is for scaling scores."""
+_CHOICES = _TOPK | _MAX
 
 
 def is_choice(scores: Tensor, dim: int, *, most_scores: int) -> bool:
@@ -55,9 +56,9 @@ class TopkChoices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept one call."""
         del types
+        if func not in _CHOICES:
+            return func(*args, **(kwargs or {}))
         call = partial(func, *args, **(kwargs or {}))
-        if func not in _TOPK | _MAX:
-            return call()
         scores: Tensor = args[0] if args else call.keywords["input"]
         is_max = func in _MAX
         position, default = (1, None) if is_max else (2, -1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from axonlaunch.system.node.allocator_settings import AllocatorSettings
 from axonlaunch.system.text.formatting import MIB
@@ -30,9 +31,8 @@ _ADDRESS_RANGE = 1 << 50
 """Address range of an expandable segment; larger than the memory of any device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Allocation, resize or release of a storage.
+class Change(NamedTuple):
+    """Allocation, resize or release of a storage. A recording has 100,000, so it is a tuple.
 
     Attributes:
         storage: Number of the storage. Numbers are never reused.
@@ -106,12 +106,12 @@ class Allocator:
 
     def replay(self, changes: Iterable[Change]) -> None:
         """Allocate, resize and free storages in order."""
-        for change in changes:
-            block = self._blocks.pop(change.storage, None)
+        for storage, num_bytes, stream in changes:
+            block = self._blocks.pop(storage, None)
             if block is not None:
                 self._free(block)
-            if change.num_bytes:
-                self._blocks[change.storage] = self._allocate(change.num_bytes, change.stream)
+            if num_bytes:
+                self._blocks[storage] = self._allocate(num_bytes, stream)
 
     def _allocate(self, num_bytes: int, stream: int) -> _Block:
         size = self._round_size(num_bytes)

@@ -74,25 +74,32 @@ class DeviceRequests:
     symmetric: int = 0
 
 
-def peak_device_memory(
+@dataclass(frozen=True)
+class ReplayedRequests:
+    """Peaks of device memory while an allocator serves ``DeviceRequests``.
+
+    Attributes:
+        reserved: Bytes that the allocator reserves.
+        live: Bytes of storages.
+        symmetric: Bytes of symmetric memory, which the allocator does not provide.
+    """
+
+    reserved: int
+    live: int
+    symmetric: int = 0
+
+
+def replay(
     recorded: DeviceRequests,
     *,
-    peak_bytes: int,
-    groups: Iterable[int],
-    hardware: HardwareConfig | None = None,
     capacity: int | None = None,
     settings: AllocatorSettings | None = None,
     workspaces: Sequence[int] = (),
-) -> DeviceMemory:
-    """Return the peak device memory of a process.
+) -> ReplayedRequests:
+    """Let a simulated allocator serve recorded requests.
 
     Args:
         recorded: Device memory that the rank requests.
-        peak_bytes: Peak of the rank's tensors and ``workspaces``. If the peak of the recorded
-            changes is lower, for example because an extended recording lacks some buckets, the
-            difference is added.
-        groups: Sizes of the process groups of the rank.
-        hardware: Description of the device; None uses constants measured on other devices.
         capacity: Bytes of the device; None for unlimited memory.
         settings: Settings of the allocator; None for torch's defaults.
         workspaces: Bytes of each cuBLAS workspace, from ``cublas_workspaces``.
@@ -100,11 +107,30 @@ def peak_device_memory(
     changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *recorded.changes]
     allocator = Allocator(settings, capacity=capacity)
     allocator.replay(changes)
+    return ReplayedRequests(allocator.peak_reserved, _peak_live_bytes(changes), recorded.symmetric)
+
+
+def peak_device_memory(
+    replayed: ReplayedRequests,
+    *,
+    peak_bytes: int,
+    groups: Iterable[int],
+    hardware: HardwareConfig | None = None,
+) -> DeviceMemory:
+    """Return the peak device memory of a process.
+
+    Args:
+        replayed: Peaks of the requests of the rank.
+        peak_bytes: Peak of the rank's tensors and workspaces. If the replayed peak is lower, for
+            example because an extended recording lacks some buckets, the difference is added.
+        groups: Sizes of the process groups of the rank.
+        hardware: Description of the device; None uses constants measured on other devices.
+    """
     return DeviceMemory(
-        allocator=allocator.peak_reserved + max(0, peak_bytes - _peak_live_bytes(changes)),
+        allocator=replayed.reserved + max(0, peak_bytes - replayed.live),
         context=context_bytes(hardware),
         communicators=communicator_bytes(groups, hardware),
-        symmetric=recorded.symmetric,
+        symmetric=replayed.symmetric,
     )
 
 
@@ -239,9 +265,9 @@ def _run_steps(
 def _peak_live_bytes(changes: Iterable[Change]) -> int:
     sizes: dict[int, int] = {}
     current = peak = 0
-    for change in changes:
-        current += change.num_bytes - sizes.pop(change.storage, 0)
-        if change.num_bytes:
-            sizes[change.storage] = change.num_bytes
+    for storage, num_bytes, _ in changes:
+        current += num_bytes - sizes.pop(storage, 0)
+        if num_bytes:
+            sizes[storage] = num_bytes
         peak = max(peak, current)
     return peak

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 from axonlaunch.planning.memory import cuda_process
@@ -168,12 +166,12 @@ class _Run:
         if self.on_gpu:
             pp_rank = highest.coords["pp"]
             self.trace([], recorded=pp_rank)
-            device = _device_memory(
-                highest.peak_bytes,
+            # The unused memory that the allocator keeps is that of the shorter recorded step.
+            device = cuda_process.peak_device_memory(
                 self.results["process", pp_rank],
+                peak_bytes=highest.peak_bytes,
                 groups=self.groups,
                 hardware=hardware,
-                workspaces=self.workspaces,
             )
             reserved, process_bytes = device.allocator, device.process
             context, communicators = device.context, device.communicators
@@ -194,41 +192,35 @@ class _Run:
         return max(map(self.rank, stage_traces), key=lambda rank: rank.peak_bytes)
 
 
-def _recording_run(reduced: ReducedRun, pp_rank: int) -> Callable[[], cuda_process.DeviceRequests]:
-    """Return a function that records the requests of a rank to its device, in a shorter step."""
-    stage = StageTrace.of(reduced, pp_rank, exact=False)
-    return partial(
-        cuda_process.record,
-        stage.short,
-        rank=stage.short_rank,
-        stages=stage.short.stages_of(stage.short_pp_rank),
-        on_host=host_categories(reduced.config),
-    )
+def _recording_run(
+    reduced: ReducedRun, pp_rank: int
+) -> Callable[[], cuda_process.ReplayedRequests]:
+    """Return a function that records a rank's requests in a shorter step, and replays them.
 
-
-def _device_memory(
-    peak_bytes: int,
-    requests: cuda_process.DeviceRequests,
-    *,
-    groups: list[int],
-    hardware: HardwareConfig | None,
-    workspaces: list[int],
-) -> cuda_process.DeviceMemory:
-    """Return the GPU memory of the process with the highest peak.
-
-    The unused memory that the allocator keeps is that of the shorter recorded step.
+    The replay is part of it, because the recording is larger than all other results of a trace.
     """
-    memory = hardware.memory_bytes if hardware else None
-    other_bytes = cuda_process.non_allocator_bytes(groups, hardware)
-    return cuda_process.peak_device_memory(
-        requests,
-        peak_bytes=peak_bytes,
-        groups=groups,
-        hardware=hardware,
-        capacity=None if memory is None else max(0, memory - other_bytes),
-        settings=allocator_settings.settings_of_ranks(),
-        workspaces=workspaces,
-    )
+    stage = StageTrace.of(reduced, pp_rank, exact=False)
+    config, memory = reduced.config, None
+    if config.hardware is not None and config.hardware.memory_bytes is not None:
+        groups = cuda_process.communicator_sizes(reduced.layout)
+        other_bytes = cuda_process.non_allocator_bytes(groups, config.hardware)
+        memory = max(0, config.hardware.memory_bytes - other_bytes)
+
+    def record_and_replay() -> cuda_process.ReplayedRequests:
+        recorded = cuda_process.record(
+            stage.short,
+            rank=stage.short_rank,
+            stages=stage.short.stages_of(stage.short_pp_rank),
+            on_host=host_categories(config),
+        )
+        return cuda_process.replay(
+            recorded,
+            capacity=memory,
+            settings=allocator_settings.settings_of_ranks(),
+            workspaces=cuda_process.cublas_workspaces(config),
+        )
+
+    return record_and_replay
 
 
 def _rank_estimate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,19 @@ def with_found_hardware(
     return [*others, f"hardware={option}"]
 
 
+def option_of_device(device: str, options: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the first option that describes a device, by torch's name of it.
+
+    Args:
+        device: Name of the device.
+        options: Contents of the options of the group ``hardware``, by name.
+    """
+    for name, tree in options.items():
+        if (pattern := tree.get("device")) and re.search(str(pattern), device):
+            return name
+    return None
+
+
 def device_names(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this node's devices that the run would use; empty on a CPU."""
     if is_on_cpu(config.launch):
@@ -90,9 +103,8 @@ def hardware_option(
     elif not devices:
         return "cpu"
     else:
-        for name, tree in options.items():
-            if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
-                return name
+        if (found := option_of_device(devices[0], options)) is not None:
+            return found
         reason = f"{devices[0]} is not in the catalog"
     usable = one_of([name for name in options if name != AUTO])
     message = f"{setting} needs figures of the devices, and {reason}; use {usable}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
+from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
@@ -26,11 +28,13 @@ from axonlaunch.planning.throughput.throughput import Throughput, speed_of
 from axonlaunch.system.processes import forked_map
 
 TIMED = 20
-"""Number of layouts whose work is traced."""
+"""Maximum number of layouts of a round whose work is traced."""
 TRIED = 10
 """Maximum number of layouts to estimate in a round, because the user is waiting."""
 ROUNDS = 3
 """Maximum number of rounds; the last one estimates the smallest layout."""
+_LEAST_RATIO = 0.8
+"""Lowest assumed time of a traced step relative to formulas; it decides what is traced next."""
 _MAX_INVALID = 200
 """Number of layouts that may be invalid before the search gives up."""
 
@@ -91,17 +95,17 @@ def estimate_in_rounds(
             memory=limit if rounds_left else 0.0,
         )
         try:
-            timed = _fastest(_valid(preselected, check), hardware=config.hardware)
+            order = TracedOrder(_valid(preselected, check), hardware=config.hardware)
+            fastest = iter(order)
+            if math.isfinite(useless):
+                fastest = takewhile(lambda pair: pair[1].step_s < useless, order)
+            estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
             if plans:
                 break
             raise
-        worthwhile = timed
-        if math.isfinite(useless):
-            worthwhile = [pair for pair in timed if pair[1].step_s < useless]
-        estimates = _estimate_first(worthwhile, config=config, nodes=nodes, wanted=wanted)
         plans = [*estimates.values(), *plans]
-        untraced = _faster_untraced(preselected, timed, estimates)
+        untraced = _faster_untraced(preselected, order, estimates)
         estimated = [choice.candidate.settings for choice in estimates]
         layouts = [candidate for candidate in layouts if candidate.settings not in estimated]
         if (
@@ -129,7 +133,7 @@ def merge_found(exact: Found, lower: Found) -> Found:
 
 def _faster_untraced(
     preselected: Sequence[Preselected],
-    timed: Sequence[tuple[Preselected, Throughput]],
+    order: TracedOrder,
     estimates: Mapping[Preselected, Planned],
 ) -> int:
     """Return how many untraced layouts may be faster than the fastest one that fits.
@@ -139,11 +143,12 @@ def _faster_untraced(
     fitting = [planned.step_s for planned in estimates.values() if planned.fits]
     if not fitting:
         return 0
-    traced = [choice.candidate.settings for choice, _ in timed]
-    is_traced = [choice.candidate.settings in traced for choice in preselected]
-    remaining = preselected[len(is_traced) - is_traced[::-1].index(True) :]
-    ratio = statistics.median(speed.step_s / choice.step_s for choice, speed in timed)
-    return sum(choice.step_s * ratio < min(fitting) for choice in remaining)
+    checked = [choice.candidate.settings for choice in order.valid]
+    is_checked = [choice.candidate.settings in checked for choice in preselected]
+    unchecked = preselected[len(is_checked) - is_checked[::-1].index(True) :]
+    ratio = statistics.median(speed.step_s / choice.step_s for choice, speed in order.traced)
+    untraced = [*order.waiting, *unchecked]
+    return sum(choice.step_s * ratio < min(fitting) for choice in untraced)
 
 
 def _valid(
@@ -171,35 +176,80 @@ def _valid(
     return valid
 
 
-def _fastest(
-    first: list[Preselected], *, hardware: HardwareConfig
-) -> list[tuple[Preselected, Throughput]]:
-    """Trace the work of layouts and return them with their speed, fastest first.
+class TracedOrder:
+    """Layouts by the time of their traced step, fastest first.
 
-    Layouts that cannot be traced are left out.
+    A layout is traced only if it may be the next one: if its time by formulas, times
+    ``_LEAST_RATIO``, is below that of all traced ones. Layouts that cannot be traced are left out.
 
-    Raises:
-        ConfigError: No layout can be traced; this is the error of the first layout.
+    Attributes:
+        valid: All layouts.
+        waiting: Layouts that are not traced yet, fastest first by formulas.
+        traced: Traced layouts with their speed.
     """
-    configs = [choice.candidate.config for choice in first]
-    works = step_works(configs, world_size=num_ranks(configs[0]))
+
+    def __init__(self, valid: Sequence[Preselected], *, hardware: HardwareConfig) -> None:
+        """Begin without traces.
+
+        Args:
+            valid: Layouts that pass the checks of a run.
+            hardware: Description of the devices.
+        """
+        self.valid = valid
+        self.waiting = sorted(valid, key=lambda choice: choice.step_s)
+        self.traced: list[tuple[Preselected, Throughput]] = []
+        self._hardware = hardware
+        self._known: list[tuple[Any, Any]] = []
+
+    def __iter__(self) -> Iterator[tuple[Preselected, Throughput]]:
+        """Yield each layout with its speed; traces are made on the way.
+
+        Raises:
+            ConfigError: No layout can be traced; this is the error of the first layout.
+        """
+        errors: list[ConfigError] = []
+        ready: list[tuple[Preselected, Throughput]] = []
+        while ready or self.waiting:
+            best = min(ready, key=lambda pair: pair[1].step_s, default=None)
+            if best is not None and (
+                not self.waiting or self.waiting[0].step_s * _LEAST_RATIO >= best[1].step_s
+            ):
+                ready.remove(best)
+                yield best
+                continue
+            count = forked_map.share_of_cores()
+            next_ones, self.waiting = self.waiting[:count], self.waiting[count:]
+            for choice, result in _trace(next_ones, hardware=self._hardware, known=self._known):
+                if isinstance(result, ConfigError):
+                    errors.append(result)
+                else:
+                    ready.append((choice, result))
+                    self.traced.append((choice, result))
+        if not self.traced and errors:
+            raise errors[0]
+
+
+def _trace(
+    choices: list[Preselected], *, hardware: HardwareConfig, known: list[tuple[Any, Any]]
+) -> list[tuple[Preselected, Throughput | ConfigError]]:
+    """Trace the work of layouts and return their speed, or the error.
+
+    Args:
+        choices: The layouts.
+        hardware: Description of the devices.
+        known: Earlier traces, to which new ones are added.
+    """
+    configs = [choice.candidate.config for choice in choices]
+    works = step_works(configs, world_size=num_ranks(configs[0]), known=known)
     results = [
         work if isinstance(work, ConfigError) else speed_of(config, hardware, work)
         for config, work in zip(configs, works, strict=True)
     ]
-    fastest = [
-        (choice, result)
-        for choice, result in zip(first, results, strict=True)
-        if isinstance(result, Throughput)
-    ]
-    if not fastest:
-        assert isinstance(results[0], ConfigError)
-        raise results[0]
-    return sorted(fastest, key=lambda pair: pair[1].step_s)
+    return list(zip(choices, results, strict=True))
 
 
 def _estimate_first(
-    first: list[tuple[Preselected, Throughput]],
+    order: Iterator[tuple[Preselected, Throughput]],
     *,
     config: RunConfig,
     nodes: RunNodes,
@@ -208,15 +258,16 @@ def _estimate_first(
     """Estimate layouts in the order of their speed, until ``wanted`` of them fit.
 
     Args:
-        first: Layouts with their speed, fastest first.
+        order: Layouts with their speed, fastest first.
         config: Configuration of the run as given by the user.
         nodes: Nodes of the run.
         wanted: Number of fitting layouts to find.
     """
     plans: dict[Preselected, Planned] = {}
-    remaining = first[:TRIED]
-    while remaining and (missing := wanted - sum(planned.fits for planned in plans.values())):
-        tried, remaining = remaining[:missing], remaining[missing:]
+    remaining = islice(order, TRIED)
+    while missing := wanted - sum(planned.fits for planned in plans.values()):
+        if not (tried := [*islice(remaining, missing)]):
+            break
         estimates = forked_map.map_forked(
             [partial(estimate, choice.candidate.config, ends=True) for choice, _ in tried],
             task="estimating the memory of a layout",

@@ -92,8 +92,7 @@ class Roofline:
         tile sizes, and splits the depth if there are few waves.
         """
         batch, m, n, k = product.batch, product.m, product.n, product.k
-        tiles = batch * -(-m // _TILE[0]) * -(-n // _TILE[1])
-        waves = tiles / self.figure("multiprocessors")
+        waves = num_waves(batch, m, n, self.figure("multiprocessors"))
         share = waves / (waves + HALF_WAVE) * k / (k + HALF_DEPTH)
         peak = self._product_rate(product.dtype)
         rate = peak * self.figure("matrix_efficiency") * share * IN_A_STEP
@@ -128,6 +127,11 @@ class Roofline:
                     return (low_time + fraction * (high_time - low_time)) * 1e-6
         bandwidth = self.figure("memory_bandwidth_gb_s") * 1e9 * self.figure("memory_efficiency")
         return float(num_bytes / bandwidth)
+
+
+def num_waves(batch: int, m: int, n: int, multiprocessors: int) -> float:
+    """Return the number of waves of tiles in which multiprocessors compute a product."""
+    return batch * -(-m // _TILE[0]) * -(-n // _TILE[1]) / multiprocessors
 
 
 def figure(hardware: HardwareConfig, name: str) -> Any:

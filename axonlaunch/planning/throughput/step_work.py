@@ -192,28 +192,36 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     return work
 
 
-def step_works(configs: Sequence[RunConfig], *, world_size: int) -> list[StepWork | ConfigError]:
+def step_works(
+    configs: Sequence[RunConfig], *, world_size: int, known: list[tuple[Any, Any]] | None = None
+) -> list[StepWork | ConfigError]:
     """Count the operations of the steps of several runs, and trace runs with equal steps once.
 
     Args:
         configs: Checked configurations with the same number of ranks.
         world_size: Number of ranks.
+        known: Traces of earlier calls, to which those of this call are added; None if there are
+            none to keep.
 
     Returns:
         The work of each run, or the error if it cannot be traced.
     """
     plans = [_or_error(partial(_TracePlan.of, config, world_size)) for config in configs]
-    functions: list[Any] = []
+    known = [] if known is None else known
+    functions: list[Any] = [function for function, _ in known]
     indices: list[list[int]] = []
     for plan in plans:
         needed = [] if isinstance(plan, ConfigError) else plan.functions()
         functions += [function for function in needed if function not in functions]
         indices.append([functions.index(function) for function in needed])
-    results = forked_map.map_forked(
-        [partial(_or_error, function) for function in functions],
+    missing = functions[len(known) :]
+    traced = forked_map.map_forked(
+        [partial(_or_error, function) for function in missing],
         task="tracing a step to predict its time",
         memory=fake_tensor_cache.recipes,
     )
+    known += zip(missing, traced, strict=True)
+    results = [result for _, result in known]
     works: list[StepWork | ConfigError] = []
     for plan, numbers in zip(plans, indices, strict=True):
         traces = [plan] if isinstance(plan, ConfigError) else [results[n] for n in numbers]
@@ -437,21 +445,30 @@ def _trace_depth(configs: list[RunConfig], world: World, left_out: int) -> list[
     choices once, and others compute them once more before the first micro-batch.
 
     A pipeline has a schedule for its micro-batches, so each run has its own engine. With ZeRO-1,
-    the second step of an engine copies small parameters, and later ones do not.
+    the second step of an engine copies small parameters, and later ones do not. All other updates
+    are equal, so one is traced.
     """
     layouts = [Layout.of(config, world_size=world.world_size) for config in configs]
-    if layouts[0].pipeline > 1:
-        return [_Steps.of(config, world, left_out).trace() for config in configs]
-    steps = partial(_Steps.of, configs[-1], world, left_out)
-    if layouts[0].facts.divides_update:
-        return [steps().trace(layout.micro_batches) for layout in layouts]
-    engine = steps()
-    return [engine.trace(layout.micro_batches) for layout in layouts]
+    in_pipeline = layouts[0].pipeline > 1
+    updates_differ = layouts[0].facts.divides_update
+    traced: list[_TracedStep] = []
+    engine: _Steps | None = None
+    for config, layout in zip(configs, layouts, strict=True):
+        update = _update_of(traced[0]) if traced and not updates_differ else None
+        if engine is None or in_pipeline or updates_differ:
+            owner = config if in_pipeline else configs[-1]
+            engine = _Steps.of(owner, world, left_out, updates=update is None)
+        traced.append(engine.trace(layout.micro_batches, update=update))
+    return traced
+
+
+def _update_of(step: _TracedStep) -> Work:
+    return {key: amount for key, amount in step.share.work.items() if key.phase == "update"}
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """An engine with optimizer states, whose steps are traced.
+    """An engine whose steps are traced.
 
     Attributes:
         reduced: Run of the engine.
@@ -462,32 +479,48 @@ class _Steps:
     rank: FakeRank
 
     @classmethod
-    def of(cls, config: RunConfig, world: World, left_out: int) -> Self:
-        """Build the engine of a run without the first ``left_out`` layers."""
+    def of(cls, config: RunConfig, world: World, left_out: int, *, updates: bool = True) -> Self:
+        """Build the engine of a run without the first ``left_out`` layers.
+
+        Args:
+            config: Configuration of the run.
+            world: Fake world of the rank.
+            left_out: Number of layers.
+            updates: Whether updates will be traced, so that optimizer states must exist.
+        """
         # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
         config = with_values(config, {"train.compile": False})
         reduced = ReducedRun.of(config).without_first(left_out)
         rank = FakeRank(reduced, world)
         with rank.storing():
-            rank.settle()
+            # Ranks that share sequences keep the positions that their first step computes.
+            rank.prepare_buffers(runs_step=reduced.layout.divides_sequences)
+            if updates:
+                rank.create_states()
         return cls(reduced, rank)
 
-    def trace(self, micro_batches: int | None = None) -> _TracedStep:
-        """Trace a step with a number of micro-batches; None for all of the run."""
+    def trace(self, micro_batches: int, *, update: Work | None = None) -> _TracedStep:
+        """Trace a step.
+
+        Args:
+            micro_batches: Number of its micro-batches.
+            update: Work of the update if it is known; it does not run then.
+        """
         reduced, engine = self.reduced, self.rank.engine
         trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
         batch = self.rank.batch(micro_batches)
         with self.rank.storing(), trace, fake_world.watch_host_waits(trace.count_host_wait):
             engine.backward(batch)
-            with trace.updating(), fake_world.assume_true():
-                engine.update()
+            if update is None:
+                with trace.updating(), fake_world.assume_true():
+                    engine.update()
         named = dict(engine.named_parameters())
         parameters = [local_part(p.detach()) for p in named.values()]
         trained = [local_part(p.detach()) for p in named.values() if p.requires_grad]
         length = reduced.sample.shape[0] if reduced.sample.ndim == 1 else 1
         compute = precision_of(reduced.config).compute.nbytes
         share = Share(
-            trace.work,
+            add(trace.work, update or {}),
             gradient_bytes=sum(p.nbytes for p in trained),
             parameter_bytes=sum(p.nbytes for p in parameters),
             gathered_bytes=sum(

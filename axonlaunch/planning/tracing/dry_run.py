@@ -109,15 +109,27 @@ class FakeRank:
             return Batch(inputs, targets, positions)
 
     def settle(self) -> None:
-        """Create the optimizer states, as a first step does. Call this inside ``storing``.
+        """Prepare buffers and optimizer states, as a first step does. Call this in ``storing``."""
+        self.prepare_buffers(runs_step=True)
+        self.create_states()
 
-        Without a pipeline, this runs a step of one micro-batch. The shortest step of a pipeline is
-        long, so there the gradients are allocated without a backward.
+    def prepare_buffers(self, *, runs_step: bool) -> None:
+        """Leave the buffers of a first step. Call this inside ``storing``.
+
+        Args:
+            runs_step: Whether to run forward and backward of one micro-batch for it. In a pipeline,
+                whose shortest step is long, parameters are gathered instead in any case.
         """
-        if self._reduced.layout.pipeline == 1:
+        if runs_step and self._reduced.layout.pipeline == 1:
             self.engine.backward(self.batch(1))
         else:
             self._gather_once()
+
+    def create_states(self) -> None:
+        """Update parameters, with gradients without values if there are none, inside ``storing``.
+
+        The first update creates the optimizer states.
+        """
         for _, updated in self.engine.named_updated():
             if updated.grad is None:
                 updated.grad = torch.empty_like(updated, dtype=updated.grad_dtype)
