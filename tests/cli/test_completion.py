@@ -42,6 +42,8 @@ ROOT: Any = typer.main.get_command(app)
         ("axonlaunch checkpoint export runs/a --format ", ["safetensors"]),
         ("axonlaunch ls strat", ["strategies"]),
         ("axonlaunch train --config c", []),
+        ("axonlaunch init folder --from cu", ["custom"]),
+        ("axonlaunch init folder ", []),
         ("axonlaunch nothing ", []),
     ],
 )

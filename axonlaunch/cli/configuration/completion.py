@@ -130,7 +130,8 @@ def _candidates(parser: Any, previous: str, last: str) -> Iterator[str]:
 def _option(parser: Any, name: str) -> Any:
     """Return the option of a command that has this name and takes a value; None if none has."""
     for parameter in parser.params:
-        if name in parameter.opts and not parameter.is_flag:
+        is_option = parameter.param_type_name == "option"
+        if is_option and name in parameter.opts and not parameter.is_flag:
             return parameter
     return None
 
