@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.shared.options import refuse, words_of
-from axonlaunch.system.storage.run_files import CONFIG
 
 HELP = "Print the completion script of bash or zsh. It completes commands, keys, values and runs."
 EXAMPLES = """Examples:
@@ -177,6 +176,8 @@ def _settings(last: str) -> Iterator[str]:
 
 def _runs() -> Iterator[str]:
     """Yield the folders of runs in ``runs``, at any depth except inside of other runs."""
+    from axonlaunch.system.storage.run_files import CONFIG
+
     for parent, names, files in os.walk("runs"):
         if CONFIG in files:
             yield parent
