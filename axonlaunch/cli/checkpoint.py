@@ -207,6 +207,13 @@ def _show_differences(differences: list[TensorDifference]) -> None:
         console.print(f"{more} more; use --json to list all")
 
 
+def _dtypes() -> list[str]:
+    """Return the names of number formats, for completion."""
+    from axonlaunch.config.precision import NUMBER_FORMATS
+
+    return [*NUMBER_FORMATS]
+
+
 @checkpoint_app.command(
     "export",
     cls=Command,
@@ -233,7 +240,7 @@ def export(
             metavar="DTYPE",
             help="fp32, bf16 or fp16; default: as saved.",
             show_default=False,
-            autocompletion=words_of("fp32", "bf16", "fp16"),
+            autocompletion=_dtypes,
         ),
     ] = None,
     file_gb: Annotated[

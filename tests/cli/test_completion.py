@@ -40,8 +40,11 @@ ROOT: Any = typer.main.get_command(app)
         ("axonlaunch init --from=c", ["--from=chat", "--from=custom"]),
         ("axonlaunch verify --reference f", ["fp64"]),
         ("axonlaunch checkpoint export runs/a --format ", ["safetensors"]),
+        ("axonlaunch checkpoint export runs/a --dtype b", ["bf16"]),
         ("axonlaunch ls strat", ["strategies"]),
         ("axonlaunch train --config c", []),
+        ("axonlaunch init folder --from cu", ["custom"]),
+        ("axonlaunch init folder ", []),
         ("axonlaunch nothing ", []),
     ],
 )

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.shared.options import refuse, words_of
-from axonlaunch.system.storage.run_files import CONFIG
 
 HELP = "Print the completion script of bash or zsh. It completes commands, keys, values and runs."
 EXAMPLES = """Examples:
@@ -129,7 +128,8 @@ def _candidates(parser: Any, previous: str, last: str) -> Iterator[str]:
 def _option(parser: Any, name: str) -> Any:
     """Return the option of a command that has this name and takes a value; None if none has."""
     for parameter in parser.params:
-        if name in parameter.opts and not parameter.is_flag:
+        is_option = parameter.param_type_name == "option"
+        if is_option and name in parameter.opts and not parameter.is_flag:
             return parameter
     return None
 
@@ -175,6 +175,8 @@ def _settings(last: str) -> Iterator[str]:
 
 def _runs() -> Iterator[str]:
     """Yield the folders of runs in ``runs``, at any depth except inside of other runs."""
+    from axonlaunch.system.storage.run_files import CONFIG
+
     for parent, names, files in os.walk("runs"):
         if CONFIG in files:
             yield parent

@@ -93,7 +93,7 @@ def _newest(folder: Path) -> Path:
 
 
 def await_run(path: Path) -> Path:
-    """Return the folder with this path or name of a run, after it has a run or runs."""
+    """Return the folder of a run or of runs with this path or name; wait for a missing one."""
     from axonlaunch.cli.shared.run_folders import has_runs
     from axonlaunch.diagnostics.report.record.run_record import NotARunError, read_run
 

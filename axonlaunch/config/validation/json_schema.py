@@ -99,10 +99,10 @@ def _without_plugins(options: Mapping[str, list[str]]) -> Schema:
     choices: dict[str, Schema] = {}
     for group, names in options.items():
         if group in _REGISTERED:
-            known = {"enum": [*names, None]}
-            keys = {"type": "object", "properties": {"name": {"anyOf": [known, _REFERENCE]}}}
-            overlay["properties"][group] = {"anyOf": [known, _REFERENCE, keys]}
-            choices[group] = {"anyOf": [known, _REFERENCE]}
+            registered = {"enum": [*names, None]}
+            keys = {"type": "object", "properties": {"name": {"anyOf": [registered, _REFERENCE]}}}
+            overlay["properties"][group] = {"anyOf": [registered, _REFERENCE, keys]}
+            choices[group] = {"anyOf": [registered, _REFERENCE]}
     # Entries with other groups are left to the schema of all files.
     entry = {**_defaults_entry(choices), "additionalProperties": True, "type": ["object", "string"]}
     overlay["properties"]["defaults"] = {"type": "array", "items": entry}
@@ -116,9 +116,9 @@ def _registered_names(schema: type) -> Schema:
         facts, hint = spec.metadata, hints[spec.name]
         registry = facts.get("each") or facts.get("variants") or facts.get("names")
         if registry is not None:
-            known = {"enum": [*registry.names(), None]}
-            entry = {"properties": {"name": {"anyOf": [known, _REFERENCE]}}, "type": "object"}
-            name = {"anyOf": [known, _REFERENCE, entry]}
+            registered = {"enum": [*registry.names(), None]}
+            entry = {"properties": {"name": {"anyOf": [registered, _REFERENCE]}}, "type": "object"}
+            name = {"anyOf": [registered, _REFERENCE, entry]}
             properties[spec.name] = {"items": name} if "each" in facts else name
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
             properties[spec.name] = _registered_names(hint)

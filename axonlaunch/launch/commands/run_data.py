@@ -99,7 +99,7 @@ def load_run(path: str | Path) -> RunData:
         config=run.config,
         metrics=_columns(run.steps),
         evaluations=_columns(run.evaluations),
-        system={node: _columns(_of_each_gpu(events)) for node, events in samples.items()},
+        system={node: _columns(_with_gpu_columns(events)) for node, events in samples.items()},
         summary=run.summary,
         estimate=run.estimate,
         crash=run.crash,
@@ -107,7 +107,7 @@ def load_run(path: str | Path) -> RunData:
     )
 
 
-def _of_each_gpu(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_gpu_columns(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return samples whose lists, a number for each GPU, are keys such as ``gpu_use_0``."""
     flat = []
     for sample in samples:
