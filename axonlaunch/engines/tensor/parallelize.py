@@ -338,9 +338,7 @@ def _shard_heads(modules: Sequence[Styled], degree: int) -> None:
         set_local_head_counts(holder, outputs, degree=degree, shared=shared_heads(columns))
 
 
-def _share_regions(
-    modules: Sequence[Styled], axis: TensorAxis, *, sequence_parallel: bool
-) -> None:
+def _share_regions(modules: Sequence[Styled], axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Let the column layers inside a region compute together."""
     for entry in modules:
         container = entry.module
