@@ -397,16 +397,15 @@ def _build_pipeline(
     owners = {n: first if holds(at_start, n) else last for n in {*ties, *ties.values()}}
     boundaries = _boundaries(plan, stages)
     tensor = plan.config.strategy.tensor
-    sequence_parts = tensor.degree if tensor.sequence_parallel else 1
+    parts_of_row = tensor.degree if tensor.sequence_parallel else 1
     modules: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
         model = full_model
         if modules:
             model = plan.construct()
             _parallelize(plan, model)
-        modules[index] = stage_module(
-            plan.spec, model, stages[index], sequence_parts=sequence_parts
-        )
+        part = stages[index]
+        modules[index] = stage_module(plan.spec, model, part, sequence_parts=parts_of_row)
     replicas = None
     sharded = [wrapped for stage in modules.values() for wrapped in _wrap_stage(plan, stage)]
     if not plan.layout.facts.shards_parameters:

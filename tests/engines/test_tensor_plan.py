@@ -64,6 +64,27 @@ def test_tensor_parallel_transformer_equals_undivided_model(
     on_ranks(size, rank)
 
 
+def test_module_on_full_sequences_between_parts_equals_undivided_model() -> None:
+    tokens, targets = tokens_and_targets()
+    undivided = in_float64(LLAMA)
+    logits = undivided(tokens).flatten(0, 1)
+    F.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
+
+    def rank(world: ax.World) -> list[int]:
+        model, mesh = in_float64(LLAMA), axis(world)
+        plan = {**spec_for(LLAMA).plan(model), "layers.*.mlp": "full_sequence"}
+        parallelize(model, plan, mesh=mesh, sequence_parallel=True)
+        lengths: list[int] = []
+        for module in (model.layers[0].mlp.gate_proj, model.layers[0].post_attention_layernorm):
+            module.register_forward_hook(lambda _, __, output: lengths.append(output.shape[1]))
+        loss_of(model, mesh, tokens, targets).backward()
+        assert_same_gradients(model, undivided)
+        return lengths
+
+    length = tokens.shape[1]
+    assert on_ranks(2, rank)[0] == [length // 2, length]
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_mlp_plan_alternates_column_and_row_parallel(layers: int) -> None:
     config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=layers, num_classes=5)

@@ -92,7 +92,7 @@ def feed_forward(width: int = 130) -> nn.Module:
                     "there is no style 'colum'; did you mean column? known: column, row, "
                     "vocabulary, sequence, region, replicated, "
                     "column_gathered, row_split, packed_column, packed_row, key_value, experts, "
-                    "averaged, local, replicated_summed",
+                    "averaged, local, replicated_summed, full_sequence",
                 )
             ],
         ),

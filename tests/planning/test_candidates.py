@@ -116,6 +116,17 @@ def test_a_model_of_transformers_gets_context_where_its_sequences_can_be_divided
     assert {c.layout.context for c in choices} == degrees
 
 
+@pytest.mark.parametrize(
+    ("kind", "divides"), [("qwen3", {True}), ("gpt2", {False}), ("mixtral", {False, True})]
+)
+def test_a_model_of_transformers_gets_sequence_parallelism_where_its_hidden_states_can_be_divided(
+    kind: str, divides: set[bool]
+) -> None:
+    choices = candidates(config.load(without_folder(kind)), devices=2, in_node=2, fixed={})
+    tensor = [c.config.strategy.tensor for c in choices if c.layout.tensor > 1]
+    assert {chosen.sequence_parallel for chosen in tensor} == divides
+
+
 @pytest.mark.parametrize("sequences", [False, True])
 def test_candidates_follow_registration_of_model(sequences: bool) -> None:
     plan = {"layers.*": "column"}

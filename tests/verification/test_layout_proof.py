@@ -76,6 +76,16 @@ def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
     assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
 
 
+def test_small_model_has_rows_that_all_parts_of_sequence_divide() -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}
+    layout = ["strategy=tensor", "strategy.tensor.degree=3", "launch.nproc=3"]
+    parts = [*layout, "strategy.tensor.sequence_parallel=true", "data.sequence_length=24"]
+    small = layout_proof.reduced(
+        run("llama", *parts, vocab_size=258, intermediate_size=96, **heads)
+    )
+    assert small.sequence_length == 33
+
+
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     overrides = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
     large = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)

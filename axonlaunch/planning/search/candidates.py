@@ -108,7 +108,10 @@ def candidates(
             for degree in _power_of_two_divisors(in_node)
             if not _cuts_numbers(with_values(config, {keys.TENSOR: degree}), spec, plan, model)
         ]
-    divides_hidden_states = bool(plan) and not spec.no_sequence_parallelism()
+    divisions = [False]
+    if plan and not spec.no_sequence_parallelism():
+        # Parts of the sequence cost as much traffic as full ones, unless a module needs the latter.
+        divisions = [True] if "full_sequence" not in plan.values() else [False, True]
     if not spec.unshardable_sequences():
         most = max(in_node, (config.sequence_length or 1) // _SHORTEST_PART)
         usual["cp"] = [n for n in _power_of_two_divisors(devices) if n <= most]
@@ -144,7 +147,7 @@ def candidates(
                 fixed=fixed,
             ),
             options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
-            options(keys.SEQUENCES, [tensor > 1 and divides_hidden_states]),
+            options(keys.SEQUENCES, divisions if tensor > 1 else [False]),
             options(keys.RECOMPUTE, recomputation),
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):

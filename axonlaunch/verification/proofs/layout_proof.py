@@ -33,6 +33,7 @@ from axonlaunch.config.options.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import FP32
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.engines.context.context import length_multiple
 from axonlaunch.models.facts.source import ModelDivision, NotReducibleError
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.tensors.packed_blocks import BLOCK
@@ -169,18 +170,20 @@ def _with_small_model(config: RunConfig, layout: Layout, degrees: dict[str, int]
         original_tensor=layout.tensor,
         block=BLOCK if is_quantized else 1,
     )
+    multiple = length_multiple(config.strategy)
+    length = -(-_LENGTH // multiple) * multiple
     small = source_of(config).reduce(division)
     if small is not None:
         data = SyntheticTokensConfig(
             vocab_size=small.vocab_size,
-            sequence_length=_LENGTH,
-            document_length=_LENGTH // 3 if _is_packed(config) else None,
+            sequence_length=length,
+            document_length=length // 3 if _is_packed(config) else None,
         )
         return with_values(
             config, {"model": small.config, "data": data, "tokenizer": TokenizerConfig()}
         )
     if config.sequence_length is not None:
-        return with_values(config, {"data.sequence_length": _LENGTH})
+        return with_values(config, {"data.sequence_length": length})
     return config
 
 

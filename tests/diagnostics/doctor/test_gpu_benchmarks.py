@@ -193,9 +193,18 @@ def test_doctor_writes_hardware_that_a_run_can_select(
     slow_h100: SimulatedGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     report = {
-        "python": "3", "torch": "2", "platform": "", "cores": 2, "memory_gib": 8.0,
-        "devices": [], "driver": None, "accelerator": None, "nccl": {"available": False},
-        "backends": {}, "disk_free_gib": 1.0, "run_folder": str(tmp_path),
+        "python": "3",
+        "torch": "2",
+        "platform": "",
+        "cores": 2,
+        "memory_gib": 8.0,
+        "devices": [],
+        "driver": None,
+        "accelerator": None,
+        "nccl": {"available": False},
+        "backends": {},
+        "disk_free_gib": 1.0,
+        "run_folder": str(tmp_path),
         "timed": slow_h100.measured() | {"device": "NVIDIA H100 80GB HBM3"},
         "measured_ranks": RANKS,
     }

@@ -49,7 +49,11 @@ def why_unsplittable(model: Any, *, layers: str) -> str:
             return f"no module around {name} can gather the sequence"
     model = copy.deepcopy(model)
     silence_fake_tensors()
-    watch = MixingWatch(part_length(model, parts=_PARTS))
+    watch = MixingWatch(
+        part_length(model, parts=_PARTS),
+        instead_of="layers that get full sequences",
+        everywhere=True,
+    )
     watch.follow_blocks(model, layers)
     _exchange_parts(model, styles, watch)
     split_hidden_states(model)

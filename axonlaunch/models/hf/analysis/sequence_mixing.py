@@ -105,7 +105,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
         needs_mask: Whether attention without a mask from transformers is an error.
     """
     silence_fake_tensors()
-    watch = MixingWatch(part_length(model))
+    watch = MixingWatch(part_length(model), instead_of="transformers' attention functions")
     shard_attention(
         model,
         SequenceParts(
@@ -161,9 +161,18 @@ class MixingWatch(TorchDispatchMode):
         attended: Number of calls of split attention.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, instead_of: str, everywhere: bool = False) -> None:
+        """Create the watch.
+
+        Args:
+            length: Tokens of the part.
+            instead_of: What may mix tokens, for messages.
+            everywhere: Whether tokens must not be mixed outside of blocks either.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = length
+        self._instead_of = instead_of
+        self._everywhere = everywhere
         self.attended = 0
         self._block = ""
         self._is_paused = False
@@ -216,10 +225,10 @@ class MixingWatch(TorchDispatchMode):
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         is_hidden = any(tensor.requires_grad for tensor in inputs)
-        if self._block and is_hidden and self._mixes(name, args, outputs):
-            raise MixingError(
-                f"{self._block} mixes tokens by {name} instead of transformers' attention functions"
-            )
+        is_watched = is_hidden and (self._everywhere or bool(self._block))
+        if is_watched and self._mixes(name, args, outputs):
+            subject = self._block or "it"
+            raise MixingError(f"{subject} mixes tokens by {name} instead of {self._instead_of}")
         if is_hidden and not (self._block and any(part in name for part in _BY_INDEX)):
             self._refuse_counted(inputs)
         if self._counts(name, inputs, outputs) or (

@@ -258,8 +258,8 @@ def _with_documents(build: Any) -> Any:
         positions, padding = _DOCUMENTS.get(), options.get("attention_mask")
         if padding is not None and is_fake(padding) and hides_nothing(padding):
             options["attention_mask"] = None
-        for key in ("q_length", "kv_length"):
-            options[key] = row_length(options[key])
+        if (length := _ROW_LENGTH.get()) is not None:
+            options |= {"q_length": length, "kv_length": length}
         if positions is not None:
             mask_function = _within_documents(mask_function, positions)
             allow_is_causal_skip = False
