@@ -107,7 +107,7 @@ OTHER_ROWS = {
 def table_of_defaults() -> tuple[list[str], dict[str, list[str]]]:
     """Return the columns of the table on the page, and the cells of each row by its first cell."""
     page = Path(axonlaunch.__file__).parent / "docs" / "configuration.md"
-    section = page.read_text().partition("\n## Defaults by what is trained\n")[2]
+    section = page.read_text().partition("\n## Defaults that depend on the model\n")[2]
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     first, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return first[1:], {row[0]: row[1:] for row in rows}
