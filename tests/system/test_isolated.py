@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -122,6 +123,21 @@ def test_the_copy_ends_with_the_process_that_made_it(number: int) -> None:
     while Path(f"/proc/{copy}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_copy_ends_when_its_target_is_deleted() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.isolated = Isolated(self)
+
+    owner = Owner()
+    pid = owner.isolated.call(pid_of, seconds=20)
+    del owner
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_where_no_process_can_be_made_a_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
