@@ -45,6 +45,7 @@ PATTERNS = (
 FRAGMENT = (
     r"^\s*\**\w+: (Of|As|In|Its|Their|They|These|Those|It|Where|Whose|Whom|Who|What|How|From|By|"
     r"With|The same|There is such)\b"
+    r"|^\s*\**\w+: (A|An|The|This) \w+\.$"
 )
 
 
@@ -137,6 +138,7 @@ def test_each_page_is_in_plain_english(page: Path) -> None:
     [
         "What a rank holds beside its own part, for it is none of ours.",
         "engine: Its.\nfrozen: As well.",
+        "    module: The module.",
         "a file that is made of what lies elsewhere",
     ],
 )

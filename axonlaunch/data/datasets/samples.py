@@ -80,7 +80,7 @@ class Samples:
     """Samples of a user's dataset.
 
     Attributes:
-        items: The samples.
+        items: Samples as the dataset returned them.
         collate: Combines some of them to a batch.
         counted: Whether each sample counts; None: all do.
         parts: Micro-batches that are already collated.

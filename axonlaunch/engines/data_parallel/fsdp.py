@@ -97,7 +97,7 @@ class ShardedExperts:
     """Modules with experts sharded over the expert axis before they are sharded.
 
     Attributes:
-        modules: The modules.
+        modules: Modules whose parameters are experts.
         mesh: Mesh over which they are sharded: replicas x shards, or shards.
         gradient_ranks: Number of ranks with different samples, by which gradients are divided.
     """

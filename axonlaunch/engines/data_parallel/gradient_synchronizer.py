@@ -43,7 +43,7 @@ class GradientSynchronizer:
     For a DTensor, this rank's shard is averaged; all replicas hold the same shard.
 
     Attributes:
-        group: The replicas.
+        group: Ranks that hold the same parameters.
         strategy: When buckets are sent. With ``overlapped``, a bucket is sent as soon as its
             gradients and those of all earlier buckets are complete; otherwise in ``sync_all``.
         rows: Mean gradient of this rank's rows, by parameter, if ``scatters_rows`` is set;

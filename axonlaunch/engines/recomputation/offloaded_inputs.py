@@ -81,7 +81,7 @@ class _Input:
     """The input of one run of a block, in host memory.
 
     Attributes:
-        host: The input.
+        host: Copy of the input in host memory.
         previous: Reference to the input of the block before it; None for the first block.
         arrived: Copy on the device that was made ahead; None if there is none.
     """

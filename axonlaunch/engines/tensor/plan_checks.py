@@ -85,7 +85,6 @@ class Styled:
 
     Attributes:
         name: Full name of the module.
-        module: The module.
         pattern: First pattern that matches the module; empty if no pattern does.
         style: Style of that pattern; None if no pattern matches.
         in_region: Whether the module is a region or in one, where the ranks' values differ.

@@ -34,7 +34,7 @@ class DryRun:
 
     Attributes:
         config: Configuration that was estimated, with automatic settings resolved.
-        forecast: The estimate.
+        forecast: Estimated memory and time.
         obstacles: Problems that prevent a launch on this node, each with its remedy.
         proof: Proof of the layout that a launch would run first; None if it would run none.
         finished: Message that the run is already finished; empty if it is not.

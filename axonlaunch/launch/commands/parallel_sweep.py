@@ -171,7 +171,7 @@ class _Command:
 
     Attributes:
         number: Number of the run in the sweep, counted from 0.
-        run: The run.
+        run: Run with its checked configuration.
         share: Share of the node that it uses.
         process: Process that trains; standard output is its summary as JSON, standard error its
             console.

@@ -57,7 +57,7 @@ class MissingPeers:
     """The ranks that have not joined a collective which another rank has begun.
 
     Attributes:
-        call: The collective.
+        call: Collective that the other rank has begun.
         ranks: Ranks that have not begun it, and ranks without a record.
         never_joined: Description of these ranks, as the end of a sentence; empty if every rank has
             begun the same collective.

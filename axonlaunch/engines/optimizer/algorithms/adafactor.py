@@ -63,7 +63,7 @@ class _Part:
     """This rank's part of one parameter, during one step.
 
     Attributes:
-        full: The parameter.
+        full: The parameter with the gradient of this step.
     """
 
     def __init__(self, full: DTensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
