@@ -370,6 +370,7 @@ def test_each_line_of_an_experiment_names_the_key_of_its_origin(
         ("llamafactory", "quantization_bit: 3", "quantization_bit"),
         ("llamafactory", "use_galore: true", "use_galore"),
         ("llamafactory", "dataset: unlisted", "dataset"),
+        ("llamafactory", "dataset: null", "dataset"),
         ("llamafactory", "template: mistral", "template"),
         ("torchtune", "kd_ratio: 0.5", "kd_ratio"),
         ("trl", "beta: 0.1", "beta"),
