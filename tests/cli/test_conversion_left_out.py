@@ -24,6 +24,7 @@ from axonlaunch.config.validation.other_tools.translate import TOOLS, convert_fi
         ("llamafactory", "quantization_bit: 3", "quantization_bit"),
         ("llamafactory", "use_galore: true", "use_galore"),
         ("llamafactory", "dataset: unlisted", "dataset"),
+        ("llamafactory", "dataset: null", "dataset"),
         ("llamafactory", "template: mistral", "template"),
         ("torchtune", "kd_ratio: 0.5", "kd_ratio"),
         ("trl", "beta: 0.1", "beta"),

@@ -335,6 +335,8 @@ def _set_data(translation: Translation) -> bool:
             f"{', '.join(missing)}; write dataset_dir, or set data.files"
         )
         translation.leave_out("dataset", text)
+    if not names:
+        translation.leave_out("dataset", "the file names no dataset; set data.files")
     kind = "documents" if is_pretraining else "chat"
     data_rules.set_sources(translation, sources or [{"data": kind}], "dataset")
     if translation.has("stage"):
