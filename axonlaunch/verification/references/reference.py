@@ -427,6 +427,7 @@ class PlainRun:
         if self._spec.mixes_samples != "batch":
             return self._custom_sum(self._custom_loss, outputs, batch)
         # A custom loss may depend on other samples of its micro-batch, also if the forward had all.
+        assert isinstance(batch, Batch)
         size = self._layout.micro_batch_size
         pieces = [*plain_model.micro_batches_of(batch, size)]
         parts = outputs.split(size)[: len(pieces)]
