@@ -180,17 +180,20 @@ def test_activation_checkpointing_counts_as_recomputation(trace: OperationTrace)
     assert counts == {"forward": 2, "recomputation": 1, "backward": 4}
 
 
-def test_optimizer_update_is_counted_separately(trace: OperationTrace) -> None:
+@pytest.mark.parametrize("scales", [False, True])
+def test_optimizer_update_is_counted_separately(scales: bool, trace: OperationTrace) -> None:
     weight = torch.nn.Parameter(torch.empty(100))
     weight.grad = torch.empty(100)
     optimizer = torch.optim.AdamW([weight], fused=True)
     optimizer.step()
+    if scales:
+        optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
     with trace, trace.updating():
         optimizer.step()
     moved = trace.work[Kernel("update", "aten::_fused_adamw_")].num_bytes
-    # Reads parameter, gradient and two moments, writes all except the gradient, and reads the step
-    # count.
-    assert moved - 7 * 400 < 16
+    # Reads and writes parameter and two moments, reads the gradient and the step count, and writes
+    # the gradient if the update scales it.
+    assert 0 <= moved - (8 if scales else 7) * 400 < 16
 
 
 def test_work_is_added_operation_by_operation() -> None:
