@@ -345,7 +345,8 @@ def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.Monk
 
 def test_peak_outside_recording_is_added() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
-    full = peak_device_memory(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
+    replayed = replay(recorded, workspaces=[10 * MIB] * 2)
+    full = peak_device_memory(replayed, peak_bytes=55 * MIB, groups=())
     assert full.allocator == 55 * MIB
 
 
@@ -360,11 +361,14 @@ def test_estimate_replays_allocator_in_remaining_device_memory(
         (2, 5),
     )  # the first is released, because 85 MiB are not enough
     changes = [Change(storage, size * MIB) for storage, size in sizes]
-    device = HardwareConfig(name="own", memory_gib=125 / 1024, context_mib=30, communicator_mib=10)
-    memory = memory_estimate._device_memory(
-        55 * MIB, DeviceRequests(changes), groups=[2], hardware=device, workspaces=[]
+    free = ["hardware.memory_gib=0.1220703125", "hardware.context_mib=30"]  # 125 MiB
+    free += ["hardware.communicator_mib=10", "hardware.cublas_workspace_mib=0"]
+    run = estimate_config(["hardware=h100_80gb", "launch.nproc=2", "strategy=ddp", *free])
+    monkeypatch.setattr(
+        memory_estimate.cuda_process, "record", lambda *_, **__: DeviceRequests(changes)
     )
-    assert memory.allocator == (50 + 30) * MIB
+    replayed = memory_estimate._recording_run(ReducedRun.of(run), 0)()
+    assert replayed.reserved == (50 + 30) * MIB
 
 
 def test_symmetric_memory_has_full_pages_only_for_fused_collectives() -> None:

@@ -52,7 +52,7 @@ class PipelineRank:
         stages = _stages_of(layout, rank)
         offsets = [sum(layers[:stage]) for stage in stages]
         has_first, has_last = 0 in stages, layout.num_stages - 1 in stages
-        waiting = min(_waiting(layout, rank), layout.microbatches_per_round)
+        waiting = _waiting(layout, rank, [layers[stage] for stage in stages])
         return cls(
             layers=sum(layers[stage] for stage in stages),
             leading=sum(
@@ -98,23 +98,35 @@ def _stages_of(layout: Layout, rank: int) -> list[int]:
     return [rank + chunk * ranks for chunk in range(chunks)]
 
 
-def _waiting(layout: Layout, rank: int) -> float:
+def _waiting(layout: Layout, rank: int, layers: Sequence[int]) -> float:
     """Return the number of micro-batches that a rank runs ahead before its first backward.
 
     Sources: for 1F1B and interleaved 1F1B, Narayanan et al., "Efficient Large-Scale Language Model
     Training on GPU Clusters", 2021, section 2.2. For schedules that split the backward, Qi et al.,
     "Pipeline Parallelism with Controllable Memory", 2024, section 3: all ranks hold as many, until
-    the gradients of weights are computed. Two directions overlap in half a micro-batch more.
+    the gradients of weights are computed. Two directions overlap in half a micro-batch more. In a
+    V, rank r of p holds 2 p - 1 - r of its first stage and r + 1 of its last.
+
+    Args:
+        layout: Parallel layout of the run.
+        rank: Position on the pp axis.
+        layers: Number of layers of each stage of the rank.
     """
     ranks, chunks = layout.pipeline, layout.stages_per_rank
-    rule = SCHEDULES[layout.schedule]
+    rule, in_round = SCHEDULES[layout.schedule], layout.microbatches_per_round
     if layout.schedule in _FORWARDS_FIRST:
-        return layout.microbatches_per_round
+        return in_round
+    if rule.v_shaped and sum(layers):
+        held = (2 * ranks - 1 - rank + rule.two_way, rank + 1)
+        parts = zip(held, layers, strict=True)
+        return sum(min(count, in_round) * part for count, part in parts) / sum(layers)
     if rule.separate_weight_grad:
-        return ranks + (1 / chunks if rule.two_way else 0.0)
-    if rule.in_rounds:
-        return (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks
-    return ranks - rank
+        waiting = ranks + (1 / chunks if rule.two_way else 0.0)
+    elif rule.in_rounds:
+        waiting = (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks
+    else:
+        waiting = ranks - rank
+    return min(waiting, in_round)
 
 
 def _during_backward(layout: Layout, waiting: float) -> Iterator[tuple[float, float]]:
