@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import served
+from support import served
 
 from axonlaunch.config.schema import REGISTRIES
 

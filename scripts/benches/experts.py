@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing
-from configured import run_config
+from support.configured import run_config
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile

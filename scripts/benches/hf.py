@@ -88,7 +88,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     Raises:
         ConfigError: The configuration is refused.
     """
-    from configured import run_config
+    from support.configured import run_config
 
     from axonlaunch.config.problems.errors import plain
 

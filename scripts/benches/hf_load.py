@@ -141,7 +141,7 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
 
 def configured(folder: str, layout: list[str], ranks: int) -> Any:
     """Return the checked configuration of a run that starts from a folder."""
-    from configured import run_config
+    from support.configured import run_config
 
     overrides = ["model=hf", f"model.path={folder}", *DATA, *layout, f"launch.nproc={ranks}"]
     return run_config(overrides)

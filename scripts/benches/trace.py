@@ -13,8 +13,8 @@ import time
 from tempfile import TemporaryDirectory
 
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import corpus
-from command import Command
 from kills import act, is_alive, judge, wait
 from lab import (
     STEPS,
@@ -28,6 +26,8 @@ from lab import (
     end,
     steps_logged,
 )
+from support import corpus
+from support.command import Command
 
 from axonlaunch.data.shards.shard_maker import SHARD_SIZE
 

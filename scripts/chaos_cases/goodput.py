@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 import pytest
-from command import Command
 from kills import pids_of, wait
 from lab import Lab, Log, check_nothing_is_left, end, steps_logged
+from support.command import Command
 
 from axonlaunch.system.storage.run_files import EVENTS
 

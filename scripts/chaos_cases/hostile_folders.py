@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import stranger
 from lab import (
     CANARY,
     COMMON,
@@ -28,6 +27,7 @@ from lab import (
     check_nothing_was_executed,
     end,
 )
+from support import stranger
 
 STRATEGY = "fsdp"
 SECRET = "what nobody else shall read"

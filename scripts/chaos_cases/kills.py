@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import Command
 from lab import (
     COMMON,
     STEPS,
@@ -31,6 +30,7 @@ from lab import (
     steps_logged,
     wait_quietly,
 )
+from support.command import Command
 
 VICTIMS = ("launcher", "fork server", "rank", "resource tracker")
 ACTIONS = ("SIGKILL", "SIGTERM", "SIGSTOP")

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from command import Command, Served, wait_for
-from launchers import By, logged
-from served import Server
+from support.command import Command, Served, wait_for
+from support.launchers import By, logged
+from support.served import Server
 
 STEPS = 40
 COMMON = [

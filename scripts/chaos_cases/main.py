@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
 # ruff: noqa: E402 (these imports need the path set above)
 import corpora
@@ -30,10 +30,10 @@ import neighbors
 import pods
 import pytest
 import resources
-import served
 from lab import Lab, Log
 from rich.console import Console
 from rich.table import Table
+from support import served
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import random
 import time
 from typing import Any
 
-from command import Command
 from kills import act, is_alive, judge
 from lab import Lab, Log, check_no_partial, checkpoints, end, steps_logged
+from support.command import Command
 
 STEPS, SOAK_STEPS = 48, 500
 MODEL = [

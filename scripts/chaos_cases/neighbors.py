@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import stranger
 from lab import (
     CANARY,
     COMMON,
@@ -27,7 +26,8 @@ from lab import (
     end,
     plain,
 )
-from launchers import NodeNamespaces, node_namespaces
+from support import stranger
+from support.launchers import NodeNamespaces, node_namespaces
 
 STRATEGY = "fsdp"
 # Time limit for a node whose messages are overwritten, during which it is named.

@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from command import Command
 from kills import is_alive
 from lab import STEPS, Lab, Log, check_complete, end, plain, steps_logged
-from launchers import By, kubernetes
+from support.command import Command
+from support.launchers import By, kubernetes
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from command import Command
 from lab import (
     COMMON,
     STRATEGIES,
@@ -25,7 +24,8 @@ from lab import (
     plain,
     steps_logged,
 )
-from launchers import logged, needs
+from support.command import Command
+from support.launchers import logged, needs
 
 STRATEGY = "fsdp"
 OVERRIDES = [*COMMON, *STRATEGIES[STRATEGY]]

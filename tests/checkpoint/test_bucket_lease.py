@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from command import wait_for
+from support.command import wait_for
 
 from axonlaunch.checkpoint.format.storage import filesystem, storage_path
 from axonlaunch.checkpoint.loading import bucket_lease

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
 import pytest
+from support import corpus
 
 from axonlaunch import checkpoint, config
 from axonlaunch.comm import World

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch.utils._pytree import tree_leaves
 
 import axonlaunch as ax

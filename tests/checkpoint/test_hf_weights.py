@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stranger
 import torch
-from configured import run_config
-from hf_families import FAMILIES, save
-from rank_engine import rank_engine
+from support import stranger
+from support.configured import run_config
+from support.hf_families import FAMILIES, save
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint
@@ -86,7 +86,7 @@ def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
-    from hf_families import theirs
+    from support.hf_families import theirs
 
     model = theirs("qwen3")
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -97,7 +97,7 @@ def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
 
 
 def test_missing_safetensors_shard_is_named(tmp_path: Path) -> None:
-    from hf_families import theirs
+    from support.hf_families import theirs
 
     theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
     [gone, *_] = sorted(tmp_path.glob("*.safetensors"))

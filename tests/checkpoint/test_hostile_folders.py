@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from edited_checkpoints import FILES, edit, resum
 from safetensors.torch import save_file
+from support.edited_checkpoints import FILES, edit, resum
 
 from axonlaunch import checkpoint, config
 from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError

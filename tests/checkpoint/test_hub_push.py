@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from configured import run_config
-from hub_server import ORG, READ_ONLY_ORG, READ_TOKEN, TOKEN, USER, Hub, hub_server
+from support.configured import run_config
+from support.hub_server import ORG, READ_ONLY_ORG, READ_TOKEN, TOKEN, USER, Hub, hub_server
 
 import axonlaunch.system.hub
 from axonlaunch import checkpoint

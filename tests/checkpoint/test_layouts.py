@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import run_config
+from support.configured import run_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

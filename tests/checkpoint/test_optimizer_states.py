@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rank_engine import rank_engine
+from support.rank_engine import rank_engine
 
 from axonlaunch import checkpoint, config
 from axonlaunch.checkpoint import Retention

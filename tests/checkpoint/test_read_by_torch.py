@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

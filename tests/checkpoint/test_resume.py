@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 from torch import Tensor
 
 from axonlaunch import checkpoint, engines

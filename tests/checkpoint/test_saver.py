@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import saver_checks
 import torch.distributed as dist
+from support import saver_checks
 
 from axonlaunch.checkpoint.saving.save_progress import SharedProgress
 from axonlaunch.system.processes import forked_call
@@ -20,7 +20,7 @@ def on_ranks(folder: Path, check: str) -> list[Any]:
     context = get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     calls = [(rank, str(folder), check) for rank in range(saver_checks.RANKS)]
-    return forked_call.call_together(context, "saver_checks:on_rank", calls)
+    return forked_call.call_together(context, "support.saver_checks:on_rank", calls)
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config
+from support.configured import estimate_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 

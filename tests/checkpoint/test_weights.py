@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
 from safetensors.torch import load_file
+from support.configured import run_config
 from torch import nn
 
 from axonlaunch import checkpoint, config, data
@@ -47,7 +47,7 @@ MODELS = {
     ],
     "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=784", "data=synthetic_images"],
     "normed": [
-        *("model=custom", "model.target=normed:build", "data=synthetic_images"),
+        *("model=custom", "model.target=support.normed:build", "data=synthetic_images"),
         *("data.image_size=8", "data.num_channels=1"),
     ],
 }

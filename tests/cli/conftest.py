@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import Command, Served
-from other_tools import Converter
-from served import Server
+from support.command import Command, Served
+from support.other_tools import Converter
+from support.served import Server
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import corpus
-import hf_families
 import pytest
 import torch
 import yaml
-from command import Served
-from served import Server
+from support import corpus, hf_families
+from support.command import Served
+from support.served import Server
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

@@ -9,10 +9,10 @@ import termios
 import tty
 from typing import TextIO
 
-import corpus
 import pytest
-from command import Served
-from served import Server
+from support import corpus
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.cli.training.sample import _restored_terminal
 

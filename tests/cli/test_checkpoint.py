@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.cli.configuration.doctor import _figures
 from axonlaunch.cli.configuration.ls import ALIASES, LISTS

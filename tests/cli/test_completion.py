@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import typer
-from run_folders import run_folder
+from support.run_folders import run_folder
 
 from axonlaunch.cli.app import app
 from axonlaunch.cli.configuration.completion import completions

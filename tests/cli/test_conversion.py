@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from other_tools import (
+from support.other_tools import (
     AXOLOTL,
     FILES,
     LLAMAFACTORY,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from other_tools import AXOLOTL, FILES, Converter, left_out
+from support.other_tools import AXOLOTL, FILES, Converter, left_out
 
 from axonlaunch.cli.conversion.experiment_file import experiment_yaml
 from axonlaunch.config import ConfigError

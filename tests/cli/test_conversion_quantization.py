@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from other_tools import AXOLOTL, FILES, TORCHTUNE, Converter, check_values, left_out, values_of
+from support.other_tools import (
+    AXOLOTL,
+    FILES,
+    TORCHTUNE,
+    Converter,
+    check_values,
+    left_out,
+    values_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import Command
+from support.command import Command
 
 pytest.importorskip("transformers")
 

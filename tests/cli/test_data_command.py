@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-import chat_templates
-import corpus
 import pytest
-from command import Served
-from served import Server
+from support import chat_templates, corpus
+from support.command import Served
+from support.served import Server
 
 pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command
-from launchers import have_sbatch
+from support.command import TINY, Command
+from support.launchers import have_sbatch
 
 from axonlaunch.config import load, with_values
 from axonlaunch.launch.commands import dry_run

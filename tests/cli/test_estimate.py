@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command
 from rich.console import Console
+from support.command import TINY, Command
 
 from axonlaunch.cli.planning.estimate import estimate_to_json, print_estimate
 from axonlaunch.cli.shared.plotting import save

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.checkpoint import Retention

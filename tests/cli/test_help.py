@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import typer
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.cli.app import app
 from axonlaunch.cli.configuration.help import search_pages

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import Command
-from hub_server import ORG, TOKEN, Hub, hub_server
+from support.command import Command
+from support.hub_server import ORG, TOKEN, Hub, hub_server
 
 pytest.importorskip("huggingface_hub")
 

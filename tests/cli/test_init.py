@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.config.values.plain_values import read_yaml
 

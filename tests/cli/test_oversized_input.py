@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Served
 from safetensors.torch import save_file
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.checkpoint.exchange.weights import describe_folder

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Served
 from rich.console import Console
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.cli.planning.plan import plan_to_json, print_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console, ConsoleDimensions
-from run_folders import run_folder
+from support.run_folders import run_folder
 
 from axonlaunch.cli.shared.braille import braille_line
 from axonlaunch.cli.shared.run_screen import screen_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 MODEL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=0"]

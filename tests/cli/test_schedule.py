@@ -14,9 +14,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from command import Served
 from rich.console import Console
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.cli.app import run_command
 from axonlaunch.cli.shared import plotting

@@ -6,10 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import corpus
 import pytest
-from command import Served
-from served import Server
+from support import corpus
+from support.command import Served
+from support.served import Server
 
 pytest.importorskip("transformers")
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import collective_checks
 import pytest
-import served
-from served import Server
+from support import collective_checks, served
+from support.served import Server
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 

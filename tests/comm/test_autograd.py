@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_collectives import Collectives
+from support.counted_collectives import Collectives
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_checks import CHECKS, WORLD_SIZE
+from support.collective_checks import CHECKS, WORLD_SIZE
 
 from axonlaunch import comm
 from axonlaunch.comm import World

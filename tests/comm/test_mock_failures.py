@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from mock_failure import failure_of
+from support.mock_failure import failure_of
 
 from axonlaunch import comm
 from axonlaunch.comm import (

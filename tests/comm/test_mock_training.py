@@ -13,16 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed import pipelining
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    parallelize_module,
-)
-from torch_training import (
+from support.torch_training import (
     STEPS,
     TENSOR_PLAN,
     make_batch,
@@ -42,6 +33,15 @@ from torch_training import (
     train_tensor,
     train_tensor_and_fsdp,
     weights,
+)
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    parallelize_module,
 )
 
 from axonlaunch import comm

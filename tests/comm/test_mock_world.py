@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mock_failure import failure_of
+from support.mock_failure import failure_of
 
 from axonlaunch import comm
 from axonlaunch.comm import (

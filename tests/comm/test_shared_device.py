@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from configured import run_config
+from support.configured import run_config
 from torch.futures import Future
 
 from axonlaunch import data

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 from torch import Tensor, nn
 
 import axonlaunch as ax
@@ -84,7 +84,12 @@ def test_parameters_of_two_types_can_not_be_gathered_together() -> None:
 
 
 def test_weights_of_running_statistics_are_not_gathered_in_a_lower_type() -> None:
-    normed = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
+    normed = [
+        "model=custom",
+        "model.target=support.normed:build",
+        "data=digits",
+        "data.image_size=8",
+    ]
     half = [*normed, "train.precision=bf16"]
     run_config([*half, "strategy=zero1"])
     run_config([*normed, "strategy=fsdp"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configured import estimate_config, run_config
+from support.configured import estimate_config, run_config
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import corpus
 import pytest
 import yaml
-from chat_templates import CHATML
-from hf_families import save
-from hub_server import ServedAtHub, hub_server
-from served import Server
+from support import corpus
+from support.chat_templates import CHATML
+from support.hf_families import save
+from support.hub_server import ServedAtHub, hub_server
+from support.served import Server
 
 pytest.importorskip("transformers")
 pytest.importorskip("huggingface_hub")

@@ -7,11 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
-import corpus
 import pytest
-from chat_templates import CHATML
-from command import Served
-from served import Server
+from support import corpus
+from support.chat_templates import CHATML
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.config import load
 

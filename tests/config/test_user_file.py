@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import TINY, Served
-from served import Server
+from support.command import TINY, Served
+from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, to_yaml

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, ConfigIssue

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configured import run_config
-from hf_families import save
+from support.configured import run_config
+from support.hf_families import save
 
 from axonlaunch import data
 from axonlaunch.training.process.start_notes import data_notes

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import chat_templates
-import corpus
 import pytest
+from support import chat_templates, corpus
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig

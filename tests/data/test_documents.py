@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
 import pytest
 import torch
+from support import corpus
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig, HeldOutConfig

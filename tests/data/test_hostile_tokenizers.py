@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import corpus
 import pytest
+from support import corpus
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig

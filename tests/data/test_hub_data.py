@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Hub, hub_server
+from support.hub_server import Hub, hub_server
 
 import axonlaunch.system.hub
 from axonlaunch.config import ConfigError
@@ -363,7 +363,7 @@ def test_nodes_that_found_other_commits_agree() -> None:
 
 
 def test_node_downloads_the_data_of_a_frozen_configuration(hub: Hub) -> None:
-    from configured import run_config
+    from support.configured import run_config
 
     from axonlaunch.preflight.checks import fetch_model_and_data
 
@@ -378,7 +378,7 @@ def test_node_downloads_the_data_of_a_frozen_configuration(hub: Hub) -> None:
 
 
 def test_run_goes_on_with_the_commit_of_its_checkpoint(hub: Hub, tmp_path: Path) -> None:
-    from configured import run_config
+    from support.configured import run_config
 
     from axonlaunch.checkpoint import Retention
     from axonlaunch.checkpoint.saving.saver import Saver

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import corpus
 import pytest
+from support import corpus
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError

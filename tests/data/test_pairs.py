@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import estimate_config, run_config
+from support.configured import estimate_config, run_config
 
 from axonlaunch import data
 from axonlaunch.comm import World

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from configured import estimate_config, run_config
+from support.configured import estimate_config, run_config
 
 from axonlaunch import config
 from axonlaunch.comm import World

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
 import pytest
 import torch
-from configured import run_config
+from support import corpus
+from support.configured import run_config
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-import corpus
 import pytest
+from support import corpus
 
 from axonlaunch.checkpoint.exchange.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config, run_config
+from support.configured import estimate_config, run_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode

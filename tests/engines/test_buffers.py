@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import IMAGES
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity_table import IMAGES
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 import axonlaunch as ax
@@ -34,7 +34,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
     chosen = run_config(
         [
-            *("model=custom", "model.target=normed:build", *IMAGES, *overrides),
+            *("model=custom", "model.target=support.normed:build", *IMAGES, *overrides),
             *(f"launch.nproc={ranks}", "launch.backend=mock", "train.global_batch_size=16"),
         ]
     )
@@ -66,7 +66,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
 def test_a_forward_of_an_evaluation_broadcasts_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = run_config(
         [
-            *("model=custom", "model.target=normed:build", *IMAGES, "strategy=ddp"),
+            *("model=custom", "model.target=support.normed:build", *IMAGES, "strategy=ddp"),
             *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=16"),
         ]
     )

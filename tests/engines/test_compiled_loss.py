@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, with_values

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 import axonlaunch as ax

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from logged_runs import lines, train
-from moe_layouts import LAYOUTS, RATE, SETTINGS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.logged_runs import lines, train
+from support.moe_layouts import LAYOUTS, RATE, SETTINGS
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from configured import run_config
-from host_waits import HostWaits
-from parity_table import MODELS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.host_waits import HostWaits
+from support.parity_table import MODELS
+from support.rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.engines.mesh_engine import push_to

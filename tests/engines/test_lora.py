@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
-from parity import assert_trains_as_one_process
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity import assert_trains_as_one_process
+from support.rank_engine import rank_engine
 from torch import nn
 
 from axonlaunch.checkpoint import Retention

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config, run_config
-from hf_families import without_folder
-from rank_engine import rank_engine
+from support.configured import estimate_config, run_config
+from support.hf_families import without_folder
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

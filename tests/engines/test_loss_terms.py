@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import run_config
-from hf_families import without_folder
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import without_folder
+from support.rank_engine import rank_engine
 from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity_table import MODELS
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
-from configured import run_config
-from hf_families import FAMILIES
-from moe_layouts import LAYOUTS, RATE, SETTINGS
-from parity import assert_trains_as_one_process
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import FAMILIES
+from support.moe_layouts import LAYOUTS, RATE, SETTINGS
+from support.parity import assert_trains_as_one_process
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
-from simulated_streams import Done, Stream, is_before, simulate_streams
+from support.configured import run_config
+from support.rank_engine import rank_engine
+from support.simulated_streams import Done, Stream, is_before, simulate_streams
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

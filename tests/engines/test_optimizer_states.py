@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gathered import Held, gathered, held
-from optimizer_layouts import LAYOUTS
-from rank_engine import rank_engine
+from support.gathered import Held, gathered, held
+from support.optimizer_layouts import LAYOUTS
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

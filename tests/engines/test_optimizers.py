@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import optimizer_layouts
 import pytest
 import torch
 import torch.distributed as dist
-from configured import run_config
-from gathered import Held, gathered, held
-from rank_engine import rank_engine
+from support import optimizer_layouts
+from support.configured import run_config
+from support.gathered import Held, gathered, held
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from configured import estimate_config, run_config
-from parity import assert_trains_as_one_process, verified
+from support.configured import estimate_config, run_config
+from support.parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig

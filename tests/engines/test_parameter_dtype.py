@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import run_config
-from gathered import Held, gathered, held
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.gathered import Held, gathered, held
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import config as configuration

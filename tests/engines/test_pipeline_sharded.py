@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from configured import run_config
-from parity_table import MODELS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity_table import MODELS
+from support.rank_engine import rank_engine
 
 from axonlaunch import data
 from axonlaunch.comm import World

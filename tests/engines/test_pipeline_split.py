@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import without_folder
 from hypothesis import given, strategies as st
+from support.configured import run_config
+from support.hf_families import without_folder
 from torch import nn
 
 from axonlaunch.config.consistency.layout import Layout

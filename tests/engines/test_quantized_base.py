@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from configured import run_config
-from gathered import gathered, held
-from parity import assert_trains_as_one_process
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.gathered import gathered, held
+from support.parity import assert_trains_as_one_process
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch.comm import World

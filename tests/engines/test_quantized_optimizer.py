@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from quantized_optimizer import Adam8bit
+from support.configured import run_config
+from support.quantized_optimizer import Adam8bit
 from torch import nn
 
 from axonlaunch.config import ConfigError
@@ -13,12 +13,12 @@ from axonlaunch.config.optimization.optimizer import CustomOptimizerConfig
 from axonlaunch.config.optimization.parameter_groups import states_of
 from axonlaunch.engines.optimizer.step import Update
 
-CONFIG = CustomOptimizerConfig(target="quantized_optimizer:Adam8bit", lr=0.01)
+CONFIG = CustomOptimizerConfig(target="support.quantized_optimizer:Adam8bit", lr=0.01)
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"),
 ]
-CUSTOM = [*TINY, "optimizer=custom", "optimizer.target=quantized_optimizer:Adam8bit"]
+CUSTOM = [*TINY, "optimizer=custom", "optimizer.target=support.quantized_optimizer:Adam8bit"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_quantized_states_are_saved_and_loaded_exactly(dtype: torch.dtype) -> No
     [
         (["strategy=fsdp"], "Adam8bit: it needs all elements of a parameter to update one"),
         (
-            ["strategy=ddp", "optimizer.target=quantized_optimizer:AdamOfSubclass"],
+            ["strategy=ddp", "optimizer.target=support.quantized_optimizer:AdamOfSubclass"],
             "AdamOfSubclass: keeps a state m that is a Subclass; keep a plain tensor",
         ),
     ],

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 

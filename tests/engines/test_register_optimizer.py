@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config, run_config
-from gathered import Held, gathered, held
-from rank_engine import rank_engine
+from support.configured import estimate_config, run_config
+from support.gathered import Held, gathered, held
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from logged_runs import lines, train
+from support.configured import run_config
+from support.logged_runs import lines, train
 from torch import nn
 from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,

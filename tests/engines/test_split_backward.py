@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
+from support.configured import run_config
+from support.parity_table import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch import data

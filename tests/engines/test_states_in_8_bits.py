@@ -10,9 +10,9 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes import functional
-from configured import run_config
-from hf_families import without_folder
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import without_folder
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 from axonlaunch.checkpoint import Retention
@@ -192,7 +192,7 @@ def _custom(target: str) -> list[str]:
             "creates states before its first step, in the dtype of the weights; use parameter",
         ),
         (
-            [*_custom("quantized_optimizer:Fp32Adam"), "optimizer.state_dtype=8bit"],
+            [*_custom("support.quantized_optimizer:Fp32Adam"), "optimizer.state_dtype=8bit"],
             "optimizer=custom keeps no states in the dtype of the weights",
         ),
         (

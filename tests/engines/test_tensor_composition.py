@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import (
+from support.tensor_cases import (
     GPT,
     LLAMA,
     Seen,
@@ -173,7 +173,7 @@ def test_blocks_compile_on_gloo_with_inductor_under_fully_shard(tmp_path: Path) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = GLOO_RANK.format(
-        folder=str(Path(__file__).parent), support=str(Path(__file__).parent.parent / "support")
+        folder=str(Path(__file__).parent), support=str(Path(__file__).parent.parent)
     )
     base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     base |= {"LOCAL_WORLD_SIZE": "2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import (
+from support.tensor_cases import (
     GPT,
     LLAMA,
     TIED_LLAMA,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_cases import (
+from support.tensor_cases import (
     GPT,
     LLAMA,
     TIED_LLAMA,

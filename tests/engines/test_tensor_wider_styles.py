@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cases import assert_same_gradients, axis, on_ranks
+from support.tensor_cases import assert_same_gradients, axis, on_ranks
 from torch import Tensor, nn
 
 import axonlaunch as ax

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import IMAGES
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity_table import IMAGES
+from support.rank_engine import rank_engine
 from torch import nn
 
 from axonlaunch.comm import World
@@ -22,7 +22,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_evaluation_restores_training_mode_of_each_module(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
-    custom = ["model=custom", "model.target=normed:build", *IMAGES, "train.global_batch_size=8"]
+    custom = [
+        "model=custom",
+        "model.target=support.normed:build",
+        *IMAGES,
+        "train.global_batch_size=8",
+    ]
     chosen = run_config([*custom, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"])
 
     def run(world: World) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 from axonlaunch.checkpoint import Retention

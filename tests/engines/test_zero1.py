@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from configured import run_config
-from parity_table import MODELS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity_table import MODELS
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 import axonlaunch as ax

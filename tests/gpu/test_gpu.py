@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from configured import run_config
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.rank_engine import rank_engine
 from torch.nn.attention import SDPBackend
 
 from axonlaunch.checkpoint.saving.staging import HostCopies

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from package_source import PACKAGE, Source, sources
+from support.package_source import PACKAGE, Source, sources
 
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.schema import REGISTRIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from package_source import sources
+from support.package_source import sources
 
 NAMED_IN = {
     "config/options/model.py",  # the keys of model=hf

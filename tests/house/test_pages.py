@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import served
 import typer
 import yaml
-from command import Served
-from configured import run_config
-from served import Server
+from support import served
+from support.command import Served
+from support.configured import run_config
+from support.served import Server
 
 import axonlaunch as ax
 from axonlaunch.config import ConfigError

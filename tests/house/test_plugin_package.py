@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.data.datasets.dataset import Batch
@@ -36,8 +36,8 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 
-import served
-from command import Served
+from support import served
+from support.command import Served
 
 if __name__ == "__main__":
     with served.serve(others=()) as server:
@@ -73,7 +73,7 @@ class Environment:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent / "support")},
+            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         )
 
     def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import FAULTS, Command, Served
-from launchers import NodeNamespaces, kubernetes, node_namespaces
-from served import Server
+from support.command import FAULTS, Command, Served
+from support.launchers import NodeNamespaces, kubernetes, node_namespaces
+from support.served import Server
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Served
-from served import Server, reached
+from support.command import Served
+from support.served import Server, reached
 
 from axonlaunch import config
 from axonlaunch.config import Composed, ConfigError

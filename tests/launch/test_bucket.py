@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from command import Command, wait_for
-from launchers import logged
+from support.command import Command, wait_for
+from support.launchers import logged
 
 from axonlaunch.checkpoint.format.storage import storage_path
 from axonlaunch.checkpoint.loading import bucket_lease

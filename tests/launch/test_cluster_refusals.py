@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from command import wait_for
-from pod_runs import loaded
+from support.command import wait_for
+from support.pod_runs import loaded
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.kubernetes.cluster import Cluster

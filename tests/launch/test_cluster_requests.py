@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 import yaml
-from pod_runs import loaded
+from support.pod_runs import loaded
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.kubernetes import launcher

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import kubernetes
-from pod_runs import loaded
+from support.launchers import kubernetes
+from support.pod_runs import loaded
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.kubernetes.cluster import Cluster

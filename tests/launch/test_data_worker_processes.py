@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from command import Served, wait_for
-from launchers import torchrun
-from served import Server
+from support.command import Served, wait_for
+from support.launchers import torchrun
+from support.served import Server
 
 MODULE = """
 import os

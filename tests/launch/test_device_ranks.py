@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.diagnostics.flight_recorder import Record

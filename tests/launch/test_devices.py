@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from configured import estimate_config, run_config
+from support.configured import estimate_config, run_config
 
 from axonlaunch.comm import Backend, World, world
 from axonlaunch.config import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Command
+from support.command import Command
 
 from axonlaunch.diagnostics.module_trace.files import (
     StepTrace,

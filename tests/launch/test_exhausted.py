@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Command, wait_for
-from launchers import By, logged, needs
+from support.command import Command, wait_for
+from support.launchers import By, logged, needs
 
 MIB = 2**20
 

@@ -11,8 +11,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from command import TINY, Command, Served, wait_for
-from served import Server
+from support.command import TINY, Command, Served, wait_for
+from support.served import Server
 
 REASONS = {
     "exception": "ValueError: the fault of a test",

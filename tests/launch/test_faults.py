@@ -14,8 +14,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from command import TINY, Command, wait_for
-from launchers import By, logged
+from support.command import TINY, Command, wait_for
+from support.launchers import By, logged
 
 RUN = ["train", *TINY, "plugins=[fault]", "checkpoint.every=2"]
 STRATEGIES = {

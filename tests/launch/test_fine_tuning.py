@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from command import Command
-from configured import run_config
-from hf_families import save
+from support.command import Command
+from support.configured import run_config
+from support.hf_families import save
 
 from axonlaunch.comm import World
 from axonlaunch.config import to_yaml

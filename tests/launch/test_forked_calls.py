@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
-from command import Command
+from support.command import Command
 
 from axonlaunch import config
 from axonlaunch.planning.background_estimate import BackgroundEstimate
@@ -26,7 +26,7 @@ def failure(target: str) -> tuple[Exception, str]:
     """Return the exception of a call, and its traceback as Python prints it."""
     context = get_context("forkserver")
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
-        forked_call.call(context, f"failing:{target}")
+        forked_call.call(context, f"support.failing:{target}")
     assert isinstance(caught.value, Exception)
     return caught.value, "".join(traceback.format_exception(caught.value))
 
@@ -117,7 +117,7 @@ def test_failed_background_estimate_logs_traceback(method: str) -> None:
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24", "estimate.background=true"])
     )
-    prediction.memory._call = forked_call.ForkedCall(context, "failing:raises", ())
+    prediction.memory._call = forked_call.ForkedCall(context, "support.failing:raises", ())
     prediction.wait()
     prediction.close()
     assert prediction.memory.reason == "ValueError: what was wrong"

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import Command, wait_for
-from launchers import logged
-from served import Server, reached
+from support.command import Command, wait_for
+from support.launchers import logged
+from support.served import Server, reached
 
 from axonlaunch.system.processes import forked_call, forkserver
 from axonlaunch.system.processes.forked_process import ForkedProcess

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import gpu_node
 import pytest
-import served
-from command import Command
-from configured import run_config
-from served import Server
+from support import gpu_node, served
+from support.command import Command
+from support.configured import run_config
+from support.served import Server
 
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import gpus

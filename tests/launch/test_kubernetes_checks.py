@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pod_runs import loaded
+from support.pod_runs import loaded
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from command import wait_for
+from support.command import wait_for
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.environment import launcher_process

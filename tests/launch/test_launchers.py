@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, Served, wait_for
-from launchers import By, ended, have_sbatch, logged, needs, slurm, torchrun, unused_port
-from served import Server
+from support.command import TINY, Command, Served, wait_for
+from support.launchers import By, ended, have_sbatch, logged, needs, slurm, torchrun, unused_port
+from support.served import Server
 
 from axonlaunch import config as configuration
 from axonlaunch.launch.external import slurm as slurm_job

@@ -11,7 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from pod_runs import loaded
+from support.pod_runs import loaded
 
 from axonlaunch import config as configuration
 from axonlaunch.launch.external.kubernetes import launcher, manifests

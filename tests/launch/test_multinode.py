@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, wait_for
-from launchers import NodeNamespaces, ended, logged, node_namespaces
-from served import Server
+from support.command import TINY, Command, wait_for
+from support.launchers import NodeNamespaces, ended, logged, node_namespaces
+from support.served import Server
 
 
 def without_launch(overrides: list[str]) -> list[str]:

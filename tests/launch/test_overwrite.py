@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from command import Command
+from support.command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, compose, load, with_values
 from axonlaunch.launch import run_dir, runs

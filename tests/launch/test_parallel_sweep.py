@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command import TINY, Command, wait_for
+from support.command import TINY, Command, wait_for
 
 from axonlaunch.config import ConfigError, load, with_values
 from axonlaunch.launch.commands import parallel_sweep

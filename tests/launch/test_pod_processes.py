@@ -7,10 +7,10 @@ import time
 from functools import partial
 
 import pytest
-import served as forked
 import yaml
-from command import TINY, Served, wait_for
-from launchers import ended, logged, unused_port
+from support import served as forked
+from support.command import TINY, Served, wait_for
+from support.launchers import ended, logged, unused_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

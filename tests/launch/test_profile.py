@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command import TINY, Served
-from configured import run_config
+from support.command import TINY, Served
+from support.configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, read_frozen, to_yaml

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from command import Command
-from hf_families import without_folder
+from support.command import Command
+from support.hf_families import without_folder
 
 UNSUMMED = """
 from axonlaunch.engines.tensor.parallel_layers import layers

@@ -8,9 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import served as programs
-from command import FAULTS, TINY
-from served import Server
+from support import served as programs
+from support.command import FAULTS, TINY
+from support.served import Server
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch.distributed as dist
-from command import wait_for
+from support.command import wait_for
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 
 from axonlaunch.launch.multinode import rendezvous

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from command import Command
+from support.command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, load
 from axonlaunch.launch import run_dir, runs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 import axonlaunch as ax
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from command import Command
+from support.command import Command
 
 OVERRIDES = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
 

@@ -11,10 +11,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from command import Command, Served
 from rich.console import Console, ConsoleDimensions
-from run_folders import run_folder
-from served import Server
+from support.command import Command, Served
+from support.run_folders import run_folder
+from support.served import Server
 
 from axonlaunch.cli.reports.runs import BreakableName
 from axonlaunch.cli.shared.run_folders import has_runs

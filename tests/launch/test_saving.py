@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command import Command
+from support.command import Command
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import step_folders

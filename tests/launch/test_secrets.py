@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import Served
+from support.command import Served
 
 SECRET = "hunter2-and-more"
 LOGGER = """

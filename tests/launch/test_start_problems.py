@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from command import TINY, Command
+from support.command import TINY, Command
 
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.cli.training.train import _status_of

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from command import wait_for
+from support.command import wait_for
 
 from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.launch.failures.outcome import Outcome

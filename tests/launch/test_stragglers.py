@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from command import Command
+from support.command import Command
 
 from axonlaunch.diagnostics.stragglers import Shares, slowest_of
 from axonlaunch.diagnostics.wait_detection import waits

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stranger
 import torch.distributed as dist
-from command import TINY, Command, wait_for
-from launchers import SUPPORT
-from served import Server
+from support import stranger
+from support.command import TINY, Command, wait_for
+from support.launchers import SUPPORT
+from support.served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from axonlaunch.comm.connection.authenticated_store import Channel

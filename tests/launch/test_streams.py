@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from command import TINY, Command
-from served import Forked, Server, command
+from support.command import TINY, Command
+from support.served import Forked, Server, command
 
 from axonlaunch.system.text.streams import tolerant
 

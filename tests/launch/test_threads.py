@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from command import Command
+from support.command import Command
 
 from axonlaunch.system.node import host
 

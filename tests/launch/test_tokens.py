@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, Served
-from launchers import SUPPORT, By, NodeNamespaces, ended, logged, torchrun
-from served import Forked, placed, script
+from support.command import TINY, Command, Served
+from support.launchers import SUPPORT, By, NodeNamespaces, ended, logged, torchrun
+from support.served import Forked, placed, script
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig

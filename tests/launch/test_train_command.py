@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import TINY, Command, wait_for
+from support.command import TINY, Command, wait_for
 
 from axonlaunch import config as configuration
 from axonlaunch.config.consistency.layout import resolved

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, Served
+from support.command import TINY, Command, Served
 
 import axonlaunch
 from axonlaunch.config import RunConfig, load, with_values

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from command import TINY, Command
-from hf_families import FAMILIES
-from moe_layouts import EXPERTS, SETTINGS
+from support.command import TINY, Command
+from support.hf_families import FAMILIES
+from support.moe_layouts import EXPERTS, SETTINGS
 
 from axonlaunch.config.problems.errors import plain
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command import TINY, Command
-from configured import run_config
-from launchers import BIN, By, needs
-from rank_engine import rank_engine
+from support.command import TINY, Command
+from support.configured import run_config
+from support.launchers import BIN, By, needs
+from support.rank_engine import rank_engine
 from torch._inductor import cpu_vec_isa
 
 import axonlaunch as ax

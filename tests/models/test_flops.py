@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from configured import estimate_config, run_config
-from hf_families import theirs
+from support.configured import estimate_config, run_config
+from support.hf_families import theirs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import hf_families
 import pytest
 import torch
 import torch.nn.functional as F
+from support import hf_families
 from torch import Tensor, nn
 
 from axonlaunch.config.options.model import GPTConfig, HuggingFaceConfig, LlamaConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_families import theirs
+from support.hf_families import theirs
 from torch import Tensor, nn
 
 from axonlaunch.models.modules.repeated_blocks import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from configured import run_config
 from hypothesis import HealthCheck, given, seed, settings, strategies as st
-from parity import assert_trains_as_one_process
-from parity_table import MODELS, SCHEDULES, WITH_EXPERTS
+from support.configured import run_config
+from support.parity import assert_trains_as_one_process
+from support.parity_table import MODELS, SCHEDULES, WITH_EXPERTS
 
 from axonlaunch.config import ConfigError, ConfigIssue
 

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
-from hf_families import FAMILIES, ROUTED
-from moe_layouts import EXPERTS, SETTINGS
-from parity import assert_trains_as_one_process
+from support.hf_families import FAMILIES, ROUTED
+from support.moe_layouts import EXPERTS, SETTINGS
+from support.parity import assert_trains_as_one_process
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines.expert.experts import sharded_dim

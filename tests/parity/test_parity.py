@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from parity import assert_trains_as_one_process
-from parity_table import (
+from support.parity import assert_trains_as_one_process
+from support.parity_table import (
     BATCH,
     PAGE,
     Combination,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from parity import assert_trains_as_one_process
-from parity_table import MODELS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.parity import assert_trains_as_one_process
+from support.parity_table import MODELS
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import data

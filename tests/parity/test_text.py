@@ -10,14 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import chat_templates
-import corpus
-import hf_families
-import hf_loops
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import run_config
+from support import chat_templates, corpus, hf_families, hf_loops
+from support.configured import run_config
 
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import chat_templates
-import corpus
-import hf_families
-import hf_loops
 import pytest
 import torch
-from configured import run_config
+from support import chat_templates, corpus, hf_families, hf_loops
+from support.configured import run_config
 
 from axonlaunch import data
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX

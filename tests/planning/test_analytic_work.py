@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from configured import estimate_config
-from hf_families import FAMILIES
+from support.configured import estimate_config
+from support.hf_families import FAMILIES
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
@@ -356,7 +356,12 @@ def test_analytic_memory_of_low_precision_is_close_to_trace(numerics: str, layou
 
 @pytest.mark.slow
 def test_analytic_work_of_model_with_minimum_batch() -> None:
-    overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
+    overrides = [
+        "model=custom",
+        "model.target=support.normed:build",
+        "data=digits",
+        "data.image_size=8",
+    ]
     overrides += ["hardware=h100_80gb", "train.global_batch_size=4"]
     chosen = estimate_config([*overrides, "launch.nproc=2", "train.micro_batch_size=2"])
     assert analytic.Formulas.of(chosen).process_bytes(chosen) > 0

@@ -5,7 +5,7 @@ import random
 from functools import partial
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hf_families import without_folder
+from support.hf_families import without_folder
 from torch import nn
 
 import axonlaunch as ax

@@ -6,7 +6,7 @@ on a GPU.
 
 from __future__ import annotations
 
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.planning.memory.estimate import estimate

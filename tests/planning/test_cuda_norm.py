@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from configured import estimate_config
+from support.configured import estimate_config
 from torch import Tensor, nn
 
 from axonlaunch.planning.memory.estimate import estimate

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from configured import estimate_config
-from parity_table import IMAGES
+from support.configured import estimate_config
+from support.parity_table import IMAGES
 
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import estimate_cache
@@ -123,7 +123,7 @@ def test_corrupt_cached_estimate_is_replaced(damage: str, kept_here: Path) -> No
 
 
 def test_custom_model_estimate_is_not_cached(kept_here: Path) -> None:
-    mine = run("model=custom", "model.target=normed:build", *IMAGES)
+    mine = run("model=custom", "model.target=support.normed:build", *IMAGES)
     estimate_cache.write_estimate(mine, MADE)
     assert estimate_cache.read_estimate(mine) is None
     with_plugin = run("plugins=[json]")

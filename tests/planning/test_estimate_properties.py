@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import live_storages
 import pytest
-from configured import estimate_config
-from hf_families import FAMILIES
 from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
-from live_storages import small
+from support import live_storages
+from support.configured import estimate_config
+from support.hf_families import FAMILIES
+from support.live_storages import small
 
 from axonlaunch.config import ConfigError
 from axonlaunch.planning.memory.estimate import estimate

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import live_storages
 import pytest
-from configured import estimate_config
-from forced_router import forced_experts
-from hf_families import FAMILIES, SPECIAL
-from live_storages import small
+from support import live_storages
+from support.configured import estimate_config
+from support.forced_router import forced_experts
+from support.hf_families import FAMILIES, SPECIAL
+from support.live_storages import small
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.planning.memory.estimate import estimate

@@ -1,7 +1,7 @@
 """An extended recording of a shallow model equals the deeper model's recording."""
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording

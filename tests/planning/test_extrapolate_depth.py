@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 from torch import nn
 
 from axonlaunch.models.modules.repeated_blocks import num_leading

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config
+from support.configured import estimate_config
 from torch import Tensor, nn
 from torch._dynamo import device_interface
 from torch._inductor import async_compile

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from configured import estimate_config
+from support.configured import estimate_config
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed import pipelining

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import live_storages
 import pytest
-from configured import estimate_config
-from hf_families import FAMILIES
-from live_storages import small
+from support import live_storages
+from support.configured import estimate_config
+from support.hf_families import FAMILIES
+from support.live_storages import small
 
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun

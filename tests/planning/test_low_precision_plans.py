@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from configured import estimate_config
 from rich.console import Console
-from simulated_search import MODEL, found
+from support.configured import estimate_config
+from support.simulated_search import MODEL, found
 
 from axonlaunch import config
 from axonlaunch.cli.planning.plan import plan_to_json, print_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device

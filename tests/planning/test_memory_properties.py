@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from configured import estimate_config
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.configured import estimate_config
 
 from axonlaunch.planning.memory.estimate import estimate
 

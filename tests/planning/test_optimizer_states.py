@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from configured import estimate_config, run_config
-from rank_engine import rank_engine
+from support.configured import estimate_config, run_config
+from support.rank_engine import rank_engine
 
 from axonlaunch import config
 from axonlaunch.comm import World

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import live_storages
 import pytest
-from configured import estimate_config
-from live_storages import SMALL
+from support import live_storages
+from support.configured import estimate_config
+from support.live_storages import SMALL
 
 from axonlaunch.config import RunConfig
 from axonlaunch.planning.memory.estimate import estimate

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import Layout

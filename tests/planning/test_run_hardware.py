@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from configured import run_config
-from run_folders import run_folder
+from support.configured import run_config
+from support.run_folders import run_folder
 
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.diagnostics.report.page_data import page_data

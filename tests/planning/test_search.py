@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated_search import found
+from support.simulated_search import found
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.hardware import GIB

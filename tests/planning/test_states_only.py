@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.planning.memory import estimate as memory_estimate, states_only
 

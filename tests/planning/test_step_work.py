@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config
-from hf_families import SPECIAL, without_folder
+from support.configured import estimate_config
+from support.hf_families import SPECIAL, without_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from axonlaunch.config import ConfigError

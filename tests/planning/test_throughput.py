@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import live_storages
 import pytest
-from configured import estimate_config
-from live_storages import SMALL, Held
+from support import live_storages
+from support.configured import estimate_config
+from support.live_storages import SMALL, Held
 
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from configured import run_config
-from hf_loops import SETTINGS
-from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint
@@ -18,6 +15,9 @@ from axonlaunch.checkpoint.exchange.weights import export_weights, load_initial_
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, with_values
+from support.configured import run_config
+from support.hf_loops import SETTINGS
+from support.rank_engine import rank_engine
 
 LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6"]
 TOKENS = torch.arange(24)[None] % 200

@@ -15,11 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import collective_errors  # noqa: F401 (its checks are among CHECKS)
 import pytest
 import torch
 import torch.distributed as dist
-from collective_values import (
+from torch import Tensor, nn
+
+from axonlaunch import comm
+from axonlaunch.comm import ProcessGroup, ReduceOp, World
+from axonlaunch.comm.averaging.row_bucket import RowBucket
+from support import collective_errors  # noqa: F401 (its checks are among CHECKS)
+from support.collective_values import (
     CHECKS,
     DTYPES,
     FLOATS,
@@ -35,11 +40,6 @@ from collective_values import (
     of_all,
     values,
 )
-from torch import Tensor, nn
-
-from axonlaunch import comm
-from axonlaunch.comm import ProcessGroup, ReduceOp, World
-from axonlaunch.comm.averaging.row_bucket import RowBucket
 
 
 def reduces_in_place(world: World, op: ReduceOp, named: Callable[..., Tensor], dtype: Any) -> None:

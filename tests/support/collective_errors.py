@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from collective_values import (
-    check,
-)
 from torch import nn
 
 from axonlaunch import comm
 from axonlaunch.comm import MismatchError, World
+from support.collective_values import (
+    check,
+)
 
 
 @check

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import served
-from served import Server
+from support import served
+from support.served import Server
 
 TINY = [
     "model.hidden_size=32",

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MODULES = ("argparse", "ast", "calendar", "csv", "datetime", "difflib", "fractions", "heapq")
+_MODULES: tuple[str, ...] = (
+    "argparse",
+    "ast",
+    "calendar",
+    "csv",
+    "datetime",
+    "difflib",
+    "fractions",
+    "heapq",
+)
 _MODULES += ("inspect", "ipaddress", "locale", "mailbox", "optparse", "pathlib", "pickle", "random")
 _MODULES += ("statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "typing")
 END = "<|end|>"

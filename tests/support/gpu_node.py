@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import served
 import torch
 import torch.distributed as dist
-from served import Server
+
+from support import served
+from support.served import Server
 
 DEVICES = 8
 H100 = SimpleNamespace(

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from configured import run_config
-from rank_engine import rank_engine
 from torch.nn.functional import cross_entropy
 
 from axonlaunch.comm import World
+from support.configured import run_config
+from support.rank_engine import rank_engine
 
 STEPS = 5
 SETTINGS = [

@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import served
-from command import Served
-from served import Server
+
+from support import served
+from support.command import Served
+from support.served import Server
 
 TOKEN, READ_TOKEN = "hf_write", "hf_read"
 USER, ORG, READ_ONLY_ORG = "someone", "team", "museum"

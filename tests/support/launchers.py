@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import served
-from command import Command, wait_for
-from served import Server
+
+from support import served
+from support.command import Command, wait_for
+from support.served import Server
 
 SUPPORT = Path(__file__).parent
 SCRIPTS = SUPPORT.parents[1] / "scripts"
@@ -79,7 +80,7 @@ class By(Command):
         file = self.folder / "server.pickle"
         file.write_bytes(pickle.dumps(server))
         file.chmod(0o600)
-        path = f"{SUPPORT}:{SCRIPTS.parent}"
+        path = f"{SUPPORT.parent}:{SCRIPTS.parent}"
         variables = {**self.variables, "PYTHONPATH": path}
         return By(self.folder, self.prefix, variables, [str(SUPPORT / "served_rank.py"), str(file)])
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from configured import run_config
-from forced_router import forced_routes
 
 from axonlaunch import data
 from axonlaunch.comm import World
@@ -35,6 +33,8 @@ from axonlaunch.planning.tracing.extrapolation import extrapolate_depth, extrapo
 from axonlaunch.planning.tracing.stage_trace import measure_stage, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 from axonlaunch.system.processes import forked_call
+from support.configured import run_config
+from support.forced_router import forced_routes
 
 SMALL = [
     "model.hidden_size=64",
@@ -59,12 +59,12 @@ def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
             bytes of the ``evaluation``. ``context_rank`` is the rank's index in the ring of
             attention.
     """
-    return _by_case("live_storages:_on_rank", cases, ranks=ranks)
+    return _by_case("support.live_storages:_on_rank", cases, ranks=ranks)
 
 
 def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]:
     """Train each case's overrides and return the peak that a run reports, by case and rank."""
-    return _by_case("live_storages:_measured_on_rank", cases, ranks=ranks)
+    return _by_case("support.live_storages:_measured_on_rank", cases, ranks=ranks)
 
 
 def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
@@ -87,7 +87,7 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
     config = chosen(overrides, ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         calls = [(config, rank, ranks, folder) for rank in range(ranks)]
-        return forked_call.call_together(context, "live_storages:_stats_on_rank", calls)
+        return forked_call.call_together(context, "support.live_storages:_stats_on_rank", calls)
 
 
 def _stats_on_rank(config: RunConfig, rank: int, ranks: int, folder: str) -> Stats:

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configured import run_config
-
 from axonlaunch.comm import World
 from axonlaunch.events import Event, Monitor, Noted, StepLogged
 from axonlaunch.training import worker
+from support.configured import run_config
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]

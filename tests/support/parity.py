@@ -9,8 +9,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from configured import run_config
-
 from axonlaunch.config import RunConfig, to_tree, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.verification.comparison import compare
@@ -19,6 +17,7 @@ from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.reference_runs import run_references
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.result import ParityResult
+from support.configured import run_config
 
 STEPS = 2
 """The second step uses the first update and the optimizer states that it created."""

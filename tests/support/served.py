@@ -30,8 +30,8 @@ from axonlaunch.system.processes import forkserver as ours
 SERVER: Any = forkserver._forkserver
 # The server's address and, from Python 3.14, its authentication key.
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
-WARMED = "warmed"
-"""Module that the server imports before the modules of ranks. It is in this folder."""
+WARMED = "support.warmed"
+"""Module that the server imports before the modules of ranks. It is in this package."""
 TRANSFORMERS = "axonlaunch.models.hf.reading.preload"
 COMPILER = "axonlaunch.planning.tracing.preload"
 
@@ -45,7 +45,7 @@ def serve(*, others: Sequence[str] = (COMPILER, TRANSFORMERS)) -> Iterator[Serve
     Args:
         others: Additional modules to import, which only some commands need.
     """
-    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
     preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *others, *ours.PRELOADED])
     with mock.patch.dict(os.environ, path), preloaded, ours.warm():
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
@@ -178,7 +178,7 @@ def command(server: Server, *overrides: str, around: Callable[..., None] | None 
     from axonlaunch.cli.training import train
 
     ours.warm = partial(reached, server, around=around)
-    train.STARTED = time.time()
+    train.STARTED = time.time()  # type: ignore[attr-defined]
     sys.argv = ["axonlaunch", *overrides]
     app.run_command()
 

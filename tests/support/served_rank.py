@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-import served
+from support import served
 
 
 def main(server_file: str, *overrides: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from axonlaunch.comm import World

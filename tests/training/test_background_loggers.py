@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged_runs import lines, notes, train
+from support.logged_runs import lines, notes, train
 
 from axonlaunch.events import Event, StepLogged
 from axonlaunch.training import loggers

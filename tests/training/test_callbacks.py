@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import run_config
-from logged_runs import lines, notes, train
+from support.configured import run_config
+from support.logged_runs import lines, notes, train
 
 import axonlaunch as ax
 from axonlaunch import checkpoint

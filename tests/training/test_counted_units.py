@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.data.datasets.dataset import counted_in

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import without_folder
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import without_folder
+from support.rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config.options.hardware import HardwareConfig

@@ -6,8 +6,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from configured import run_config
-from logged_runs import train
+from support.configured import run_config
+from support.logged_runs import train
 
 from axonlaunch import checkpoint, config
 from axonlaunch.config import ConfigError

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import run_config
-from logged_runs import TINY, lines, notes, train
+from support.configured import run_config
+from support.logged_runs import TINY, lines, notes, train
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from logged_runs import lines, train
-from rank_engine import rank_engine
 from sklearn.metrics import f1_score
+from support.configured import run_config
+from support.logged_runs import lines, train
+from support.rank_engine import rank_engine
 
 import axonlaunch as ax
 from axonlaunch import checkpoint, config

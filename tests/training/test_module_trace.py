@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import without_folder
-from parity_table import MODELS
+from support.configured import run_config
+from support.hf_families import without_folder
+from support.parity_table import MODELS
 from torch import nn
 
 import axonlaunch as ax
@@ -156,7 +156,7 @@ def test_module_trace_statistics_are_of_full_tensors() -> None:
     chosen = configured("gpt", *SINGLE)
 
     def run(world: World) -> tuple[dict[str, torch.Tensor], torch.Tensor, Any]:
-        from rank_engine import rank_engine
+        from support.rank_engine import rank_engine
 
         engine, loader = rank_engine(chosen, world)
         outputs: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 from torch import Tensor, nn
 
 import axonlaunch as ax

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from logged_runs import train
+from support.logged_runs import train
 
 from axonlaunch.training import worker
 from axonlaunch.training.measuring import system_use

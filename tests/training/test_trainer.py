@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import step_folders

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import needs
-from logged_runs import notes, train
+from support.launchers import needs
+from support.logged_runs import notes, train
 
 from axonlaunch.training.loggers import RunInfo, trainjob
 from axonlaunch.training.loggers.trainjob import TrainJobLogger

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 # ruff: noqa: E402 (these imports need the path set above)
-from configured import run_config
-from parity_table import BATCH, Combination, combinations
 from rich.console import Console
 from rich.table import Table
+from support.configured import run_config
+from support.parity_table import BATCH, Combination, combinations
 
 from axonlaunch.config import ConfigError
 from axonlaunch.verification.comparison import compare

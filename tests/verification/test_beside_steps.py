@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
+from support.configured import run_config
+from support.parity_table import MODELS
 from torch import Tensor, nn
 
 from axonlaunch.checkpoint.loading import dcp_reader, reader

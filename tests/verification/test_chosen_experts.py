@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import ROUTED, without_folder
-from moe_layouts import SETTINGS as SETTINGS_OF_MOE
+from support.configured import run_config
+from support.hf_families import ROUTED, without_folder
+from support.moe_layouts import SETTINGS as SETTINGS_OF_MOE
 from torch import Tensor
 
 from axonlaunch.engines.expert.kept_choices import _TakeChoices

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from configured import run_config
-from corpus import functions, write_jsonl
+from support.configured import run_config
+from support.corpus import functions, write_jsonl
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import BATCH, MODELS, Combination, combinations_in_tests
+from support.configured import run_config
+from support.parity_table import BATCH, MODELS, Combination, combinations_in_tests
 from torch import Tensor, nn
 
 from axonlaunch.verification.comparison import compare

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import without_folder
-from parity_table import MODELS
+from support.configured import run_config
+from support.hf_families import without_folder
+from support.parity_table import MODELS
 
 from axonlaunch.comm import World
 from axonlaunch.engines.data_parallel import fsdp

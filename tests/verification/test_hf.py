@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from configured import run_config
-from hf_families import FAMILIES
+from support.configured import run_config
+from support.hf_families import FAMILIES
 from torch import Tensor
 
 from axonlaunch.config.problems.errors import plain

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import run_config
-from hf_families import without_folder
+from support.configured import run_config
+from support.hf_families import without_folder
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError, RunConfig, with_values

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
+from support.configured import run_config
+from support.parity_table import MODELS
 
 import axonlaunch as ax
 from axonlaunch.comm.averaging import gradient_bucket

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from configured import run_config
-from parity_table import MODELS
+from support.configured import run_config
+from support.parity_table import MODELS
 from torch import Tensor, nn
 
 from axonlaunch.config import with_values

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from configured import run_config
+from support.configured import run_config
 
 from axonlaunch.verification.comparison.compare import on_mock
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
-from pretend_gpu import PretendGpu
+from support.configured import run_config
+from support.parity_table import MODELS
+from support.pretend_gpu import PretendGpu
 from torch import Tensor
 
 from axonlaunch.config import RunConfig, with_values

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
-from parity_table import MODELS
 from safetensors.torch import load_file
+from support.configured import run_config
+from support.parity_table import MODELS
 
 from axonlaunch.models.build import build_model
 from axonlaunch.verification.locating import locate, tensor_dump

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from configured import run_config
-from parity_table import MODELS
+from support.configured import run_config
+from support.parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
 

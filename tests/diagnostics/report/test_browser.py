@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.page import page_of

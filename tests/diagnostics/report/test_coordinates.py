@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import run_folder
+from support.run_folders import run_folder
 
 from axonlaunch.diagnostics.report.comparison import ranking
 from axonlaunch.diagnostics.report.coordinates import coordinates_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console, ConsoleDimensions
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.cli.reports import compare, runs
 from axonlaunch.cli.shared.run_screen import screen_of

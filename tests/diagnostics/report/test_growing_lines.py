@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.growing_lines import GrowingLines
 from axonlaunch.diagnostics.report.live_page_data import LivePageData

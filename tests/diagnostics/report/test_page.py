@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from run_folders import run_folder
+from support.run_folders import run_folder
 
 from axonlaunch.diagnostics.report.comparison import run_table
 from axonlaunch.diagnostics.report.page import as_script_data, page_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from run_folders import run_folder
+from support.run_folders import run_folder
 
 from axonlaunch.diagnostics.report import server as server_module
 from axonlaunch.diagnostics.report.live_page_data import LivePageData

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.page_data import page_data

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import run_folder, write_lines
+from support.run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.page_data import facts
 from axonlaunch.diagnostics.report.record.run_record import read_run

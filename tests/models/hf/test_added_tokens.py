@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import corpus
-import hf_families
 import pytest
 import torch
-from configured import estimate_config, run_config
-from gathered import gathered, held
-from hf_loops import SETTINGS
-from rank_engine import rank_engine
+from support import corpus, hf_families
+from support.configured import estimate_config, run_config
+from support.gathered import gathered, held
+from support.hf_loops import SETTINGS
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch.checkpoint.exchange.weights import load_initial_weights

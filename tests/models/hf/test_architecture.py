@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import ConfigError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import FAMILIES, SPECIAL, save, without_folder
-from hf_loops import by_axonlaunch, by_transformers
+from support.configured import run_config
+from support.hf_families import FAMILIES, SPECIAL, save, without_folder
+from support.hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError

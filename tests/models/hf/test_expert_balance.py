@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import SPECIAL, save, without_folder
-from hf_loops import SETTINGS, STEPS, adamw, batches
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import SPECIAL, save, without_folder
+from support.hf_loops import SETTINGS, STEPS, adamw, batches
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from edited_checkpoints import resum
-from hf_families import ROUTED, save
-from hf_loops import SETTINGS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.edited_checkpoints import resum
+from support.hf_families import ROUTED, save
+from support.hf_loops import SETTINGS
+from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint

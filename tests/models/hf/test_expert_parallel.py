@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import moe_layouts
 import pytest
 import torch
-from configured import run_config
-from hf_families import FAMILIES, ROUTED, save
-from hf_loops import by_axonlaunch, by_transformers
-from rank_engine import rank_engine
+from support import moe_layouts
+from support.configured import run_config
+from support.hf_families import FAMILIES, ROUTED, save
+from support.hf_loops import by_axonlaunch, by_transformers
+from support.rank_engine import rank_engine
 from torch import Tensor, nn
 
 from axonlaunch.comm import World

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import FAMILIES, theirs
+from support.hf_families import FAMILIES, theirs
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import build_model, construct

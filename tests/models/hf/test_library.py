@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode

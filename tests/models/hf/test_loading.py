@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import estimate_config
+from support.configured import estimate_config
 
 from axonlaunch.planning.memory.estimate import estimate
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from gathered import Held, gathered, held
-from hf_families import save, without_folder
-from hf_loops import SETTINGS, STEPS, batches
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.gathered import Held, gathered, held
+from support.hf_families import save, without_folder
+from support.hf_loops import SETTINGS, STEPS, batches
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

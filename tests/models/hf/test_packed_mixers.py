@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from configured import run_config
-from hf_families import without_folder
+from support.configured import run_config
+from support.hf_families import without_folder
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.models.build import build_model

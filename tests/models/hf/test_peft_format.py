@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import LORA, continued, export, logits, trained
-from configured import run_config
-from hf_families import save
-from hf_loops import SETTINGS
 from safetensors.torch import save_file
+from support.adapter_runs import LORA, continued, export, logits, trained
+from support.configured import run_config
+from support.hf_families import save
+from support.hf_loops import SETTINGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

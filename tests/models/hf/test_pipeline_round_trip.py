@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import save
-from hf_loops import SETTINGS
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import save
+from support.hf_loops import SETTINGS
+from support.rank_engine import rank_engine
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import FAMILIES, SPECIAL, save, without_folder
-from hf_loops import SETTINGS, by_axonlaunch, by_transformers
+from support.configured import run_config
+from support.hf_families import FAMILIES, SPECIAL, save, without_folder
+from support.hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
@@ -132,7 +132,7 @@ def _cut(config: object, first: int, last: int) -> nn.Module:
 
 
 def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rank_engine import rank_engine
+    from support.rank_engine import rank_engine
 
     from axonlaunch.comm import World
 
@@ -152,7 +152,7 @@ def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_evaluation_runs_through_pipeline_stages(tmp_path: Path) -> None:
 
-    from rank_engine import rank_engine
+    from support.rank_engine import rank_engine
 
     from axonlaunch.comm import World
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import huggingface_hub
 import pytest
-from configured import estimate_config, run_config
-from hf_families import FAMILIES, save
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from support.configured import estimate_config, run_config
+from support.hf_families import FAMILIES, save
 
 from axonlaunch.config import ConfigError, with_values
 from axonlaunch.config.options.model import HuggingFaceConfig

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import LORA, continued, export, logits, trained
 from bitsandbytes.functional import dequantize_4bit
-from configured import estimate_config, run_config
-from gathered import gathered, held
-from hf_families import FAMILIES, save
-from hf_loops import SETTINGS
-from rank_engine import rank_engine
 from safetensors.torch import load_file, save_file
+from support.adapter_runs import LORA, continued, export, logits, trained
+from support.configured import estimate_config, run_config
+from support.gathered import gathered, held
+from support.hf_families import FAMILIES, save
+from support.hf_loops import SETTINGS
+from support.rank_engine import rank_engine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hf_families import FAMILIES, SPECIAL
+from support.hf_families import FAMILIES, SPECIAL
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.facts.source import ModelDivision, NotReducibleError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hf_families import FAMILIES, save
-from hf_loops import by_axonlaunch, by_transformers
+from support.hf_families import FAMILIES, save
+from support.hf_loops import by_axonlaunch, by_transformers
 
 LAYOUTS = {
     "single": ["strategy=single"],

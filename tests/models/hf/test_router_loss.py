@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from configured import run_config
-from hf_families import save, without_folder
-from hf_loops import SETTINGS, adamw, batches, by_axonlaunch
-from rank_engine import rank_engine
+from support.configured import run_config
+from support.hf_families import save, without_folder
+from support.hf_loops import SETTINGS, adamw, batches, by_axonlaunch
+from support.rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

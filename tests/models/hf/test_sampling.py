@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import save
+from support.hf_families import save
 
 from axonlaunch.config import ConfigError
 from axonlaunch.training.text.sampling import continue_prompt

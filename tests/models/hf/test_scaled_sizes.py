@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import estimate_config
-from hf_families import FAMILIES, SPECIAL
+from support.configured import estimate_config
+from support.hf_families import FAMILIES, SPECIAL
 
 from axonlaunch import config as configs
 from axonlaunch.config import RunConfig

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import run_config
-from hf_families import FAMILIES, SPECIAL, save, without_folder
-from hf_loops import by_axonlaunch, by_transformers
-from parity import assert_trains_as_one_process
+from support.configured import run_config
+from support.hf_families import FAMILIES, SPECIAL, save, without_folder
+from support.hf_loops import by_axonlaunch, by_transformers
+from support.parity import assert_trains_as_one_process
 from torch import Tensor
 
 from axonlaunch.config import ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configured import run_config
-from hf_families import FAMILIES
+from support.configured import run_config
+from support.hf_families import FAMILIES
 
 from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.config.problems.errors import plain

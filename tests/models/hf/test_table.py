@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Served
-from served import Server
+from support.command import Served
+from support.served import Server
 
 from axonlaunch.models.hf.reading import library
 from axonlaunch.verification.proofs.proved_layouts import proved_table

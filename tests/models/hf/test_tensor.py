@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from configured import estimate_config, run_config
-from hf_families import FAMILIES, save
-from rank_engine import rank_engine
+from support.configured import estimate_config, run_config
+from support.hf_families import FAMILIES, save
+from support.rank_engine import rank_engine
 
 import axonlaunch.engines.tensor.parallelize as dividing
 from axonlaunch import checkpoint

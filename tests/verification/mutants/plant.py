@@ -104,7 +104,7 @@ def _write(file: Path, text: str) -> None:
 
 def verify(arguments: list[str], copy: Path, *, seconds: float) -> Found:
     """Run the command on the copy."""
-    paths = f"{copy}{os.pathsep}{ROOT / 'tests' / 'support'}"
+    paths = f"{copy}{os.pathsep}{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     try:
         ran = subprocess.run(
