@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, refuse_invalid
-from axonlaunch.config.values.optional_keys import num_data_workers
+from axonlaunch.config.values.optional_keys import eval_fraction, num_classes, num_data_workers
 from axonlaunch.data.datasets.registry import register_dataset
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
     return adapt_dataset(
         built,
         collate=facts.collate if facts else None,
-        eval_fraction=getattr(config, "eval_fraction", None),
-        num_classes=getattr(config, "num_classes", None),
+        eval_fraction=eval_fraction(config),
+        num_classes=num_classes(config),
         refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
         description=f"data={config.name}",
         num_workers=num_data_workers(config),

@@ -15,6 +15,18 @@ def num_data_workers(data: Any) -> int:
     return int(getattr(data, "workers", 0))
 
 
+def eval_fraction(data: Any) -> float | None:
+    """Return ``data.eval_fraction``, the share of samples that is held out."""
+    share: float | None = getattr(data, "eval_fraction", None)
+    return share
+
+
+def num_classes(data: Any) -> int | None:
+    """Return ``data.num_classes``; None if it is unset or read from the dataset."""
+    number: int | None = getattr(data, "num_classes", None)
+    return number
+
+
 def packing_of(data: Any) -> str:
     """Return ``data.packing``."""
     return str(getattr(data, "packing", "none"))
