@@ -16,10 +16,11 @@ import torch
 
 from axonlaunch import config as configuration
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.models.architectures.moe import Experts, MoEConfig
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("memory", "speed", "check", "failures")
-NAMES = ("table", *PARTS, "transfers")
+NAMES = ("table", *PARTS, "transfers", "mixture")
 
 
 @pytest.fixture
@@ -206,6 +207,36 @@ def test_host_device_traffic_is_compared_with_link_bandwidth(
     cells = transfers.of_saves(saves, 0.25).cells
     assert [*cells.values()] == ["1000.0", "400.0", "2000.0", "250.0"]
     assert transfers.of_saves(saves[:2], 0.25).problem == "2 checkpoints were written, not 3"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "off", "on_cuda", "problem"),
+    [
+        (0.99, 0.002, True, ""),
+        (0.98, 0.002, True, "0.980 of as torchtitan, 0.99 is required"),
+        (0.98, 0.02, False, "results differ by 2.0%"),
+    ],
+)
+def test_experts_have_the_results_and_speed_of_torchtitan(
+    modules: dict[str, ModuleType], ratio: float, off: float, on_cuda: bool, problem: str
+) -> None:
+    found = {"axonlaunch": 1000 * ratio, "as torchtitan": 1000.0, "off": off}
+    assert modules["mixture"].judged("experts", found, on_cuda=on_cuda).problem == problem
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_torchtitan_s_experts_equal_included_ones(
+    modules: dict[str, ModuleType], dispatched: bool
+) -> None:
+    experts = Experts(MoEConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4))
+    for matrix in experts.parameters():
+        torch.nn.init.normal_(matrix)
+    weights, choice = torch.rand(6, 4).topk(2)
+    routed = torch.randn(6, 16), choice, weights
+    theirs = modules["mixture"].as_torchtitan(
+        routed, experts.gate_up_proj, experts.down_proj, is_dispatched=dispatched
+    )
+    torch.testing.assert_close(theirs, experts(*routed))
 
 
 def test_a_part_ends_in_a_table_and_a_status(
