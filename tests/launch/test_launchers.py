@@ -21,6 +21,8 @@ from axonlaunch.launch.external import slurm as slurm_job
 from axonlaunch.system.node import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
+SUBMITTED = ["launch=slurm", "launch.backend=gloo", "launch.slurm.grace_s=120"]
+"""Settings of a job of SLURM that needs no estimate."""
 GATHERED = 55_000
 """Bytes of a gathered block that remain allocated until gloo's thread releases it late."""
 
@@ -92,7 +94,7 @@ def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
         command = mpirun(folder, 4)
     elif kind == "sbatch":
         command = By(folder, [], cluster)
-        overrides += ["launch=slurm", "launch.nnodes=2", "launch.nproc=2", "launch.backend=gloo"]
+        overrides += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=2"]
     elif kind == "srun of nodes":
         command = By(folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
         overrides.append("launch.nproc=2")
@@ -281,8 +283,7 @@ def test_rendered_script_trains_without_files_of_a_submission(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
 ) -> None:
     job = [word for word in faulty if not word.startswith("launch.")]
-    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
-    job += ["launch.slurm.grace_s=120"]  # needs no estimate
+    job += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=1"]
     script = axonlaunch.folder / "printed.sbatch"
     there = By(axonlaunch.folder, [], cluster)
     script.write_text(there("train", *job, "strategy=fsdp", "name=job", "--render").stdout)
@@ -308,7 +309,7 @@ def test_requeued_job_saves_and_continues_in_its_folder(
     overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
     axonlaunch(*overrides, "name=whole")
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
-    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
+    job += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=1"]
     process = By(axonlaunch.folder, [], cluster).start(
         *job, "name=job", "model.arguments={pause:0.2}"
     )
@@ -337,7 +338,7 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
     axonlaunch(*overrides, "name=whole")
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
-    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
+    job += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=1", "name=job"]
     there = By(axonlaunch.folder, [], cluster)
     follower = there.start(*job, "model.arguments={pause:1.0}")
     logged(axonlaunch.folder / "runs/job/metrics.jsonl", 5)
@@ -361,7 +362,7 @@ def test_job_of_slurm_that_is_stopped_in_its_prologue_does_not_train(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
 ) -> None:
     job = [*(word for word in faulty if not word.startswith("launch.")), "launch.nproc=1"]
-    job += ["launch=slurm", "launch.backend=gloo", "name=job"]
+    job += [*SUBMITTED, "name=job"]
     there = By(axonlaunch.folder, [], cluster)
     follower = there.start("train", *job, "launch.slurm.prologue=['touch begun; sleep 5']")
     wait_for(lambda: (axonlaunch.folder / "begun").exists(), seconds=60)
@@ -378,7 +379,7 @@ def test_job_of_slurm_exits_with_the_status_of_the_node_that_failed_first(
 ) -> None:
     """The other node is ended by SLURM, and has a higher status."""
     job = [*(word for word in faulty if not word.startswith(("launch.", "plugins")))]
-    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo", "name=job"]
+    job += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=1", "name=job"]
     job.append("plugins=[faulty_plugin,broken_on_a_node]")
     (axonlaunch.folder / "broken_on_a_node.py").write_text(
         "import os\nif os.environ.get('SLURM_NODEID') == '1':\n    raise RuntimeError('broken')\n"
@@ -395,7 +396,7 @@ def test_each_run_of_a_sweep_is_a_job_of_slurm(
     run = [*(word for word in faulty if not word.startswith("launch.")), "launch.nproc=1"]
     run += ["launch.threads=1", "launch.backend=gloo"]
     there = By(axonlaunch.folder, [], cluster)
-    sweep = ["-m", "--parallel", "2", *run, "launch=slurm", "name=sweep", "seed=1,2,3"]
+    sweep = ["-m", "--parallel", "2", *run, *SUBMITTED, "name=sweep", "seed=1,2,3"]
     output, errors = there.start("train", *sweep).communicate(timeout=500)
     assert "run 3 of 3: seed=3" in output, errors
     listed = json.loads(there("jobs", "--json").stdout)["jobs"]

@@ -320,6 +320,6 @@ def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, 
     return reported
 
 
-def logged(path: Path, lines: int, *, seconds: float = 60) -> None:
+def logged(path: Path, lines: int, *, seconds: float = 200) -> None:
     """Wait until a run has logged a number of steps."""
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines, seconds=seconds)
