@@ -58,6 +58,14 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
         (["doctor", "--ranks", "99999"], "error: --ranks=99999: is too many for this node's cores"),
+        (
+            ["doctor", "--write", "hardware/a.yaml"],
+            "error: --write=hardware/a.yaml: needs measured figures; add --measure",
+        ),
+        (
+            ["doctor", "--measure", "--write", "a.yaml"],
+            "error: --write=a.yaml: must be in a folder named hardware; write hardware/a.yaml",
+        ),
         (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
         (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
         (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),

@@ -5,13 +5,15 @@ Formulas and traces are simulated.
 
 from __future__ import annotations
 
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.simulated_search import found
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.engines.pipeline.split import balance
 from axonlaunch.planning.memory.pipeline_ranks import stage_layers
 from axonlaunch.planning.search import rounds
@@ -26,6 +28,23 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert best.fits
     assert best.process_bytes == 3 * GIB  # not the smallest, which is slower
     assert len(plan.candidates) <= rounds.TRIED
+
+
+def test_search_traces_only_layouts_that_may_be_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced_times = {1.0: 2.0, 2.0: 1.7, 3.0: 3.1, 10.0: 10.0}  # by the time of the formula
+    traced: list[float] = []
+
+    def trace(choices: list[Any], **_: Any) -> list[Any]:
+        traced.extend(choice.step_s for choice in choices)
+        return [(c, SimpleNamespace(step_s=traced_times[c.step_s])) for c in choices]
+
+    monkeypatch.setattr(rounds, "_trace", trace)
+    monkeypatch.setattr(rounds.forked_map, "share_of_cores", lambda: 1)
+    choices: Any = [SimpleNamespace(step_s=seconds) for seconds in traced_times]
+    order = rounds.TracedOrder(choices, hardware=HardwareConfig(name="own"))
+    assert [speed.step_s for _, speed in islice(order, 2)] == [1.7, 2.0]
+    assert traced == [1.0, 2.0]
+    assert [speed.step_s for _, speed in order] == [3.1, 10.0]
 
 
 @pytest.mark.parametrize(

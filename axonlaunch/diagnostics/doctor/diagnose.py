@@ -20,7 +20,11 @@ _CPU_RANKS = 2
 
 
 def diagnose(
-    run_folder: Path, *, measures: bool = False, ranks: int | None = None
+    run_folder: Path,
+    *,
+    measures: bool = False,
+    ranks: int | None = None,
+    write: Path | None = None,
 ) -> dict[str, Any]:
     """Return this node's hardware, which backends work, and the free disk space at a folder.
 
@@ -28,13 +32,17 @@ def diagnose(
         run_folder: Folder for runs; it need not exist.
         measures: Whether to benchmark the GPUs, or the CPU of a node without GPUs.
         ranks: Number of ranks in the benchmark; None for one on each GPU, or two on a CPU.
+        write: File for the figures of GPUs; None if none is written.
 
     Raises:
-        ConfigError: There are fewer GPUs than ranks.
+        ConfigError: There are fewer GPUs than ranks, or none whose figures could be written.
     """
     with forkserver.warm() as context:
         target = "axonlaunch.diagnostics.doctor.machine:machine"
         report: dict[str, Any] = forked_call.call(context, target, task="inspecting this node")
+        if write is not None and not report["devices"]:
+            message = "is for GPUs, and this node has none; hardware=cpu measures its CPU"
+            raise ConfigError([ConfigIssue("--write", message, str(write))])
         backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
         if report["nccl"]["available"] and report["devices"]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))

@@ -6,6 +6,7 @@ dictionary, to which every copy can add entries. Exceptions of a function are ra
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -109,6 +110,7 @@ def _outcome(function: Callable[[], Any], memory: dict[Any, Any]) -> bytes:
     previous_size = len(memory)
     try:
         torch.set_num_threads(1)
+        gc.freeze()  # what the parent holds is not garbage; collections of the copy skip it
         result = function()
         return pickle.dumps((True, result, [*memory.items()][previous_size:]))
     except BaseException as error:

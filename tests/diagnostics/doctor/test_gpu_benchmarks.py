@@ -6,6 +6,7 @@ known figures. The derived figures must be those of the GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from axonlaunch.cli.configuration import doctor
-from axonlaunch.config import Composer, load
+from axonlaunch.config import Composer, ConfigError, load
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.diagnostics.doctor import diagnose
 from axonlaunch.diagnostics.doctor.gpu_benchmarks import time_kernels, time_links
@@ -218,3 +219,12 @@ def test_doctor_writes_hardware_that_a_run_can_select(
     assert hardware is not None
     assert hardware.matrix_efficiency == pytest.approx(0.7, rel=0.01)
     assert hardware.network_gb_s == option("h100_80gb").network_gb_s
+
+
+def test_a_file_for_gpus_is_refused_before_a_node_without_gpus_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnose.forkserver, "warm", contextlib.nullcontext)
+    monkeypatch.setattr(diagnose.forked_call, "call", lambda *_, **__: {"devices": []})
+    with pytest.raises(ConfigError, match=r"own.yaml: is for GPUs, and this node has none"):
+        diagnose.diagnose(tmp_path, measures=True, write=tmp_path / "hardware" / "own.yaml")
