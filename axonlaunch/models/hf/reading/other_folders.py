@@ -78,10 +78,12 @@ def _describe_run(run: Path, folder: Path) -> str:
     except (OSError, ValueError):
         config = {}
     export = f"axonlaunch checkpoint export {shlex.quote(str(folder))} FOLDER"
+    model = config.get("model")
+    model = model if isinstance(model, Mapping) else {}
+    path, name, base = shlex.quote(str(folder)), model.get("name"), model.get("path")
     if config.get("adapter"):
-        return f"{_adapter_message('BASE', 'FOLDER')}, after {export}"
-    path, model = shlex.quote(str(folder)), config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else None
+        base = shlex.quote(base) if _is_plain(base) else "BASE"
+        return f"{_adapter_message(base, 'FOLDER')}, after {export}"
     if _is_plain(name) and name != "hf":
         return _registered_message("a run", str(name), path)
     return (
