@@ -50,9 +50,11 @@ def test_run_folder_given_as_model_is_answered_with_weights_and_export(
         f"is a run, not a model; write the model.path of the run and model.weights={folder}, "
         f"or model.path=FOLDER after axonlaunch checkpoint export {folder} FOLDER"
     )
-    (tmp_path / "config.yaml").write_text(json.dumps({"adapter": {"name": "lora"}}))
+    run = {"adapter": {"name": "lora"}, "model": {"name": "hf", "path": "Qwen/Qwen3-0.6B"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(run))
     assert refused(folder) == (
-        "is an adapter, not a model; write model.path=BASE adapter=lora adapter.path=FOLDER, "
+        "is an adapter, not a model; write model.path=Qwen/Qwen3-0.6B adapter=lora "
+        "adapter.path=FOLDER, "
         f"after axonlaunch checkpoint export {folder} FOLDER"
     )
 

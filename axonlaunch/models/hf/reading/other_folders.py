@@ -69,7 +69,11 @@ def _base_model(file: Path) -> str:
         )
     except (OSError, ValueError, AttributeError, RecursionError):
         base = None
-    return shlex.quote(base) if _is_plain(base) else "BASE"
+    return _quoted_base(base)
+
+
+def _quoted_base(base: Any) -> str:
+    return shlex.quote(str(base)) if _is_plain(base) else "BASE"
 
 
 def _describe_run(run: Path, folder: Path) -> str:
@@ -78,10 +82,11 @@ def _describe_run(run: Path, folder: Path) -> str:
     except (OSError, ValueError):
         config = {}
     export = f"axonlaunch checkpoint export {shlex.quote(str(folder))} FOLDER"
+    model = config.get("model")
+    model = model if isinstance(model, Mapping) else {}
+    path, name = shlex.quote(str(folder)), model.get("name")
     if config.get("adapter"):
-        return f"{_adapter_message('BASE', 'FOLDER')}, after {export}"
-    path, model = shlex.quote(str(folder)), config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else None
+        return f"{_adapter_message(_quoted_base(model.get('path')), 'FOLDER')}, after {export}"
     if _is_plain(name) and name != "hf":
         return _registered_message("a run", str(name), path)
     return (
