@@ -176,6 +176,7 @@ class _FullSequence(ReadsLocally):
     """Gathers its first argument from parts of the sequence, and returns this rank's part.
 
     All ranks compute the same on the full sequence, so gradients are complete on each of them.
+    Hidden states are [B, T, H]; a result may also be [B * T, H].
     """
 
     _input: str
@@ -183,13 +184,20 @@ class _FullSequence(ReadsLocally):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._axis.group
         if args:
-            args = (collect_from(args[0], group, SEQUENCE_DIM), *args[1:])
+            full = collect_from(args[0], group, SEQUENCE_DIM)
+            result = super().forward(full, *args[1:], **kwargs)
         else:
-            kwargs = {**kwargs, self._input: collect_from(kwargs[self._input], group, SEQUENCE_DIM)}
-        result = super().forward(*args, **kwargs)
+            full = collect_from(kwargs[self._input], group, SEQUENCE_DIM)
+            result = super().forward(**{**kwargs, self._input: full})
         if isinstance(result, tuple):  # hidden states, then attention weights or router logits
-            return (scatter_to_group(result[0], group, SEQUENCE_DIM), *result[1:])
-        return scatter_to_group(result, group, SEQUENCE_DIM)
+            return (self._part_of(result[0], full), *result[1:])
+        return self._part_of(result, full)
+
+    def _part_of(self, result: Tensor, full: Tensor) -> Tensor:
+        """Return this rank's part of a result, in the shape of the result."""
+        rows = result.unflatten(0, full.shape[:2]) if result.ndim < full.ndim else result
+        part = scatter_to_group(rows, self._axis.group, SEQUENCE_DIM)
+        return part.flatten(0, 1) if result.ndim < full.ndim else part
 
 
 class _SequenceOfPositions(ReadsLocally):

@@ -28,6 +28,8 @@ from axonlaunch.models.hf.build import split_hidden_states
 from axonlaunch.models.tensors.initialization import materialize
 
 _PARTS = 2
+_NDIM = 3
+"""Number of dimensions of hidden states: samples, tokens, features."""
 _GATHERS = ("column", "column_gathered", "packed_column", "key_value")
 _WITH_FULL_SEQUENCES = ("region", "full_sequence")
 _SUMS = ("row", "row_split")
@@ -84,41 +86,53 @@ def _unsharded_end(model: Any, styles: Mapping[str, str]) -> str:
 
 def _exchange_parts(model: nn.Module, styles: Mapping[str, str], watch: MixingWatch) -> None:
     """Let hooks gather hidden states and cut results as sharded modules do."""
-    modules = dict(model.named_modules())
-    inner = [f"{name}." for name, style in styles.items() if style in _WITH_FULL_SEQUENCES]
-    for name, style in styles.items():
-        module = modules.get(name)
-        if module is None or name.startswith(tuple(inner)):
+    full = tuple(f"{name}." for name, style in styles.items() if style == "full_sequence")
+    regions = tuple(f"{name}." for name, style in styles.items() if style == "region")
+    for name, module in model.named_modules():
+        style = styles.get(name)
+        if name.startswith(full):
             continue
-        is_embedding = isinstance(module, nn.Embedding)
+        is_embedding = style in ("vocabulary", "sequence") and isinstance(module, nn.Embedding)
         is_head = style == "vocabulary" and not is_embedding
-        if style in (*_GATHERS, *_WITH_FULL_SEQUENCES) or is_head:
-            module.register_forward_pre_hook(_gather(watch), with_kwargs=True)
+        gathers = style in _GATHERS and not name.startswith(regions)
+        if gathers or style in ("region", "full_sequence") or is_head:
+            module.register_forward_pre_hook(_gather(name, watch), with_kwargs=True)
         elif style == "sequence" and not is_embedding:
             module.register_forward_pre_hook(_expect_part(name, watch))
-        if style in (*_SUMS, *_WITH_FULL_SEQUENCES) or is_embedding:
-            module.register_forward_hook(_cut(watch))
+        if style in _SUMS or is_embedding:
+            module.register_forward_hook(_cut(name, watch))
+        elif style == "full_sequence":
+            module.register_forward_hook(_cut(name, watch, may_be_flat=True))
 
 
-def _gather(watch: MixingWatch) -> Any:
+def _gather(name: str, watch: MixingWatch) -> Any:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
         del module
+        key = None if args else next(iter(kwargs))
+        part = kwargs[key] if key else args[0]
+        if part.ndim != _NDIM or part.shape[1] != watch.length:
+            raise MixingError(f"{name} gets {list(part.shape)}, not [1, {watch.length}, features]")
         with watch.paused():
-            if args:
-                return (torch.cat([args[0]] * _PARTS, 1), *args[1:]), kwargs
-            first = next(iter(kwargs))
-            return args, {**kwargs, first: torch.cat([kwargs[first]] * _PARTS, 1)}
+            full = torch.cat([part] * _PARTS, 1)
+        return (args, {**kwargs, key: full}) if key else ((full, *args[1:]), kwargs)
 
     return gather
 
 
-def _cut(watch: MixingWatch) -> Any:
+def _cut(name: str, watch: MixingWatch, *, may_be_flat: bool = False) -> Any:
+    """Return a hook that cuts hidden states, which are one sample here."""
+
     def cut(module: nn.Module, args: Any, output: Any) -> Any:
         del module, args
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        is_flat = may_be_flat and hidden.ndim < _NDIM
+        dim = 0 if is_flat else 1
+        if hidden.ndim != _NDIM - is_flat or hidden.shape[dim] != watch.length * _PARTS:
+            full = f"[1, {watch.length * _PARTS}, features]"
+            raise MixingError(f"{name} returns {list(hidden.shape)}, not {full}")
         with watch.paused():
-            if isinstance(output, tuple):
-                return (output[0].chunk(_PARTS, 1)[0].clone(), *output[1:])
-            return output.chunk(_PARTS, -2)[0].clone()
+            part = hidden.chunk(_PARTS, dim)[0].clone()
+        return (part, *others) if isinstance(output, tuple) else part
 
     return cut
 
