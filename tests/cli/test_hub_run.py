@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command import Command
-from support.hub_server import ORG, TOKEN, Hub, hub_server
+from command import Command
+from hub_server import ORG, TOKEN, Hub, ServedAtHub, hub_server
+from served import Server
 
 pytest.importorskip("huggingface_hub")
 
@@ -89,8 +90,9 @@ def test_offline_run_is_one_error_at_once(at_hub: AtHub) -> None:
 
 
 @pytest.mark.slow
-def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub) -> None:
+def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub, server: Server) -> None:
     """Two commands from a hub id to a chat with the model, without a script."""
+    command = ServedAtHub(at_hub.folder, server, at_hub.hub)
     chats = []
     for n in (number % 50 for number in range(500)):
         said = [("customer", f"What comes after {n}?"), ("agent", f"{n} is followed by {n + 1}.")]
@@ -98,11 +100,11 @@ def test_chats_in_an_odd_schema_are_trained_on_and_answered(at_hub: AtHub) -> No
         chats.append({"case": n, "exchange": exchange})
     fields = "{messages: exchange, role: by, content: utterance, user: customer, assistant: agent}"
     at_hub.hub.dataset("team/chats", {"data/chats.jsonl": "\n".join(map(json.dumps, chats))})
-    at_hub(
+    command(
         *("train", "model=llama_debug", "model.vocab_size=400", "data=chat"),
         *("data.files=team/chats", f"data.fields={fields}"),
         *("tokenizer=train", "tokenizer.vocab_size=400", "data.sequence_length=128"),
         *("train.steps=60", "train.global_batch_size=8", "strategy=single", "name=chat"),
     )
-    answered = at_hub("sample", "runs/chat", "--chat", "--prompt", "What comes after 7?")
+    answered = command("sample", "runs/chat", "--chat", "--prompt", "What comes after 7?")
     assert "is followed by" in answered.stdout

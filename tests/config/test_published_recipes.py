@@ -54,7 +54,7 @@ ROWS = {
     "mhenrichsen/alpaca_2k_test": ALPACA,
     "yahma/alpaca-cleaned": ALPACA,
     "teknium/GPT4-LLM-Cleaned": ALPACA,
-    "fozziethebeat/alpaca_messages_2k_test": CHATS,
+    "fozziethebeat/alpaca_messages_2k_test": CHATS[:400],
     "stas/openwebtext-10k": TEXTS * 5,
     "HuggingFaceH4/ultrachat_200k": CHATS,
     "HuggingFaceTB/smoltalk": CHATS,

@@ -105,8 +105,7 @@ class Hub:
 
 def _read_at_import() -> list[tuple[Any, str, Any]]:
     """Return what huggingface_hub reads from the environment when it is imported, read again."""
-    import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_api
 
     url, home = os.environ["HF_ENDPOINT"], os.environ["HF_HOME"]
     return [
@@ -118,7 +117,7 @@ def _read_at_import() -> list[tuple[Any, str, Any]]:
         ),
         (constants, "HF_HUB_CACHE", f"{home}/hub"),
         (constants, "HF_TOKEN_PATH", f"{home}/token"),
-        (huggingface_hub.hf_api, "api", huggingface_hub.HfApi(endpoint=url)),
+        (hf_api, "api", hf_api.HfApi(endpoint=url)),
     ]
 
 
