@@ -67,7 +67,9 @@ def plain() -> Trained:
     return losses, norms, {name: r.e_score_correction_bias.clone() for name, r in routers.items()}
 
 
-def trained(overrides: Sequence[str], settings: Sequence[str] = SETTINGS) -> Trained:
+def trained(
+    overrides: Sequence[str], settings: Sequence[str] = SETTINGS, *, timeout_s: float = 60
+) -> Trained:
     """Train in a layout; every rank must have the same losses and norms."""
     chosen = run_config([*settings, *overrides])
     assert chosen.launch.nproc != "auto"
@@ -80,7 +82,8 @@ def trained(overrides: Sequence[str], settings: Sequence[str] = SETTINGS) -> Tra
         biases = {name: tensor for name, tensor in state.items() if "correction_bias" in name}
         return losses, norms, {name.rpartition(".")[0]: b.clone() for name, b in biases.items()}
 
-    (losses, norms, biases), *others = World.mock(chosen.launch.nproc).run(run)
+    ranks = World.mock(chosen.launch.nproc, timeout_s=timeout_s)
+    (losses, norms, biases), *others = ranks.run(run)
     assert all(other[:2] == (losses, norms) for other in others)
     for other in others:  # the other stages of a pipeline have the biases of other blocks
         for name, bias in other[2].items():
@@ -139,7 +142,8 @@ def test_compiled_experts_have_the_losses_of_the_eager_run(kind: str, tolerance:
         chosen += ["train.global_batch_size=8"]
     eager, _, _ = trained([*chosen, *LAYOUTS["single"]], [])
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled, _, _ = trained([*chosen, *LAYOUTS["single"], "train.compile=true"], [])
+    chosen += [*LAYOUTS["single"], "train.compile=true"]
+    compiled, _, _ = trained(chosen, [], timeout_s=600)  # the compiler does not communicate
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     assert compiled == pytest.approx(eager, rel=tolerance)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.data.datasets.dataset import takes_present
-from axonlaunch.engines.expert.routing import naming_invalid_route
+from axonlaunch.engines.expert.routing import choice_of, naming_invalid_route
 from axonlaunch.models.torch_internals import in_backward
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -188,7 +188,7 @@ class ExpertCounts:
             # Recomputation in backward repeats choices that are counted already, and forwards
             # without gradients only find out shapes.
             if self._is_counting and torch.is_grad_enabled() and not in_backward():
-                chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                chosen = choice_of(args, kwargs)
                 self._top_k = chosen.shape[-1]
                 flat = chosen.detach().flatten()
                 counted = torch.ones_like(flat)

@@ -15,7 +15,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch
-from axonlaunch.engines.expert.routing import InvalidRouteError, naming_invalid_route
+from axonlaunch.engines.expert.routing import InvalidRouteError, choice_of, naming_invalid_route
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
     ShardSpec,
@@ -144,14 +144,13 @@ def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> No
                 modules[name].forward = _explained_forward(modules[name], name)
 
 
-def _explained_forward(module: Any, layer: str) -> Callable[..., Tensor]:
+def _explained_forward(module: Any, layer: str) -> Callable[..., Any]:
     forward, num_experts = module.forward, module.num_experts
 
     @functools.wraps(forward)
-    def compute(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        with naming_invalid_route(layer, top_k_index, num_experts=num_experts):
-            result: Tensor = forward(hidden_states, top_k_index, top_k_weights)
-        return result
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with naming_invalid_route(layer, choice_of(args, kwargs), num_experts=num_experts):
+            return forward(*args, **kwargs)
 
     return compute
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,6 +84,12 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
         received=_sums(received, per_rank),
         local_experts=local.repeat_interleave(received_counts, output_size=sum(received)),
     )
+
+
+def choice_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the experts of each token, [T, K], from the arguments of a module of experts."""
+    choice: Tensor = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+    return choice
 
 
 def invalid_expert(experts: Tensor, *, num_experts: int) -> tuple[int, str]:
