@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 from command import Command, wait_for
-from launchers import By, logged, unused_port
+from launchers import SCRIPTS, By, logged, unused_port
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
@@ -44,8 +44,8 @@ class Submission:
         self.folder, self.local, self.faulty = axonlaunch.folder, axonlaunch, faulty
         self.cluster = cluster
         self.command = By(axonlaunch.folder, [], {"KUBECONFIG": str(cluster / "kubeconfig")})
-        # What an image would have: the module of the model.
-        env = [{"name": "PYTHONPATH", "value": str(axonlaunch.folder)}]
+        # What an image would have: the module of the model, and axonlaunch.
+        env = [{"name": "PYTHONPATH", "value": f"{axonlaunch.folder}:{SCRIPTS.parent}"}]
         container = {"name": "node", "env": env}
         spec = {"template": {"spec": {"containers": [container]}}}
         (self.folder / "patch.yaml").write_text(yaml.safe_dump({"spec": spec}))
