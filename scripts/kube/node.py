@@ -186,7 +186,7 @@ class Container:
             return
         ended = {"exitCode": status, "finishedAt": second()}
         if action == "FailJob":
-            # The controller does not see it by this phase; who sees the failed Job finds the status.
+            # The old controller reads the phase; who sees the failed Job finds the status.
             self.post("Running", {"terminated": ended})
             self.fail_job(status)
         self.post("Succeeded" if code == 0 else "Failed", {"terminated": ended})
