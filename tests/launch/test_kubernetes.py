@@ -289,7 +289,8 @@ def test_job_deleted_under_the_follower_ends_it(submit: Submission, api: Cluster
 
 
 def test_interrupt_only_stops_following(submit: Submission, api: Cluster) -> None:
-    follower = submit.start("followed", "model.arguments={pause:0.3}")
+    # The second command has to answer before it ends.
+    follower = submit.start("followed", "model.arguments={pause:1.0}")
     logged(submit.folder / "runs/followed/metrics.jsonl", 2, seconds=300)
     follower.send_signal(signal.SIGINT)
     output, _ = follower.communicate(timeout=60)
