@@ -184,9 +184,11 @@ class Container:
         if action == "Ignore":
             self.remove()
             return
-        if action == "FailJob":
-            self.fail_job(status)
         ended = {"exitCode": status, "finishedAt": second()}
+        if action == "FailJob":
+            # The old controller reads the phase; who sees the failed Job finds the status.
+            self.post("Running", {"terminated": ended})
+            self.fail_job(status)
         self.post("Succeeded" if code == 0 else "Failed", {"terminated": ended})
         if self.stopping:
             self.remove()

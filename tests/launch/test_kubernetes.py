@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from support.command import Command, wait_for
-from support.launchers import By, logged, unused_port
+from command import Command, wait_for
+from launchers import SCRIPTS, By, logged, unused_port
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason
@@ -44,8 +44,8 @@ class Submission:
         self.folder, self.local, self.faulty = axonlaunch.folder, axonlaunch, faulty
         self.cluster = cluster
         self.command = By(axonlaunch.folder, [], {"KUBECONFIG": str(cluster / "kubeconfig")})
-        # What an image would have: the module of the model.
-        env = [{"name": "PYTHONPATH", "value": str(axonlaunch.folder)}]
+        # What an image would have: the module of the model, and axonlaunch.
+        env = [{"name": "PYTHONPATH", "value": f"{axonlaunch.folder}:{SCRIPTS.parent}"}]
         container = {"name": "node", "env": env}
         spec = {"template": {"spec": {"containers": [container]}}}
         (self.folder / "patch.yaml").write_text(yaml.safe_dump({"spec": spec}))
@@ -289,7 +289,8 @@ def test_job_deleted_under_the_follower_ends_it(submit: Submission, api: Cluster
 
 
 def test_interrupt_only_stops_following(submit: Submission, api: Cluster) -> None:
-    follower = submit.start("followed", "model.arguments={pause:0.3}")
+    # The second command has to answer before it ends.
+    follower = submit.start("followed", "model.arguments={pause:1.0}")
     logged(submit.folder / "runs/followed/metrics.jsonl", 2, seconds=300)
     follower.send_signal(signal.SIGINT)
     output, _ = follower.communicate(timeout=60)

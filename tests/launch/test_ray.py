@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from support.command import Command
-from support.launchers import By, logged, unused_port
+from command import Command
+from launchers import SCRIPTS, By, logged, unused_port
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
@@ -94,7 +94,7 @@ class OnRay:
         self._settings = [word for word in faulty if not word.startswith("launch.")]
         self._settings += ["strategy=fsdp", "train.steps=30", "train.global_batch_size=12"]
         self._settings += ["launch.device=cpu", "launch.threads=1"]
-        environment = {"env_vars": {"PYTHONPATH": str(axonlaunch.folder)}}
+        environment = {"env_vars": {"PYTHONPATH": f"{axonlaunch.folder}:{SCRIPTS.parent}"}}
         (axonlaunch.folder / "env.yaml").write_text(yaml.safe_dump(environment))
 
     def arguments(self, name: str, *overrides: str) -> list[str]:

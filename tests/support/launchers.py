@@ -286,17 +286,12 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def kubernetes(folder: Path, definitions: Path | None = None) -> Iterator[Path]:
-    """Run a cluster whose pods are processes of this machine; yield its folder.
-
-    Args:
-        folder: Folder of the cluster.
-        definitions: Folder with definitions of custom resources, for which another server runs.
-    """
+def kubernetes(folder: Path) -> Iterator[Path]:
+    """Run a cluster whose pods are processes of this machine; yield its folder."""
     needs("openssl", "unshare")
     path = f"{BIN}:{os.environ['PATH']}"
     started = subprocess.run(
-        [*_ending_with_this_process("kube-up"), folder, *([definitions] if definitions else [])],
+        [*_ending_with_this_process("kube-up"), folder],
         capture_output=True,
         text=True,
         timeout=200,

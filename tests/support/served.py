@@ -45,7 +45,9 @@ def serve(*, others: Sequence[str] = (COMPILER, TRANSFORMERS)) -> Iterator[Serve
     Args:
         others: Additional modules to import, which only some commands need.
     """
-    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    # Commands that workers start as new interpreters inherit it, so that of the user is kept.
+    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *others, *ours.PRELOADED])
     with mock.patch.dict(os.environ, path), preloaded, ours.warm():
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
