@@ -97,7 +97,8 @@ def time_kernels(device: torch.device, clock: Clock, *, has_bf16: bool) -> Itera
         yield from _time_products(device, clock, "tf32_tflops", "float32")
     finally:
         torch.set_float32_matmul_precision(previous)
-    short = {"dtype": torch.bfloat16 if has_bf16 else torch.float16, "device": device}
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
+    short: dict[str, Any] = {"dtype": dtype, "device": device}
     yield _time_attention(clock, short)
     x, weight = torch.zeros(_ROWS, _WIDTH, **short), torch.ones(_WIDTH, **short)
     for moved, run in (
@@ -161,7 +162,7 @@ def _seconds_on_gpu(run: Callable[[], object], sizes: Sizes) -> float:
             for _ in range(queued):
                 run()
         calls, start = queued, graph.replay
-    rounds = []
+    rounds: list[float] = []
     for _ in range(_ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

@@ -68,7 +68,7 @@ def hardware_of(
     for work in timed:
         if work["kind"] == "disk":
             figures["disk_gb_s"] = ranks * work["bytes"] / work["seconds"] / 1e9
-    rounded = {
+    rounded: dict[str, Any] = {
         key: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
         for key, value in figures.items()
     }
