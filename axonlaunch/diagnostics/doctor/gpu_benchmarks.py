@@ -65,8 +65,8 @@ def run_gpu_benchmarks(rank: int, ranks: int, store: str, folder: str) -> dict[s
     communicator = 0
     if ranks > 1:
         file_store = dist.FileStore(store, ranks)
-        place = local_place(rank, ranks)
-        with World.join(place, backend="nccl", timeout_s=120, store=file_store):
+        environment = local_place(rank, ranks)
+        with World.join(environment, backend="nccl", timeout_s=120, store=file_store):
             timed += time_links(device, _seconds_on_gpu, ranks=ranks)
             communicator = _bytes_outside_allocator(device) - context
     timed += _time_disk(folder, _WRITTEN // ranks)
