@@ -119,12 +119,14 @@ def _gpu_figures(report: dict[str, Any], name: str) -> tuple[dict[str, Any], str
     from axonlaunch.config import Composer, to_tree
     from axonlaunch.config.options.hardware import HardwareConfig
     from axonlaunch.planning.search.found_hardware import option_of_device
-    from axonlaunch.planning.throughput.measured_gpus import hardware_of
+    from axonlaunch.planning.throughput.measured_gpus import hardware_from_times
 
     timed, options = report["timed"], Composer().contents("hardware")
     option = option_of_device(timed["device"], options)
     published = None if option is None else HardwareConfig(**options[option])
-    hardware = hardware_of(timed, name=name, ranks=report["measured_ranks"], published=published)
+    hardware = hardware_from_times(
+        timed, name=name, ranks=report["measured_ranks"], published=published
+    )
     return to_tree(hardware), option or ""
 
 

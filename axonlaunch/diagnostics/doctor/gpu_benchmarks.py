@@ -65,8 +65,8 @@ def run_gpu_benchmarks(rank: int, ranks: int, store: str, folder: str) -> dict[s
     communicator = 0
     if ranks > 1:
         file_store = dist.FileStore(store, ranks)
-        place = local_place(rank, ranks)
-        with World.join(place, backend="nccl", timeout_s=120, store=file_store):
+        environment = local_place(rank, ranks)
+        with World.join(environment, backend="nccl", timeout_s=120, store=file_store):
             timed += time_links(device, _seconds_on_gpu, ranks=ranks)
             communicator = _bytes_outside_allocator(device) - context
     timed += _time_disk(folder, _WRITTEN // ranks)
@@ -88,16 +88,20 @@ def time_kernels(device: torch.device, clock: Clock, *, has_bf16: bool) -> Itera
         clock: Clock of the device.
         has_bf16: Whether the device computes in bf16.
     """
-    formats = [each for each in PRECISIONS.values() if has_bf16 or each.name != "bf16"]
-    for precision in formats:
-        yield from _time_products(device, clock, precision.peak, precision.compute.dtype)
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield from _time_products(device, clock, "tf32_tflops", "float32")
-    finally:
-        torch.set_float32_matmul_precision(previous)
-    short = {"dtype": torch.bfloat16 if has_bf16 else torch.float16, "device": device}
+    for precision in PRECISIONS.values():
+        dtype = getattr(torch, precision.compute.dtype)
+        if dtype is torch.bfloat16 and not has_bf16:
+            continue
+        yield from _time_products(device, clock, precision.peak, dtype)
+        if precision.relaxed_peak != precision.peak:
+            previous = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                yield from _time_products(device, clock, precision.relaxed_peak, dtype)
+            finally:
+                torch.set_float32_matmul_precision(previous)
+    half = torch.bfloat16 if has_bf16 else torch.float16
+    short: dict[str, Any] = {"dtype": half, "device": device}
     yield _time_attention(clock, short)
     x, weight = torch.zeros(_ROWS, _WIDTH, **short), torch.ones(_WIDTH, **short)
     for moved, run in (
@@ -105,19 +109,21 @@ def time_kernels(device: torch.device, clock: Clock, *, has_bf16: bool) -> Itera
         (2 * x.nbytes, lambda: silu(x)),
         (3 * x.nbytes, lambda: x + x.view_as(x)),
     ):
-        yield _timed(clock, run, kind="kernel", bytes=moved)
+        yield _time(clock, run, kind="kernel", bytes=moved)
     small = torch.zeros(8, device=device)
-    yield _timed(clock, partial(small.mul_, 1.0), kind="launch", queued=_QUEUED)
+    yield _time(clock, partial(small.mul_, 1.0), kind="launch", queued=_QUEUED)
     host = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     copy = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
-    yield _timed(clock, lambda: copy.copy_(host, non_blocking=True), kind="host", bytes=_COPIED)
+    yield _time(clock, lambda: copy.copy_(host, non_blocking=True), kind="host", bytes=_COPIED)
 
 
-def _time_products(device: torch.device, clock: Clock, peak: str, dtype: str) -> Iterator[Sizes]:
+def _time_products(
+    device: torch.device, clock: Clock, peak: str, dtype: torch.dtype
+) -> Iterator[Sizes]:
     for m, n, k in _SHAPES:
-        a = torch.zeros(m, k, dtype=getattr(torch, dtype), device=device).normal_()
-        b = torch.zeros(k, n, dtype=getattr(torch, dtype), device=device).normal_()
-        yield _timed(clock, partial(torch.matmul, a, b), kind="product", peak=peak, m=m, n=n, k=k)
+        a = torch.zeros(m, k, dtype=dtype, device=device).normal_()
+        b = torch.zeros(k, n, dtype=dtype, device=device).normal_()
+        yield _time(clock, partial(torch.matmul, a, b), kind="product", peak=peak, m=m, n=n, k=k)
 
 
 def _time_attention(clock: Clock, short: dict[str, Any]) -> Sizes:
@@ -129,7 +135,7 @@ def _time_attention(clock: Clock, short: dict[str, Any]) -> Sizes:
         scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
 
     sizes = {"heads": _HEADS, "positions": _POSITIONS, "head_dim": _HEAD_DIM}
-    return _timed(clock, run, kind="attention", **sizes)
+    return _time(clock, run, kind="attention", **sizes)
 
 
 def time_links(device: torch.device, clock: Clock, *, ranks: int) -> Iterator[Sizes]:
@@ -143,10 +149,10 @@ def time_links(device: torch.device, clock: Clock, *, ranks: int) -> Iterator[Si
         ("all_reduce", many, partial(all_reduce, many)),
         ("all_gather", gathered, partial(all_gather_single, gathered, part)),
     ):
-        yield _timed(clock, run, kind=kind, bytes=tensor.nbytes, ranks=ranks)
+        yield _time(clock, run, kind=kind, bytes=tensor.nbytes, ranks=ranks)
 
 
-def _timed(clock: Clock, run: Callable[[], object], **sizes: Any) -> Sizes:
+def _time(clock: Clock, run: Callable[[], object], **sizes: Any) -> Sizes:
     return {**sizes, "seconds": clock(run, sizes)}
 
 
@@ -161,7 +167,7 @@ def _seconds_on_gpu(run: Callable[[], object], sizes: Sizes) -> float:
             for _ in range(queued):
                 run()
         calls, start = queued, graph.replay
-    rounds = []
+    rounds: list[float] = []
     for _ in range(_ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

@@ -116,10 +116,11 @@ def _waiting(layout: Layout, rank: int, layers: Sequence[int]) -> float:
     rule, in_round = SCHEDULES[layout.schedule], layout.microbatches_per_round
     if layout.schedule in _FORWARDS_FIRST:
         return in_round
-    if rule.v_shaped and sum(layers):
-        held = (2 * ranks - 1 - rank + rule.two_way, rank + 1)
+    num_layers = sum(layers)
+    if rule.v_shaped and num_layers:
+        held = (2 * ranks - 1 - rank + int(rule.two_way), rank + 1)
         parts = zip(held, layers, strict=True)
-        return sum(min(count, in_round) * part for count, part in parts) / sum(layers)
+        return sum(min(count, in_round) * part for count, part in parts) / num_layers
     if rule.separate_weight_grad:
         waiting = ranks + (1 / chunks if rule.two_way else 0.0)
     elif rule.in_rounds:

@@ -199,7 +199,7 @@ class TracedOrder:
         self.waiting = sorted(valid, key=lambda choice: choice.step_s)
         self.traced: list[tuple[Preselected, Throughput]] = []
         self._hardware = hardware
-        self._known: list[tuple[Any, Any]] = []
+        self._earlier: list[tuple[Any, Any]] = []
 
     def __iter__(self) -> Iterator[tuple[Preselected, Throughput]]:
         """Yield each layout with its speed; traces are made on the way.
@@ -219,7 +219,7 @@ class TracedOrder:
                 continue
             count = forked_map.share_of_cores()
             next_ones, self.waiting = self.waiting[:count], self.waiting[count:]
-            for choice, result in _trace(next_ones, hardware=self._hardware, known=self._known):
+            for choice, result in _trace(next_ones, hardware=self._hardware, earlier=self._earlier):
                 if isinstance(result, ConfigError):
                     errors.append(result)
                 else:
@@ -230,17 +230,17 @@ class TracedOrder:
 
 
 def _trace(
-    choices: list[Preselected], *, hardware: HardwareConfig, known: list[tuple[Any, Any]]
+    choices: list[Preselected], *, hardware: HardwareConfig, earlier: list[tuple[Any, Any]]
 ) -> list[tuple[Preselected, Throughput | ConfigError]]:
     """Trace the work of layouts and return their speed, or the error.
 
     Args:
         choices: The layouts.
         hardware: Description of the devices.
-        known: Earlier traces, to which new ones are added.
+        earlier: Earlier traces, to which new ones are added.
     """
     configs = [choice.candidate.config for choice in choices]
-    works = step_works(configs, world_size=num_ranks(configs[0]), known=known)
+    works = step_works(configs, world_size=num_ranks(configs[0]), earlier=earlier)
     results = [
         work if isinstance(work, ConfigError) else speed_of(config, hardware, work)
         for config, work in zip(configs, works, strict=True)

@@ -28,7 +28,7 @@ _FASTEST_LATENCY_S = 1e-7
 """Lower limit of the latency of a link: a collective may start faster than is assumed."""
 
 
-def hardware_of(
+def hardware_from_times(
     measured: Mapping[str, Any], *, name: str, ranks: int, published: HardwareConfig | None
 ) -> HardwareConfig:
     """Return the hardware of measured GPUs.
@@ -39,7 +39,7 @@ def hardware_of(
         ranks: Number of GPUs that were measured together.
         published: Published figures of the device; None if there are none.
     """
-    known = published or HardwareConfig(name=name)
+    nominal = published or HardwareConfig(name=name)
     timed = measured["timed"]
     launch = next(work["seconds"] for work in timed if work["kind"] == "launch")
     figures: dict[str, Any] = {
@@ -49,9 +49,9 @@ def hardware_of(
         "multiprocessors": measured["multiprocessors"],
         "context_mib": measured["context_bytes"] / MIB,
         "kernel_us": launch * 1e6,
-        "devices_per_node": known.devices_per_node or ranks,
+        "devices_per_node": nominal.devices_per_node or ranks,
     }
-    peaks, efficiency = _product_figures(timed, known, measured["multiprocessors"], launch)
+    peaks, efficiency = _product_figures(timed, nominal, measured["multiprocessors"], launch)
     figures |= {**peaks, "matrix_efficiency": efficiency}
     peak = peaks.get("bf16_tflops") or peaks["fp16_tflops"]
     [attention] = [work for work in timed if work["kind"] == "attention"]
@@ -59,24 +59,24 @@ def hardware_of(
     kernels = [work for work in timed if work["kind"] == "kernel"]
     moved = sum(work["bytes"] for work in kernels)
     seconds = sum(work["seconds"] - launch for work in kernels)
-    figures |= _rate("memory_bandwidth_gb_s", "memory_efficiency", moved / seconds / 1e9, known)
+    figures |= _rate("memory_bandwidth_gb_s", "memory_efficiency", moved / seconds / 1e9, nominal)
     [host] = [work for work in timed if work["kind"] == "host"]
-    figures |= _rate("host_gb_s", "host_efficiency", host["bytes"] / host["seconds"] / 1e9, known)
+    figures |= _rate("host_gb_s", "host_efficiency", host["bytes"] / host["seconds"] / 1e9, nominal)
     if ranks > 1:
-        figures |= _link_figures(timed, known, ranks)
+        figures |= _link_figures(timed, nominal, ranks)
         figures["communicator_mib"] = measured["communicator_bytes"] / MIB
     for work in timed:
         if work["kind"] == "disk":
             figures["disk_gb_s"] = ranks * work["bytes"] / work["seconds"] / 1e9
-    rounded = {
+    rounded: dict[str, Any] = {
         key: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
         for key, value in figures.items()
     }
-    return dataclasses.replace(known, **rounded)
+    return dataclasses.replace(nominal, **rounded)
 
 
 def _product_figures(
-    timed: list[dict[str, Any]], known: HardwareConfig, multiprocessors: int, launch: float
+    timed: list[dict[str, Any]], nominal: HardwareConfig, multiprocessors: int, launch: float
 ) -> tuple[dict[str, float], float]:
     """Return the peaks of products, and the fraction of them that the best shapes reach."""
     reached: dict[str, float] = {}
@@ -88,9 +88,9 @@ def _product_figures(
             rate = 2 * m * n * k / (work["seconds"] - launch) / share / 1e12
             reached[work["peak"]] = max(rate, reached.get(work["peak"], 0.0))
     reference = "bf16_tflops" if "bf16_tflops" in reached else "fp16_tflops"
-    peak = getattr(known, reference)
+    peak = getattr(nominal, reference)
     efficiency = 1.0 if peak is None else min(1.0, reached[reference] / peak)
-    peaks = {key: getattr(known, key) or rate / efficiency for key, rate in reached.items()}
+    peaks = {key: getattr(nominal, key) or rate / efficiency for key, rate in reached.items()}
     return peaks, efficiency
 
 
@@ -104,7 +104,7 @@ def _attention_tflops(work: Mapping[str, Any], launch: float) -> float:
 
 
 def _link_figures(
-    timed: list[dict[str, Any]], known: HardwareConfig, ranks: int
+    timed: list[dict[str, Any]], nominal: HardwareConfig, ranks: int
 ) -> dict[str, float]:
     small, large = (work for work in timed if work["kind"] == "all_reduce")
     [gather] = [work for work in timed if work["kind"] == "all_gather"]
@@ -114,15 +114,15 @@ def _link_figures(
     rate = 2 * share * large["bytes"] / (large["seconds"] - started) / 1e9
     gathered = share * gather["bytes"] / (gather["seconds"] - COLLECTIVE_S - hops / 2 * latency)
     figures = {"link_latency_us": latency * 1e6}
-    figures |= _rate("link_gb_s", "link_efficiency", rate, known)
+    figures |= _rate("link_gb_s", "link_efficiency", rate, nominal)
     if gathered / 1e9 < rate:
         figures["allgather_bw_gb_s"] = gathered / 1e9
     return figures
 
 
-def _rate(name: str, efficiency: str, rate: float, known: HardwareConfig) -> dict[str, float]:
+def _rate(name: str, efficiency: str, rate: float, nominal: HardwareConfig) -> dict[str, float]:
     """Return a published figure and the fraction of it that was reached, or the measured rate."""
-    nominal = getattr(known, name)
-    if nominal is None:
+    figure = getattr(nominal, name)
+    if figure is None:
         return {name: rate, efficiency: 1.0}
-    return {name: nominal, efficiency: min(1.0, rate / nominal)}
+    return {name: figure, efficiency: min(1.0, rate / figure)}

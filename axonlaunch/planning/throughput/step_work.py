@@ -193,35 +193,35 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
 
 
 def step_works(
-    configs: Sequence[RunConfig], *, world_size: int, known: list[tuple[Any, Any]] | None = None
+    configs: Sequence[RunConfig], *, world_size: int, earlier: list[tuple[Any, Any]] | None = None
 ) -> list[StepWork | ConfigError]:
     """Count the operations of the steps of several runs, and trace runs with equal steps once.
 
     Args:
         configs: Checked configurations with the same number of ranks.
         world_size: Number of ranks.
-        known: Traces of earlier calls, to which those of this call are added; None if there are
+        earlier: Traces of earlier calls, to which those of this call are added; None if there are
             none to keep.
 
     Returns:
         The work of each run, or the error if it cannot be traced.
     """
     plans = [_or_error(partial(_TracePlan.of, config, world_size)) for config in configs]
-    known = [] if known is None else known
-    functions: list[Any] = [function for function, _ in known]
+    earlier = [] if earlier is None else earlier
+    functions: list[Any] = [function for function, _ in earlier]
     indices: list[list[int]] = []
     for plan in plans:
         needed = [] if isinstance(plan, ConfigError) else plan.functions()
         functions += [function for function in needed if function not in functions]
         indices.append([functions.index(function) for function in needed])
-    missing = functions[len(known) :]
+    missing = functions[len(earlier) :]
     traced = forked_map.map_forked(
         [partial(_or_error, function) for function in missing],
         task="tracing a step to predict its time",
         memory=fake_tensor_cache.recipes,
     )
-    known += zip(missing, traced, strict=True)
-    results = [result for _, result in known]
+    earlier += zip(missing, traced, strict=True)
+    results = [result for _, result in earlier]
     works: list[StepWork | ConfigError] = []
     for plan, numbers in zip(plans, indices, strict=True):
         traces = [plan] if isinstance(plan, ConfigError) else [results[n] for n in numbers]

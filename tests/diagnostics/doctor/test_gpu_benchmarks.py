@@ -24,7 +24,7 @@ from axonlaunch.diagnostics.doctor import diagnose
 from axonlaunch.diagnostics.doctor.gpu_benchmarks import time_kernels, time_links
 from axonlaunch.planning.measured_constants import IN_A_STEP
 from axonlaunch.planning.throughput.collectives import Links
-from axonlaunch.planning.throughput.measured_gpus import hardware_of
+from axonlaunch.planning.throughput.measured_gpus import hardware_from_times
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -140,7 +140,7 @@ def slow_h100() -> SimulatedGPU:
 
 
 def test_measured_efficiencies_are_those_of_the_device(slow_h100: SimulatedGPU) -> None:
-    measured = hardware_of(
+    measured = hardware_from_times(
         slow_h100.measured(), name="own", ranks=RANKS, published=option("h100_80gb")
     )
     expected = dataclasses.replace(
@@ -161,7 +161,7 @@ def test_measured_efficiencies_are_those_of_the_device(slow_h100: SimulatedGPU) 
 def test_device_without_published_figures_gets_the_rates_that_it_reaches(
     slow_h100: SimulatedGPU,
 ) -> None:
-    measured = hardware_of(slow_h100.measured(), name="own", ranks=RANKS, published=None)
+    measured = hardware_from_times(slow_h100.measured(), name="own", ranks=RANKS, published=None)
     assert measured.matrix_efficiency == measured.memory_efficiency == 1
     assert measured.bf16_tflops == pytest.approx(0.7 * 989, rel=0.01)
     assert measured.memory_bandwidth_gb_s == pytest.approx(0.8 * 3350, rel=0.01)
