@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import Command
-from hub_server import ORG, TOKEN, Hub, ServedAtHub, hub_server
-from served import Server
+from support.command import Command
+from support.hub_server import ORG, TOKEN, Hub, ServedAtHub, hub_server
+from support.served import Server
 
 pytest.importorskip("huggingface_hub")
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from command import Command, wait_for
-from launchers import SCRIPTS, By, logged, unused_port
+from support.command import Command, wait_for
+from support.launchers import SCRIPTS, By, logged, unused_port
 
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import waiting_reason

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from command import Command
-from launchers import SCRIPTS, By, logged, unused_port
+from support.command import Command
+from support.launchers import SCRIPTS, By, logged, unused_port
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError

@@ -12,18 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MODULES: tuple[str, ...] = (
-    "argparse",
-    "ast",
-    "calendar",
-    "csv",
-    "datetime",
-    "difflib",
-    "fractions",
-    "heapq",
+_MODULES = (
+    *("argparse", "ast", "calendar", "csv", "datetime", "difflib", "fractions", "heapq"),
+    *("inspect", "ipaddress", "locale", "mailbox", "optparse", "pathlib", "pickle", "random"),
+    *("statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "typing"),
 )
-_MODULES += ("inspect", "ipaddress", "locale", "mailbox", "optparse", "pathlib", "pickle", "random")
-_MODULES += ("statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "typing")
 END = "<|end|>"
 
 

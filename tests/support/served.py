@@ -180,7 +180,7 @@ def command(server: Server, *overrides: str, around: Callable[..., None] | None 
     from axonlaunch.cli.training import train
 
     ours.warm = partial(reached, server, around=around)
-    train.STARTED = time.time()  # type: ignore[attr-defined]
+    vars(train)["STARTED"] = time.time()
     sys.argv = ["axonlaunch", *overrides]
     app.run_command()
 

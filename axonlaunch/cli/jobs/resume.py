@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from axonlaunch.cli.jobs.options import Context, Namespace, Ray, RunName
 
-HELP = "Resume a stopped job of SLURM, Kubernetes or Ray in its folder."
+HELP = "Resume a stopped job of SLURM, Kubernetes or Ray."
 EXAMPLES = """Examples:
 
 \b
