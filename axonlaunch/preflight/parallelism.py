@@ -217,7 +217,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
         return
     if tensor.sequence_parallel and not tensor.plan and (why := spec.no_sequence_parallelism()):
-        message = f"hidden states of {_described(config, model)} can't be split: {why}; use false"
+        message = f"hidden states of {_model_name(config, model)} can't be split: {why}; use false"
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _unshardable_length(config)
@@ -247,7 +247,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.degree", difference, tensor.degree)
 
 
-def _described(config: RunConfig, model: nn.Module) -> str:
+def _model_name(config: RunConfig, model: nn.Module) -> str:
     """Return the model's option, with its family for transformers models."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     return f"model={config.model.name}" + (f" of model_type={family}" if family else "")

@@ -112,7 +112,7 @@ def _gather(name: str, watch: MixingWatch) -> Any:
         part = kwargs[key] if key else args[0]
         if part.ndim != _NDIM or part.shape[1] != watch.length:
             raise MixingError(f"{name} gets {list(part.shape)}, not [1, {watch.length}, features]")
-        with watch.paused():
+        with watch.pause():
             full = torch.cat([part] * _PARTS, 1)
         return (args, {**kwargs, key: full}) if key else ((full, *args[1:]), kwargs)
 
@@ -130,7 +130,7 @@ def _cut(name: str, watch: MixingWatch, *, may_be_flat: bool = False) -> Any:
         if hidden.ndim != _NDIM - is_flat or hidden.shape[dim] != watch.length * _PARTS:
             full = f"[1, {watch.length * _PARTS}, features]"
             raise MixingError(f"{name} returns {list(hidden.shape)}, not {full}")
-        with watch.paused():
+        with watch.pause():
             part = hidden.chunk(_PARTS, dim)[0].clone()
         return (part, *others) if isinstance(output, tuple) else part
 

@@ -166,7 +166,7 @@ class MixingWatch(TorchDispatchMode):
 
         Args:
             length: Tokens of the part.
-            instead_of: What may mix tokens, for messages.
+            instead_of: Name of the functions or layers that may mix tokens, for messages.
             everywhere: Whether tokens must not be mixed outside of blocks either.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,14 +191,14 @@ class MixingWatch(TorchDispatchMode):
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of a part, which the model must use."""
-        with self.paused():
+        with self.pause():
             return torch.arange(length) * 1
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Context around split attention and its masks, in which operations are not checked."""
         self.attended += bool(self._block)
-        with self.paused():
+        with self.pause():
             yield
 
     def enter(self, block: str, arguments: Any) -> None:
@@ -241,7 +241,7 @@ class MixingWatch(TorchDispatchMode):
         return result
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Context in which operations are not checked."""
         previous, self._is_paused = self._is_paused, True
         try:
