@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import os
 import re
 import sys
@@ -213,6 +214,9 @@ def transformers() -> Any:
         raise ConfigError([ConfigIssue("model.name", message, "hf")])
     # Otherwise it checks for new versions online whenever it reads a file in its cache.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # transformers imports an installed torchao, which reports kernels for other devices.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     module = importlib.import_module("transformers")
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
