@@ -109,7 +109,7 @@ def _candidates(parser: Any, previous: str, last: str) -> Iterator[str]:
     """Yield words that a command accepts after another word.
 
     Args:
-        parser: The command.
+        parser: Parser of the command.
         previous: Word before the last one; empty if that is the command's name.
         last: Text that the word begins with.
     """

@@ -159,7 +159,7 @@ def stage_module(
     Args:
         spec: Spec of the model.
         model: The full model.
-        part: The stage.
+        part: Blocks and ends of the stage.
         sequence_parts: Number of parts of the sequence if hidden states are one of them.
     """
     names = block_names(spec, model)

@@ -235,7 +235,7 @@ def _trace(
     """Trace the work of layouts and return their speed, or the error.
 
     Args:
-        choices: The layouts.
+        choices: Layouts to trace.
         hardware: Description of the devices.
         earlier: Earlier traces, to which new ones are added.
     """
