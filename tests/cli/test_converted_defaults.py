@@ -212,7 +212,7 @@ def test_template_without_thoughts_of_llamafactory_is_chatml(folder: Path) -> No
 
 def test_quantized_weights_of_the_hub_are_left_out(folder: Path) -> None:
     translation = converted(folder, LLAMAFACTORY, model_name_or_path="org/Llama-3-8B-AWQ")
-    assert left_out(translation) == ["model_name_or_path"]
+    assert left_out(translation) == ["dataset", "model_name_or_path"]
 
 
 def test_trl_trains_in_bf16_and_recomputes(folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_weights_by_entropy_of_llamafactory_are_translated(folder: Path) -> None
     translation = converted(folder, LLAMAFACTORY, **keys)
     assert values(translation)["train.eaft"] == 2.0
     assert "train.label_smoothing" not in values(translation)
-    assert not translation.changes_training
+    assert left_out(translation) == ["dataset"]
 
 
 def test_larger_weights_by_entropy_of_axolotl_are_clipped_alike(folder: Path) -> None:
