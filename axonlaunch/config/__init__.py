@@ -57,8 +57,6 @@ __all__ = [
     "type_config",
 ]
 
-"""File name of the frozen configuration in a run folder."""
-
 
 def load(
     overrides: Sequence[str] = (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import date
+from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
@@ -82,7 +82,7 @@ def with_template_date(
     """
     if not isinstance(config.data, TextRowsConfig) or not _writes_date(config):
         return config
-    frozen, today = resumed(config), date.today().isoformat()
+    frozen, today = resumed(config), datetime.now(UTC).date().isoformat()
     if isinstance(config.data, ChatConfig):
         day = config.data.template_date or frozen.get("data.template_date") or today
         return with_values(config, {"data.template_date": day})

@@ -362,6 +362,14 @@ def test_nodes_that_found_other_commits_agree() -> None:
         check_agreement([*met, {**met[0], "config": {"data.files": ["team/others"]}}])
 
 
+@pytest.mark.parametrize("key", ["data.template_date", "data.mix.a.template_date"])
+def test_nodes_that_began_on_other_days_agree(key: str) -> None:
+    from axonlaunch.launch.multinode.node_settings import check_agreement
+
+    days = ["2026-11-29", "2026-11-30"]
+    check_agreement([{"host": "a", "problems": [], "config": {key: day}} for day in days])
+
+
 def test_node_downloads_the_data_of_a_frozen_configuration(hub: Hub) -> None:
     from support.configured import run_config
 

@@ -315,6 +315,17 @@ def test_gradient_norm_of_large_tensor_equals_float64(dtype: torch.dtype) -> Non
     torch.testing.assert_close(norm.double(), sum(squares).sqrt(), rtol=1e-6, atol=0)
 
 
+class UnscaledStep(torch.optim.SGD):
+    """A fused optimizer with a step of its own, which applies no ``grad_scale``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.sub_(self.param_groups[0]["lr"] * parameter.grad)
+
+
+UNSCALED = CustomOptimizerConfig(target=f"{__name__}:UnscaledStep", arguments={"fused": True})
 FUSED_ADAGRAD = CustomOptimizerConfig(target="torch.optim:Adagrad", arguments={"fused": True})
 
 
@@ -326,6 +337,7 @@ FUSED_ADAGRAD = CustomOptimizerConfig(target="torch.optim:Adagrad", arguments={"
         (AdamConfig(), True, 0),
         (SGDConfig(), False, 0),
         (FUSED_ADAGRAD, False, 0),
+        (UNSCALED, False, 1),
         (LionConfig(), True, 0),
         (LionConfig(), False, 1),
     ],

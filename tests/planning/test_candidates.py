@@ -117,12 +117,19 @@ def test_a_model_of_transformers_gets_context_where_its_sequences_can_be_divided
 
 
 @pytest.mark.parametrize(
-    ("kind", "divides"), [("qwen3", {True}), ("gpt2", {False}), ("mixtral", {False, True})]
+    ("kind", "more", "divides"),
+    [
+        ("qwen3", [], {True}),
+        ("qwen3", ["data.sequence_length=15"], {False}),
+        ("gpt2", [], {False}),
+        ("mixtral", [], {False, True}),
+    ],
 )
 def test_a_model_of_transformers_gets_sequence_parallelism_where_its_hidden_states_can_be_divided(
-    kind: str, divides: set[bool]
+    kind: str, more: list[str], divides: set[bool]
 ) -> None:
-    choices = candidates(config.load(without_folder(kind)), devices=2, in_node=2, fixed={})
+    chosen = config.load(without_folder(kind, *more))
+    choices = candidates(chosen, devices=2, in_node=2, fixed={})
     tensor = [c.config.strategy.tensor for c in choices if c.layout.tensor > 1]
     assert {chosen.sequence_parallel for chosen in tensor} == divides
 

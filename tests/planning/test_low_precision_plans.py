@@ -127,7 +127,11 @@ def test_layouts_of_lower_precision_are_valid() -> None:
             "strategy.tensor.async_collectives=true: torch overlaps no products of rounded",
         ),
         (["model.hidden_size=40"], [], "train.matmul_dtype=fp8_tensorwise: "),
-        (["optimizer=adafactor"], [], "optimizer.state_dtype=8bit: optimizer=adafactor updates full"),
+        (
+            ["optimizer=adafactor"],
+            [],
+            "optimizer.state_dtype=8bit: optimizer=adafactor updates full",
+        ),
         (["train.precision=fp32"], [], ""),
         (["adapter=lora"], [], "optimizer.master_weights=fp32: only the adapter is trained"),
         ([], ["optimizer.state_dtype"], ""),

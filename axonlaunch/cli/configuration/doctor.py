@@ -40,7 +40,7 @@ def command(
         typer.Option(
             "--measure",
             help=(
-                "Benchmark this node again: its GPUs, whose figures --write keeps, or its CPU for "
+                "Benchmark this node's GPUs (--write keeps the figures), or its CPU for "
                 "hardware=cpu."
             ),
         ),
@@ -125,7 +125,11 @@ def _gpu_figures(report: dict[str, Any], name: str) -> tuple[dict[str, Any], str
     option = option_of_device(timed["device"], options)
     published = None if option is None else HardwareConfig(**options[option])
     hardware = hardware_from_times(
-        timed, name=name, ranks=report["measured_ranks"], published=published
+        timed,
+        name=name,
+        ranks=report["measured_ranks"],
+        gpus=len(report["devices"]),
+        published=published,
     )
     return to_tree(hardware), option or ""
 

@@ -44,12 +44,19 @@ def _state() -> str:
         if name.endswith((".py", ".yaml"))
     ]
     # An installation adds a folder next to the packages, and so changes the time of theirs.
-    installed = [Path(folder) for folder in sys.path if Path(folder).exists()]
-    return "\n".join(
-        f"{path} {about.st_mtime_ns} {about.st_size}"
-        for path in sorted([*files, *installed])
-        if (about := path.stat())
-    )
+    installed = [
+        path for path in map(Path, sys.path) if path.name.endswith("-packages") and path.is_dir()
+    ]
+    return "\n".join(map(_version, sorted([*files, *installed])))
+
+
+def _version(path: Path) -> str:
+    """Return a text that changes with a file or folder, or if it can no longer be read."""
+    try:
+        about = path.stat()
+    except OSError:
+        return str(path)
+    return f"{path} {about.st_mtime_ns} {about.st_size}"
 
 
 def _hash(text: str) -> str:

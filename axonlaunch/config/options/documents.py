@@ -322,7 +322,7 @@ class ChatConfig(TextRowsConfig):
             message = "data.prompt_format writes rows without a chat template; use one of them"
             problems.append(("chat_template", message))
         if self.template_date is not None and not _is_day(self.template_date):
-            problems.append(("template_date", "is no day; write it as 2026-11-29"))
+            problems.append(("template_date", "is not a day; write it as 2026-11-29"))
         problems += [
             (name, "is empty; write a name, a file or a text, or null")
             for name in ("prompt_format", "chat_template")

@@ -35,7 +35,7 @@ def diagnose(
         write: File for the figures of GPUs; None if none is written.
 
     Raises:
-        ConfigError: There are fewer GPUs than ranks, or none whose figures could be written.
+        ConfigError: There are fewer GPUs than ranks, or --write is given without a GPU.
     """
     with forkserver.warm() as context:
         target = "axonlaunch.diagnostics.doctor.machine:machine"

@@ -60,7 +60,8 @@ def run_gpu_benchmarks(rank: int, ranks: int, store: str, folder: str) -> dict[s
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    timed = list(time_kernels(device, _seconds_on_gpu, has_bf16=torch.cuda.is_bf16_supported()))
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    timed = list(time_kernels(device, _seconds_on_gpu, has_bf16=has_bf16))
     context = _bytes_outside_allocator(device)
     communicator = 0
     if ranks > 1:
@@ -86,14 +87,14 @@ def time_kernels(device: torch.device, clock: Clock, *, has_bf16: bool) -> Itera
     Args:
         device: Device to run on.
         clock: Clock of the device.
-        has_bf16: Whether the device computes in bf16.
+        has_bf16: Whether the device computes in bf16; those that do also compute in TF32.
     """
     for precision in PRECISIONS.values():
         dtype = getattr(torch, precision.compute.dtype)
         if dtype is torch.bfloat16 and not has_bf16:
             continue
         yield from _time_products(device, clock, precision.peak, dtype)
-        if precision.relaxed_peak != precision.peak:
+        if precision.relaxed_peak != precision.peak and has_bf16:
             previous = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
             try:

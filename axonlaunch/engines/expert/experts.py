@@ -131,7 +131,7 @@ def dispatch_experts(
 
 
 def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> None:
-    """Let undivided experts name the layer and the token of an expert that does not exist.
+    """Make experts without an expert axis report the layer and token of an invalid expert.
 
     Args:
         stages: Models or pipeline stages.

@@ -29,7 +29,7 @@ class InvalidRouteError(RuntimeError):
 
     @classmethod
     def of_layer(cls, layer: str, reason: str, *, token: int) -> Self:
-        """Return the error of a token in a layer of a full name."""
+        """Return the error for a token of the layer with this full name."""
         message = f"the router of {layer} gives an invalid route to token {token}: {reason}"
         return cls(message, token=token)
 
@@ -107,7 +107,7 @@ def invalid_expert(experts: Tensor, *, num_experts: int) -> tuple[int, str]:
 
 @contextmanager
 def naming_invalid_route(layer: str, experts: Tensor, *, num_experts: int) -> Iterator[None]:
-    """Replace an error that an expert that does not exist has caused.
+    """Replace an error that an invalid expert caused.
 
     Choices are looked at only after an error, because each check makes the host wait. On GPUs
     torch's error stays, because no values can be read after it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -66,9 +69,19 @@ def scales_gradients(optimizer: Optimizer) -> bool:
     """Return whether steps apply ``grad_scale`` and ``found_inf``, as those of fused kernels do.
 
     ``grad_scale`` divides the gradients, and ``found_inf`` skips a step if it is 1. Both are
-    attributes that ``torch.amp.GradScaler`` sets before a step: 0-dim, fp32.
+    attributes that ``torch.amp.GradScaler`` sets before a step: 0-dim, fp32. Classes with a step of
+    their own may ignore them.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    supported: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
+    kind: Any = type(optimizer)
+    return supported and _steps_as_in_torch(kind)
+
+
+@functools.cache
+def _steps_as_in_torch(kind: Any) -> bool:
+    """Return whether a class of optimizers has a step of torch with fused kernels."""
+    fused = (optim.Adam, optim.SGD, optim.Adagrad)
+    return inspect.unwrap(kind.step) in {inspect.unwrap(each.step) for each in fused}
 
 
 def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:

@@ -139,7 +139,7 @@ def keep_blocks(
         blocks: Full names of all blocks.
         first: Index of the stage's first block.
         last: Index after the stage's last block.
-        sequence_parts: Number of parts of the sequence if hidden states are one of them.
+        sequence_parts: Number of parts that hidden states divide the sequence into.
     """
     micro_batch = _MicroBatch()
     for number, name in enumerate(blocks):

@@ -160,7 +160,7 @@ def stage_module(
         spec: Spec of the model.
         model: The full model.
         part: Blocks and ends of the stage.
-        sequence_parts: Number of parts of the sequence if hidden states are one of them.
+        sequence_parts: Number of parts that hidden states divide the sequence into.
     """
     names = block_names(spec, model)
     if spec.flow is not None:

@@ -9,7 +9,6 @@ Recomputation", 2022, for sequence parallelism.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -54,7 +53,7 @@ from axonlaunch.engines.tensor.plan_checks import (
     style_modules,
     unknown_styles,
 )
-from axonlaunch.models.modules.convert_module import convert_module
+from axonlaunch.models.modules.convert_module import convert_module, first_argument
 
 __all__ = ["STYLES", "sharded_classes", "parallelize"]
 
@@ -263,14 +262,10 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
             module, ColumnParallelEmbedding, beneath=_has_custom_forward(module)
         ).axis = axis
     elif gathers:
-        module.__dict__.update(_axis=axis, _sums_gradients=False, _input=_first_argument(module))
+        module.__dict__.update(_axis=axis, _sums_gradients=False, _input=first_argument(module))
         convert_module(module, _FullSequence)
     elif _reads_parameters(module) or style == "averaged":
         _read_locally(entry, axis, sequence_parallel=sequence_parallel)
-
-
-def _first_argument(module: nn.Module) -> str:
-    return next(iter(inspect.signature(module.forward).parameters))
 
 
 def _shard_outputs(
@@ -327,7 +322,7 @@ def _read_locally(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -
     kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
     if entry.style == "region":
         kind = _EntersRegion
-        module.__dict__["_input"] = _first_argument(module)
+        module.__dict__["_input"] = first_argument(module)
     elif entry.style in ("experts", "averaged"):
         kind = _Experts if entry.style == "experts" else _Averaged
     sums_gradients = sums_gradients or entry.style == "replicated_summed"

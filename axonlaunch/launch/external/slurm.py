@@ -291,6 +291,9 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     Raises:
         ConfigError: ``sbatch`` failed.
     """
+    # Again, because earlier runs of a sweep may have taken hours: before checkpoint.overwrite moves
+    # the folder of a job that another command has submitted meanwhile.
+    refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
     with ExitStack() as submission:
         with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
             folder = Path(config.run_dir)

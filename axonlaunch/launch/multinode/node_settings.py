@@ -12,6 +12,8 @@ from axonlaunch.config.values.hub_reference import without_commits
 
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
 """Keys that may differ between nodes. Each node sets the first two; node 0 decides the others."""
+_DAY = "template_date"
+"""Last part of keys that may differ, too: the day on which a node began. Node 0 decides it."""
 
 
 def missing_settings(config: RunConfig) -> list[ConfigIssue]:
@@ -76,6 +78,8 @@ def check_agreement(met: list[dict[str, Any]]) -> None:
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
+            if key.rpartition(".")[2] == _DAY:
+                continue
             expected, actual = first.get(key), about["config"].get(key)
             if without_commits(expected) != without_commits(actual):
                 message = f"{name} has {plain(actual)}; start every node with the same overrides"

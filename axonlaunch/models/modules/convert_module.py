@@ -1,13 +1,22 @@
-"""Changes the class of a module in place, so that references to it stay valid."""
+"""Changes the class of a module in place, so that references to it stay valid.
+
+Also finds the argument that such a class may change.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, TypeVar
 
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def first_argument(module: nn.Module) -> str:
+    """Return the name of the first parameter of a module's forward."""
+    return next(iter(inspect.signature(module.forward).parameters))
 
 
 def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:

@@ -125,6 +125,8 @@ def candidates(
         ranks = devices // math.prod(degrees.values())
         if batch % ranks:
             continue
+        parts = tensor * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
+        is_even = not (config.sequence_length or 0) % parts
         for (
             schedule,
             (data_parallel, expert),
@@ -147,7 +149,7 @@ def candidates(
                 fixed=fixed,
             ),
             options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
-            options(keys.SEQUENCES, divisions if tensor > 1 else [False]),
+            options(keys.SEQUENCES, divisions if tensor > 1 and is_even else [False]),
             options(keys.RECOMPUTE, recomputation),
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):

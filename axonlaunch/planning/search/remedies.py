@@ -280,7 +280,10 @@ def _sequence_parallel(config: RunConfig) -> Options:
     tensor = config.strategy.tensor
     if tensor.degree == 1 or tensor.sequence_parallel or not _divides_hidden_states(config):
         return []
-    cost = "an all-gather and a reduce-scatter for each all-reduce: as much traffic"
+    cost = (
+        "an all-gather and a reduce-scatter for each all-reduce: as much traffic, and more of it "
+        "for modules that need full sequences"
+    )
     return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
 
 

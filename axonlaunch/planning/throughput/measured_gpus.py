@@ -29,7 +29,12 @@ _FASTEST_LATENCY_S = 1e-7
 
 
 def hardware_from_times(
-    measured: Mapping[str, Any], *, name: str, ranks: int, published: HardwareConfig | None
+    measured: Mapping[str, Any],
+    *,
+    name: str,
+    ranks: int,
+    gpus: int,
+    published: HardwareConfig | None,
 ) -> HardwareConfig:
     """Return the hardware of measured GPUs.
 
@@ -37,6 +42,7 @@ def hardware_from_times(
         measured: Result of ``diagnostics.doctor.gpu_benchmarks``.
         name: Name of the hardware.
         ranks: Number of GPUs that were measured together.
+        gpus: Number of GPUs of the node.
         published: Published figures of the device; None if there are none.
     """
     nominal = published or HardwareConfig(name=name)
@@ -49,7 +55,7 @@ def hardware_from_times(
         "multiprocessors": measured["multiprocessors"],
         "context_mib": measured["context_bytes"] / MIB,
         "kernel_us": launch * 1e6,
-        "devices_per_node": nominal.devices_per_node or ranks,
+        "devices_per_node": nominal.devices_per_node or gpus,
     }
     peaks, efficiency = _product_figures(timed, nominal, measured["multiprocessors"], launch)
     figures |= {**peaks, "matrix_efficiency": efficiency}

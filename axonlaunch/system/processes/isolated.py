@@ -150,7 +150,7 @@ class _Copy:
         finally:
             os.close(there[0])
             os.close(ours[1])
-            self._target = None  # else this thread keeps alive the target whose end ends the copy
+            self._target = None  # the copy ends with the target, which this thread must not keep
         try:
             while not self._is_killed and (item := self._requests.get()) is not None:
                 request, done = item

@@ -141,7 +141,7 @@ def slow_h100() -> SimulatedGPU:
 
 def test_measured_efficiencies_are_those_of_the_device(slow_h100: SimulatedGPU) -> None:
     measured = hardware_from_times(
-        slow_h100.measured(), name="own", ranks=RANKS, published=option("h100_80gb")
+        slow_h100.measured(), name="own", ranks=RANKS, gpus=8, published=option("h100_80gb")
     )
     expected = dataclasses.replace(
         slow_h100.hardware,
@@ -161,12 +161,14 @@ def test_measured_efficiencies_are_those_of_the_device(slow_h100: SimulatedGPU) 
 def test_device_without_published_figures_gets_the_rates_that_it_reaches(
     slow_h100: SimulatedGPU,
 ) -> None:
-    measured = hardware_from_times(slow_h100.measured(), name="own", ranks=RANKS, published=None)
+    measured = hardware_from_times(
+        slow_h100.measured(), name="own", ranks=RANKS, gpus=RANKS + 2, published=None
+    )
     assert measured.matrix_efficiency == measured.memory_efficiency == 1
     assert measured.bf16_tflops == pytest.approx(0.7 * 989, rel=0.01)
     assert measured.memory_bandwidth_gb_s == pytest.approx(0.8 * 3350, rel=0.01)
     assert measured.link_gb_s == pytest.approx(0.6 * 450, rel=0.01)
-    assert measured.devices_per_node == RANKS
+    assert measured.devices_per_node == RANKS + 2
 
 
 def test_work_has_the_stated_flops(slow_h100: SimulatedGPU) -> None:

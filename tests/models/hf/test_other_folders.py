@@ -64,7 +64,7 @@ def test_run_of_a_registered_model_given_as_model_is_answered_with_its_name(
 ) -> None:
     (tmp_path / "config.yaml").write_text("model: {name: mine}\n")
     assert refused(tmp_path) == (
-        "is a run of model=mine, which is no model of transformers; write model=mine "
+        "is a run of model=mine, which is not a model of transformers; write model=mine "
         f"model.weights={tmp_path}, with the sizes and the plugins of its run"
     )
 

@@ -126,6 +126,23 @@ def test_block_that_mixes_tokens_outside_of_regions_is_refused(
     assert reason.startswith("model.layers.0 mixes tokens by mean")
 
 
+def test_positions_that_are_counted_in_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    analyzed = structure(HuggingFaceConfig(config=FAMILIES["llama"], init="random"))
+    assert analyzed.layers is not None
+    original: Any = LlamaModel.forward
+
+    def forward(self: Any, input_ids: Tensor, position_ids: Any = None, **more: Any) -> Any:
+        if position_ids is None:
+            position_ids = (input_ids != 1).long().cumsum(1)
+        return original(self, input_ids, position_ids=position_ids, **more)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    reason = why_unsplittable(analyzed.copy(), layers=analyzed.layers)
+    assert reason.startswith("it computes positions from the tokens")
+
+
 def test_inspection_says_whether_hidden_states_can_be_split() -> None:
     answers = {}
     for kind in ("llama", "gpt2"):

@@ -25,6 +25,7 @@ from axonlaunch.models.hf.analysis.sequence_mixing import (
 )
 from axonlaunch.models.hf.analysis.tensor_plans import module_styles
 from axonlaunch.models.hf.build import split_hidden_states
+from axonlaunch.models.modules.convert_module import first_argument
 from axonlaunch.models.tensors.initialization import materialize
 
 _PARTS = 2
@@ -49,7 +50,7 @@ def why_unsplittable(model: Any, *, layers: str) -> str:
     for name, style in styles.items():
         if style == "experts" and not name.startswith(inside):
             return f"no module around {name} can gather the sequence"
-    model = copy.deepcopy(model)
+    unchanged, model = copy.deepcopy(model), copy.deepcopy(model)
     silence_fake_tensors()
     watch = MixingWatch(
         part_length(model, parts=_PARTS),
@@ -69,7 +70,9 @@ def why_unsplittable(model: Any, *, layers: str) -> str:
     except Exception as error:  # third-party code may fail in any way
         details = " ".join(str(error).split())[:200]
         return f"running it on parts of them fails ({type(error).__name__}: {details})"
-    if finds_positions_in_tokens(model, watch.length):
+    with fake_tensor_mode():
+        materialize(unchanged, device="cpu")
+    if finds_positions_in_tokens(unchanged, watch.length):
         return "it computes positions from the tokens, counting those that are not padding"
     return ""
 
@@ -107,8 +110,9 @@ def _exchange_parts(model: nn.Module, styles: Mapping[str, str], watch: MixingWa
 
 def _gather(name: str, watch: MixingWatch) -> Any:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        del module
-        key = None if args else next(iter(kwargs))
+        key = None if args else first_argument(module)
+        if key is not None and key not in kwargs:
+            raise MixingError(f"{name} gets no {key}")
         part = kwargs[key] if key else args[0]
         if part.ndim != _NDIM or part.shape[1] != watch.length:
             raise MixingError(f"{name} gets {list(part.shape)}, not [1, {watch.length}, features]")

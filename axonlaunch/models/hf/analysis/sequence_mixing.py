@@ -305,7 +305,7 @@ def _count(tensor: Tensor, size: int) -> int:
 
 
 def part_length(model: Any, *, parts: int = 1) -> int:
-    """Return a length such that no dimension has it, nor the length of so many parts."""
+    """Return a length that no dimension has, and no dimension has ``parts`` times this length."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in model.config.to_dict().values() if type(value) is int}
     return next((n for n in _PRIMES if sizes.isdisjoint((n, n * parts))), 101)

@@ -195,7 +195,7 @@ def _around_layers(
     """Return the styles of modules around sharded layers, which matter for sequence parallelism.
 
     Modules with vectors, such as norms, compute on parts of the sequence. A module in a block that
-    has matrices and is no region computes on full sequences, because it may mix tokens.
+    has matrices and is not a region computes on full sequences, because it may mix tokens.
     """
     with_matrices = {
         parent

@@ -48,7 +48,7 @@ def describe_export(content: Mapping[str, Any], path: str) -> str:
 def _registered_message(folder: str, name: str, path: str) -> str:
     model = shlex.quote(f"model={name}")
     return (
-        f"is {folder} of {model}, which is no model of transformers; write {model} "
+        f"is {folder} of {model}, which is not a model of transformers; write {model} "
         f"model.weights={path}, with the sizes and the plugins of its run"
     )
 
