@@ -355,6 +355,20 @@ def test_template_with_a_date_writes_the_configured_day(
     assert data.info.notes[1].startswith("data.template_date=2025-03-09: the chat template writes")
 
 
+def test_template_for_tools_writes_the_configured_day(tmp_path: Path) -> None:
+    folder = corpus.save_tokenizer(tmp_path / "tokenizer", chat_template=chat_templates.CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    template = "{{ strftime_now('%d %b') }}{{ tools }}{% for m in messages %}{{ m['content'] }}"
+    template += "{% endfor %}"
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(template)
+    file = corpus.write_jsonl(tmp_path / "chats.jsonl", [{"messages": SINGLE, "tools": [TOOL]}])
+    options: dict[str, Any] = {"packing": "none", "held_out": 0, "sequence_length": 300}
+    options |= {"train_on": "all", "template_date": "2025-03-09"}
+    config = ChatConfig(files=[str(file)], cache_dir=str(tmp_path / "cache"), **options)
+    data: Any = build_dataset(config, TokenizerConfig(path=str(folder)))
+    assert data.decode(tokens_and_counted(data)[0][0]).startswith("09 Mar")
+
+
 def test_date_in_a_computed_format_is_refused(chats: Chats) -> None:
     template = "{% set form = '%d' %}{{ strftime_now(form) }}{{ messages[0]['content'] }}"
     with pytest.raises(ConfigError, match="computes the format of the time that it writes"):

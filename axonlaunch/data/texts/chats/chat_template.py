@@ -82,9 +82,12 @@ class ChatTemplate:
                 "tokens; use a tokenizer with this file, or data.train_on=all"
             )
             raise ConfigError([ConfigIssue(key, message)])
-        if day is not None and writes_date(template):
+        named: Any = loaded.chat_template  # one for rows with tools may be among several
+        templates = [*named.values()] if isinstance(named, dict) else [template]
+        if day is not None and any(map(writes_date, templates)):
             try:
-                with_date(template, day)
+                for each in templates:
+                    with_date(each, day)
             except ValueError as error:
                 raise ConfigError([ConfigIssue(key, str(error))]) from None
             self.fingerprint, self._day = f"{self.fingerprint} {day}", day
