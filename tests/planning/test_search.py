@@ -41,7 +41,7 @@ def test_search_traces_only_layouts_that_may_be_next(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rounds, "_trace", trace)
     monkeypatch.setattr(rounds.forked_map, "share_of_cores", lambda: 1)
     choices: Any = [SimpleNamespace(step_s=seconds) for seconds in traced_times]
-    order = rounds.TracedOrder(choices, hardware=HardwareConfig(name="own"))
+    order = iter(rounds.TracedOrder(choices, hardware=HardwareConfig(name="own")))
     assert [speed.step_s for _, speed in islice(order, 2)] == [1.7, 2.0]
     assert traced == [1.0, 2.0]
     assert [speed.step_s for _, speed in order] == [3.1, 10.0]

@@ -181,6 +181,7 @@ class TracedOrder:
 
     A layout is traced only if it may be the next one: if its time by formulas, times
     ``_LEAST_RATIO``, is below that of all traced ones. Layouts that cannot be traced are left out.
+    It can be iterated once.
 
     Attributes:
         valid: All layouts.
