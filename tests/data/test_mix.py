@@ -198,7 +198,7 @@ def evaluations(chosen: RunConfig) -> list[Evaluated]:
         (", weight: 1", ", weight: 1, epochs: 2", [], "has weights and epochs, which follow from"),
         ("", ", weight: 0", [], "data.mix.b.weight=0: must be above 0"),
         ("", ", wieght: 1", [], "there is no option of a group 'wieght'; did you mean weight?"),
-        ("", ", packing: none", [], "data.mix.b.packing=none: there is no option of a group"),
+        ("", ", packing: none", [], "data.mix.b.packing=none: has one value for all of"),
         ("", "", ["data.files=[c.jsonl]"], "data.mix names the files of each source; use one of"),
         ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is also in data.mix.a.files and "),
         ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),

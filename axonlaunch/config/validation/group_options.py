@@ -76,6 +76,8 @@ def typed_groups(
                 typed[str(pattern)][str(name)] = value
             else:
                 message = unknown("option of a group", str(name), sorted(fields | extras))
+                if name in _shared_options(group_schema):
+                    message = f"has one value for all of {key}; set {key.partition('.')[0]}.{name}"
                 problems.append(ConfigIssue(f"{group_key}.{name}", message, value))
     return typed, problems
 
@@ -91,5 +93,10 @@ def _options_of(schema: type, key: str) -> set[str]:
         field.name
         for field in dataclasses.fields(schema)
         if field.name not in ("name", key.rpartition(".")[2])
-        and not field.metadata.get("of_all_groups")
-    }
+    } - _shared_options(schema)
+
+
+def _shared_options(schema: type) -> set[str]:
+    """Return the names of the options that have the same value in all groups."""
+    fields = dataclasses.fields(schema)
+    return {field.name for field in fields if field.metadata.get("of_all_groups")}
