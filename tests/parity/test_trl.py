@@ -221,7 +221,8 @@ def by_trl(name: str, path: Path, *, masks_lasts: bool = True) -> tuple[list[flo
 
     class Recording(trl.SFTTrainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            batches.append({name: inputs[name].clone() for name in ("input_ids", "attention_mask")})
+            kept = {"input_ids", "attention_mask"} & {*inputs}  # packed rows have no mask
+            batches.append({name: inputs[name].clone() for name in kept})
             result = super().compute_loss(model, inputs, *args, **kwargs)
             loss = result[0] if isinstance(result, tuple) else result
             losses.append(loss.detach().item())
