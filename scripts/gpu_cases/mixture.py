@@ -21,15 +21,16 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch.comm import Backend, World
+from axonlaunch.config.options.model import MoEConfig
 from axonlaunch.engines.expert.dispatch import AllToAll
 from axonlaunch.engines.expert.experts import dispatch_experts
-from axonlaunch.models.architectures.moe import Experts, MoEConfig
+from axonlaunch.models.architectures.moe import Experts
 
 AGAINST_TITAN = 0.99
 CASES = {"experts": False, "experts, dispatched": True}
 """Whether the experts are under an expert axis."""
-SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
-SIZES_OF_CPU = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+SIZES: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+SIZES_OF_CPU: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
 TOKENS, TOP_K, ROUNDS, REPEATS = 16384, 8, 9, 10
 TOKENS_OF_CPU, TOP_K_OF_CPU = 64, 2
 Step = Callable[[], Tensor]
