@@ -68,8 +68,7 @@ def exchange_routes(experts: Tensor, *, num_experts: int, group: ProcessGroup) -
     """
     per_rank, rows = num_experts // group.size, experts.flatten()
     # A last bin counts the invalid ones, because an index out of bounds would abort a GPU.
-    is_valid = (rows >= 0) & (rows < num_experts)
-    bins = torch.where(is_valid, rows, num_experts)
+    bins = torch.where(_is_invalid(rows, num_experts), num_experts, rows)
     counts = bins.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))
     each = [per_rank] * group.size
     received_counts = exchange_rows(counts[:num_experts], group, sent=each, received=each)
@@ -100,7 +99,7 @@ def invalid_expert(experts: Tensor, *, num_experts: int) -> tuple[int, str]:
         num_experts: Number of experts that exist.
     """
     rows = experts.flatten()
-    row = int(((rows < 0) | (rows >= num_experts)).nonzero()[0])
+    row = int(_is_invalid(rows, num_experts).nonzero()[0])
     message = f"expert {int(rows[row])} does not exist; there are {num_experts}, from 0 on"
     return row // experts.shape[-1], message
 
@@ -124,7 +123,7 @@ def naming_invalid_route(layer: str, experts: Tensor, *, num_experts: int) -> It
         yield
     except (RuntimeError, IndexError):
         is_on_host = experts.device.type == "cpu"
-        if is_on_host and ((experts < 0) | (experts >= num_experts)).any():
+        if is_on_host and _is_invalid(experts, num_experts).any():
             token, reason = invalid_expert(experts, num_experts=num_experts)
             raise InvalidRouteError.of_layer(layer, reason, token=token) from None
         raise
@@ -150,3 +149,7 @@ def read_counts(
 
 def _sums(numbers: list[int], length: int) -> list[int]:
     return [sum(numbers[start : start + length]) for start in range(0, len(numbers), length)]
+
+
+def _is_invalid(experts: Tensor, num_experts: int) -> Tensor:
+    return (experts < 0) | (experts >= num_experts)
