@@ -205,8 +205,10 @@ def test_resumed_run_keeps_the_day_that_its_chat_template_writes(
         *("data=chat", f"data.files=[{corpus.write_jsonl(tmp_path / 'a.jsonl', chats)}]"),
         *("data.train_on=all", f"tokenizer.path={folder}", "data.sequence_length=32"),
     ]
-    clock = type("Clock", (datetime.date,), {"today": classmethod(lambda cls: cls(2026, 1, day))})
-    monkeypatch.setattr(dataset_checks, "date", clock)
+    now = classmethod(lambda cls, zone: cls(2026, 1, day, tzinfo=zone))
+    monkeypatch.setattr(
+        dataset_checks, "datetime", type("Clock", (datetime.datetime,), {"now": now})
+    )
     day = 30
     run(*keys, f"data.cache_dir={tmp_path}/cache")
     frozen = checks.resolve(config.load([*SMALL, *keys]), devices=0)
