@@ -58,8 +58,8 @@ MOE = [
 ]
 DIVIDED = f"strategy.expert.degree={RANKS}"
 OURS = {"hf": [*HF, DIVIDED], "hf whole": HF, "moe": [*MOE, DIVIDED], "moe whole": MOE}
-RATE, NORM = 1e-3, 1.0
-UPDATE = [f"optimizer.lr={RATE}", "optimizer.weight_decay=0"]
+RATE, BETAS, NORM = 1e-3, (0.9, 0.95), 1.0
+UPDATE = [f"optimizer.lr={RATE}", f"optimizer.betas={list(BETAS)}", "optimizer.weight_decay=0"]
 UPDATE += ["scheduler=constant", "scheduler.warmup_steps=0"]
 RATIOS = [("hf", "by hand"), ("hf", "hf whole"), ("moe", "moe whole")]
 WARM_UP = 2
@@ -112,7 +112,7 @@ def by_hand(folder: Path, batch: Batch) -> Step:
     for name, parameter in model.named_parameters():
         (experts if ".experts." in name else others).append(parameter)
     groups = [{"params": experts}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0, fused=True)
 
     def step() -> float:
         logits = model(input_ids=batch.inputs).logits
