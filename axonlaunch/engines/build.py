@@ -37,6 +37,7 @@ from axonlaunch.engines.data_parallel.device_mesh import (
 )
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.host_norms import host_norms_of
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import (
     compile_blocks_whole,
@@ -292,6 +293,7 @@ def build_engine(
             expert_counts=_expert_counts(plan, num_experts, modules),
             saves_frozen=config.saves_frozen,
             rounding=rounding,
+            host_norms=host_norms_of(config, layout, wrapped.sharded, world.device),
         )
     )
 

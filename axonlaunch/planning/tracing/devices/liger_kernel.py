@@ -83,7 +83,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 of_hidden[part] = logits @ weight
             if of_weight is not None:
                 if on_gpu and logits.dtype != torch.float32:
-                    of_weight.addmm_(logits.t(), hidden[part])
+                    factors = logits.t(), hidden[part].to(logits.dtype)
+                    torch.addmm(of_weight, *factors, out_dtype=torch.float32, out=of_weight)
                 else:
                     of_weight += torch.mm(logits.t(), hidden[part].to(logits.dtype)).float()
             if of_bias is not None:
