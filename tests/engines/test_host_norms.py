@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.configured import run_config
 from support.rank_engine import rank_engine
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.engines.data_parallel import torch_internals
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.host_norms import HostNorms, host_norms_of
 from axonlaunch.engines.optimizer.clipping import gradient_norm
@@ -30,17 +30,19 @@ GPU = torch.device("cuda", 0)
 def test_norms_computed_in_backward_equal_those_after_it_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copied = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cpu.Stream, "record_event", lambda stream: copied)
+    copied, reduce = SimpleNamespace(synchronize=lambda: None), FSDPParamGroup.post_backward
+
+    def reduce_as_on_gpu(group: FSDPParamGroup, *unused: Any) -> None:
+        reduce(group, *unused)
+        for each in group.fsdp_params:
+            if each.sharded_param.grad is not None:
+                each.grad_offload_event = copied  # type: ignore[assignment]
+
+    monkeypatch.setattr(FSDPParamGroup, "post_backward", reduce_as_on_gpu)
     chosen = run_config(OFFLOADED)
 
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
-        [model] = engine.modules
-        assert isinstance(model, FSDPModule)
-        for unit in filter(lambda each: isinstance(each, FSDPModule), model.modules()):
-            for parameter in torch_internals.fsdp_parameters(unit):
-                parameter.pin_memory = True  # as with a GPU, so that backward does not wait
         norms = HostNorms(engine._parts.sharded)
         trained = dict(engine.named_updated())
         for step in range(2):
