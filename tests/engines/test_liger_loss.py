@@ -6,7 +6,9 @@ others put the formulas, with which estimates trace a step, in its place.
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,7 @@ from support.rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, registry
 from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.engines.tensor.outputs import liger_loss
 from axonlaunch.models.specs.loss import cross_entropy_sum
@@ -183,15 +185,24 @@ def test_model_that_changes_its_logits_is_refused(monkeypatch: pytest.MonkeyPatc
         run_config([*gemma, "data.sequence_length=16", LIGER])
 
 
-def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert liger_loss.library_problem("cuda") == (
-        "liger-kernel is not installed; pip install 'axonlaunch[kernels]'"
-    )
+@pytest.mark.parametrize(
+    ("is_missing", "problem"),
+    [
+        (True, "liger-kernel is not installed; pip install 'axonlaunch[kernels]'"),
+        (False, "liger-kernel 0.5.2 is installed, and 0.8 or newer is needed; update it"),
+    ],
+)
+def test_missing_or_old_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_missing: bool, problem: str
+) -> None:
+    monkeypatch.setattr(registry.Needs, "is_missing", is_missing)
+    monkeypatch.setattr(metadata, "version", lambda package: "0.5.2")
+    with pytest.raises(ConfigError, match=rf"train\.loss_kernel=liger: {re.escape(problem)}"):
+        run_config([*GPT, "strategy=single", LIGER])
 
 
 def test_cpu_without_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger_loss, "_PACKAGES", [])
+    monkeypatch.setattr(registry.Needs, "problem", lambda needs: "")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "use null, or set TRITON_INTERPRET=1" in liger_loss.library_problem("cpu")
     assert liger_loss.library_problem("cuda") == ""

@@ -22,17 +22,15 @@ from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 LinearCrossEntropy = Callable[..., Tensor]
 """Has the arguments and the result of ``linear_cross_entropy_sum``."""
 
-_PACKAGES = [
-    Needs(module, package, "axonlaunch[kernels]")
-    for module, package in [("liger_kernel", "liger-kernel"), ("triton", "triton")]
-]
+_REQUIREMENT = "axonlaunch[kernels]"
+_LIGER = Needs("liger_kernel", "liger-kernel", _REQUIREMENT, oldest=(0, 8))
+_TRITON = Needs("triton", "triton", _REQUIREMENT)
 
 
 def library_problem(device: str) -> str:
     """Return why Liger's kernels can't be used on a device; empty if they can."""
-    for package in _PACKAGES:
-        if package.is_missing:
-            return str(package)
+    if problem := _LIGER.problem() or _TRITON.problem():
+        return problem
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
             "Liger's kernels run on GPUs, and the ranks compute on the CPU; use null, or set "
