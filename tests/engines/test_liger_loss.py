@@ -1,13 +1,15 @@
 """``train.loss_kernel=liger`` equals the plain head and loss, and is refused where it can't be.
 
-Cases with Liger-Kernel run in Triton's interpreter and are skipped if the packages are missing. The
-others put the formulas, with which estimates trace a step, in its place.
+Cases with Liger-Kernel need the extra ``kernels``, and ``TRITON_INTERPRET=1`` in the environment of
+pytest, because Triton reads it when it is imported; otherwise they are skipped. The other cases put
+the formulas, with which estimates trace a step, in its place.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import OrderedDict
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -19,16 +21,19 @@ from support.configured import estimate_config, run_config
 from support.hf_families import without_folder
 from support.live_storages import SMALL, held
 from support.rank_engine import rank_engine
-from torch import Tensor
+from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, registry
+from axonlaunch.config import ConfigError, registry, with_values
 from axonlaunch.config.options.data import IGNORE_INDEX
+from axonlaunch.data import build_dataset
 from axonlaunch.engines.tensor.outputs import liger_loss
 from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput.throughput import throughput
 from axonlaunch.planning.tracing.devices import liger_kernel
+from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification.comparison import compare
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
@@ -66,7 +71,6 @@ class StandIn:
 @pytest.fixture(params=["liger", "stand-in"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``train.loss_kernel=liger`` compute on the CPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     if request.param == "liger":
         if problem := liger_loss.library_problem("cpu"):
             pytest.skip(problem)
@@ -166,9 +170,8 @@ def test_layouts_equal_one_process_without_kernel(layout: list[str]) -> None:
             ],
             "use strategy.pipeline.schedule=1f1b",
         ),
-        (["adapter=lora", "adapter.targets=[lm_head]"], "lm_head is a .*needs a plain nn.Linear"),
     ],
-    ids=["tensor", "chunk", "fp16", "eaft", "schedule", "adapter of the head"],
+    ids=["tensor", "chunk", "fp16", "eaft", "schedule"],
 )
 def test_unsupported_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], reason: str
@@ -183,6 +186,24 @@ def test_model_that_changes_its_logits_is_refused(monkeypatch: pytest.MonkeyPatc
     gemma = without_folder("gemma2", "strategy=single", final_logit_softcapping=0.1)
     with pytest.raises(ConfigError, match=r"changes its logits after lm_head \(.*tanh.*use null"):
         run_config([*gemma, "data.sequence_length=16", LIGER])
+
+
+class _Scaled(nn.Linear):
+    """A layer whose forward a kernel does not know."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+def test_head_with_a_forward_of_its_own_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict(embed=nn.Embedding(256, 8), head=_Scaled(8, 256)))
+    spec = ModelSpec(build=lambda config: model, loss=cross_entropy_sum, head="head")
+    plain = run_config([*GPT, "strategy=single"])
+    chosen = with_values(plain, {"train.loss_kernel": "liger"})
+    [problem] = head_problems(model, spec, build_dataset(plain.data), train=chosen.train)
+    reason = "head is a _Scaled, and the kernel needs a plain nn.Linear; use null"
+    assert str(problem) == f"train.loss_kernel=liger: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -218,9 +239,8 @@ def test_step_time_is_not_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [["train.precision=bf16"], []], ids=["bf16", "fp32"])
 def test_estimate_equals_memory_with_kernel(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+    overrides: list[str],
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     if problem := liger_loss.library_problem("cpu"):
         pytest.skip(problem)
     case = [LIGER, "strategy=fsdp", "model.vocab_size=512", "data.vocab_size=512", *overrides]
