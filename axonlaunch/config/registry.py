@@ -43,17 +43,33 @@ class Needs:
         module: Name of the module to import.
         package: Name of the package in messages.
         requirement: Argument of ``pip install``.
+        oldest: Oldest version that can be used.
     """
 
     module: str
     package: str
     requirement: str
+    oldest: tuple[int, int] = (0, 0)
 
     @property
     def is_missing(self) -> bool:
         """Whether the package is not installed; a folder with its name does not count."""
         spec = importlib.util.find_spec(self.module)
         return spec is None or spec.origin is None
+
+    def problem(self) -> str:
+        """Return why the package can't be used; empty if it can."""
+        from importlib import metadata
+
+        if self.is_missing:
+            return str(self)
+        installed = metadata.version(self.package)
+        if tuple(int(part) for part in installed.split(".")[:2]) >= self.oldest:
+            return ""
+        oldest = ".".join(map(str, self.oldest))
+        return (
+            f"{self.package} {installed} is installed, and {oldest} or newer is needed; update it"
+        )
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; pip install '{self.requirement}'"

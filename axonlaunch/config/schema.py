@@ -294,6 +294,10 @@ class TrainConfig:
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks
     """
+    loss_kernel: Literal["liger"] | None = None
+    """kernels of another package that compute the output head, the loss and their gradients in one
+    pass, without all logits. liger: Liger-Kernel's, on GPUs; null: torch's kernels
+    """
     compile: bool = False
     """apply torch.compile to each block, and to the loss if ranks have full logits"""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = field(
@@ -353,6 +357,11 @@ class TrainConfig:
     def offloads_inputs(self) -> bool:
         """Whether the inputs of blocks are in host memory from forward to backward."""
         return self.activation_checkpointing != self.recomputation
+
+    @property
+    def defers_head(self) -> bool:
+        """Whether the loss applies the output head, so that the model never returns logits."""
+        return self.loss_chunk is not None or self.loss_kernel is not None
 
     @property
     def steps_per_log(self) -> int:

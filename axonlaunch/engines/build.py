@@ -37,6 +37,7 @@ from axonlaunch.engines.data_parallel.device_mesh import (
 )
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.host_norms import host_norms_of
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import (
     compile_blocks_whole,
@@ -81,7 +82,11 @@ from axonlaunch.engines.recomputation.activation_checkpointing import (
 )
 from axonlaunch.engines.recomputation.offloaded_inputs import OffloadedInputs
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
-from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.deferred_head import HeadLoss
+from axonlaunch.engines.tensor.outputs.liger_loss import (
+    LinearCrossEntropy,
+    linear_cross_entropy_sum,
+)
 from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import parallelize, sharded_classes, without_modules
 from axonlaunch.engines.tensor.rounded_layers import round_products
@@ -116,12 +121,14 @@ class Source:
         boundaries: Maps a function that parallelizes a model like a stage, and the list of stages,
             to each stage's input and output for one micro-batch. None passes a micro-batch through
             the ranks to find out.
+        loss_kernel: Computes head and loss together, with ``train.loss_kernel``.
     """
 
     construct: Callable[..., nn.Module] = construct
     initialize_weights: Callable[..., None] = initialize_weights
     storing: Callable[[], AbstractContextManager[Any]] = nullcontext
     boundaries: Boundaries | None = None
+    loss_kernel: LinearCrossEntropy = linear_cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class _Plan:
         experts: Mesh of parameters of experts; None if experts are not sharded.
         rounding: Decides in which steps products are rounded.
         context: The ranks that share sequences; None if sequences are not sharded.
-        chunked: The chunked loss, if one is used.
+        head_loss: Computes the loss from hidden states; None computes it from logits.
     """
 
     config: RunConfig
@@ -144,7 +151,7 @@ class _Plan:
     source: Source
     rounding: RoundingStart
     context: ContextAxis | None = None
-    chunked: ChunkedLoss | None = None
+    head_loss: HeadLoss | None = None
 
     @property
     def separate_weight_grad(self) -> bool:
@@ -231,9 +238,10 @@ def build_engine(
         config.train,
         classes=classes,
         group=mesh.group("tp"),
+        kernel=source.loss_kernel,
         evaluates_logits=bool(config.metrics),
     )
-    plan = dataclasses.replace(plan, chunked=losses.chunked)
+    plan = dataclasses.replace(plan, head_loss=losses.head_loss)
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     if layout.pipeline == 1:
         wrapped = _build_local(plan, model)
@@ -285,6 +293,7 @@ def build_engine(
             expert_counts=_expert_counts(plan, num_experts, modules),
             saves_frozen=config.saves_frozen,
             rounding=rounding,
+            host_norms=host_norms_of(config, layout, wrapped.sharded, world.device),
         )
     )
 
@@ -422,8 +431,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
-        if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
-            ChunkedLoss(chunk=1).defer(head, model)
+        if plan.head_loss is not None and (head := plan.spec.head_of(model)) is not None:
+            HeadLoss().defer(head, model)
         if plan.layout.facts.shards_parameters:
             model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
@@ -442,8 +451,8 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> list[FSDP]:
     """
     shards = plan.layout.facts.shards_parameters
     lowered = None if shards else _replicated_arithmetic(plan, stage)
-    if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
-        plan.chunked.defer(head, stage)
+    if plan.head_loss is not None and (head := plan.spec.head_of(stage)) is not None:
+        plan.head_loss.defer(head, stage)
     _wrap_blocks(plan, stage)
     sharded = [] if lowered else [_shard(plan, stage)]
     if lowered:
@@ -496,8 +505,8 @@ def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list
     if source_of(plan.config).code != "included":  # unknown for other models
         return [], []
     before_blocks, after_blocks = around_blocks(plan.spec, model)
-    # A chunked head runs after forward.
-    return before_blocks, after_blocks if plan.chunked is None else []
+    # A deferred head runs after forward.
+    return before_blocks, after_blocks if plan.head_loss is None else []
 
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.data_parallel.host_norms import HostNorms
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.engine import StepResult
 from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad
@@ -95,6 +96,7 @@ class EngineParts:
         expert_counts: Tokens of each expert; None without experts.
         saves_frozen: Whether ``state_dict`` includes frozen parameters.
         rounding: Decides in which steps products are rounded.
+        host_norms: Norms of gradients that arrive on the host; None without such gradients.
     """
 
     passes: ForwardBackward
@@ -118,6 +120,7 @@ class EngineParts:
     expert_counts: ExpertCounts | None = None
     saves_frozen: bool = True
     rounding: RoundingStart = field(default_factory=RoundingStart)
+    host_norms: HostNorms | None = None
 
 
 class MeshEngine:
@@ -381,7 +384,9 @@ class MeshEngine:
         """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
         tensors, aliases = self._parts.update.tensors, self._parts.aliases
         counted = [t for n, t in tensors.items() if n not in aliases]
-        return gradient_norm(counted, across=self._pipeline)
+        norms = self._parts.host_norms
+        known = None if norms is None else norms.take()
+        return gradient_norm(counted, across=self._pipeline, known=known)
 
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 skipped the update."""

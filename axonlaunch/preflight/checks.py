@@ -214,9 +214,8 @@ def _examine(
             problems_of_outputs = output_problems(model, spec, dataset, setting=larger)
             mismatches = [source.problem(each.message) for each in problems_of_outputs]
         problems += mismatches
-        chunk = config.train.loss_chunk
-        if not mismatches and model is not None and chunk is not None:
-            problems += head_problems(model, spec, dataset, chunk=chunk)
+        if not mismatches and model is not None and config.train.defers_head:
+            problems += head_problems(model, spec, dataset, train=config.train)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += statistics_problems(config, model)

@@ -95,9 +95,10 @@ def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigI
         if degree > 1:
             message = f"{reason}, but this splits {axis.divides} among ranks; use 1 with ddp, "
             yield ConfigIssue(axis.key, f"{message}zero1 or fsdp", degree)
-    if config.train.loss_chunk is not None:
-        message = f"{reason}, so the loss can't be computed in chunks; use null"
-        yield ConfigIssue("train.loss_chunk", message, config.train.loss_chunk)
+    for key in ("loss_chunk", "loss_kernel"):
+        if (value := getattr(config.train, key)) is not None:
+            message = f"{reason}, so the loss can't be computed without all logits; use null"
+            yield ConfigIssue(f"train.{key}", message, value)
 
 
 def _forward_problems(

@@ -25,7 +25,7 @@ from axonlaunch.config.options.training_hooks import AccuracyConfig, metric_name
 from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import Batch, Dataset, sample_inputs
-from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.deferred_head import HeadLoss
 from axonlaunch.engines.tensor.outputs.logits_recorder import LogitsUsedError
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
@@ -48,10 +48,12 @@ class _Forward:
     Attributes:
         returned: Object that the model returned; tensors have no values.
         embeddings: Number of rows, by name, of each embedding that was applied to the inputs.
+        logit_changes: Operations by which the model changed the logits of a deferred head.
     """
 
     returned: Any
     embeddings: dict[str, int]
+    logit_changes: list[str]
 
 
 def output_problems(
@@ -170,17 +172,18 @@ def _trial_batch(config: RunConfig, dataset: Dataset) -> dict[str, Tensor] | Non
 
 
 def head_problems(
-    model: nn.Module, spec: ModelSpec, dataset: Dataset, *, chunk: int
+    model: nn.Module, spec: ModelSpec, dataset: Dataset, *, train: TrainConfig
 ) -> Iterator[ConfigIssue]:
-    """Yield the reasons why a model's loss can't be computed in chunks.
+    """Yield the reasons why a model's loss can't be computed without all of its logits.
 
     Args:
         model: Model on the meta device; it is not changed.
         spec: Specification of the model, which names its head.
         dataset: Dataset of the run; only the shape of samples is used.
-        chunk: Value of ``train.loss_chunk``.
+        train: Training options, with ``loss_chunk`` or ``loss_kernel``.
     """
     reason = ""
+    key = "loss_chunk" if train.loss_kernel is None else "loss_kernel"
     if spec.loss is not cross_entropy_sum:
         reason = "the model has a custom loss"
     elif spec.head is None or spec.head_of(model) is None:
@@ -194,8 +197,20 @@ def head_problems(
         elif isinstance(forward, Exception):
             text = " ".join(str(forward).split())[:200]
             reason = f"the model can't be run without values: {text}"
+        elif train.loss_kernel is not None:
+            reason = _kernel_problem(spec.head, spec.head_of(model), forward.logit_changes)
     if reason:
-        yield ConfigIssue("train.loss_chunk", f"{reason}; use null", chunk)
+        yield ConfigIssue(f"train.{key}", f"{reason}; use null", getattr(train, key))
+
+
+def _kernel_problem(name: str, head: nn.Module | None, changes: list[str]) -> str:
+    """Return why a kernel can't compute a head together with the loss; empty if it can."""
+    if type(head) is not nn.Linear:
+        return f"{name} is a {type(head).__name__}, and the kernel needs a plain nn.Linear"
+    if changes:
+        operations = ", ".join(dict.fromkeys(changes))
+        return f"the model changes its logits after {name} ({operations}), and the kernel does not"
+    return ""
 
 
 def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _Forward | Exception:
@@ -206,11 +221,13 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
         with _silence(), torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
+            deferred = None
             if head is not None:
-                ChunkedLoss(chunk=1).defer(model.get_submodule(head), model)
+                deferred = HeadLoss().defer(model.get_submodule(head), model)
             with _Lookups(model, inputs.untyped_storage()) as lookups:
                 returned = model(inputs)
-            return _Forward(returned, lookups.rows)
+            changes = [] if deferred is None else deferred.changes_of_logits()
+            return _Forward(returned, lookups.rows, changes)
     except Exception as error:  # custom models may fail in any way without values
         return error
 

@@ -9,6 +9,7 @@ CUDA.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -86,6 +87,10 @@ RUNS = {
     "saved in the background": [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"],
     "profiled": [*LLAMA, BF16, "train.profile={steps: [10, 12], memory: true}"],
 }
+if importlib.util.find_spec("liger_kernel"):
+    LIGER = "train.loss_kernel=liger"
+    RUNS["gpt fp32, loss of Liger"] = [*GPT, "strategy=single", LIGER]
+    RUNS["llama bf16 fsdp, loss of Liger"] = [*LLAMA, BF16, "strategy=fsdp", LIGER]
 LAYOUTS = {
     **{name: [f"strategy={name}", "launch.nproc=2"] for name in ("ddp", "zero1", "zero2", "fsdp")},
     "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=4"],
@@ -176,12 +181,15 @@ def command(name: str, overrides: list[str], folder: Path) -> table.Row:
 
 
 def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> table.Row:
-    """Train, and in fp32 compare the losses with those of a CPU."""
+    """Train, and in fp32 compare the losses with those of a CPU, without kernels of Triton."""
     losses = {}
     is_fp32 = not any("precision=" in word for word in overrides)
     devices = ("nccl", "gloo") if is_fp32 else ("nccl",)
     for backend in devices if on_cuda else ("gloo",):
-        found = losses_of(f"{name} {backend}", [*overrides, f"launch.backend={backend}"], folder)
+        chosen = [*overrides, f"launch.backend={backend}"]
+        if backend == "gloo":
+            chosen = [word for word in chosen if not word.startswith("train.loss_kernel=")]
+        found = losses_of(f"{name} {backend}", chosen, folder)
         if isinstance(found, str):
             return table.Row(name, problem=found)
         losses[backend] = found

@@ -10,6 +10,7 @@ the allocator's snapshot, for https://pytorch.org/memory_viz.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -104,6 +105,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
     },
 }
 CASES["1.2B fixed segments"] = CASES["1.2B"]
+if importlib.util.find_spec("liger_kernel"):
+    LIGER = "train.loss_kernel=liger"
+    CASES["1.2B, loss of Liger"] = (1, [*LLAMA_1B, "strategy=single", BF16, LIGER])
 ALLOCATORS = {"1.2B fixed segments": "expandable_segments:False"}
 """Settings of torch's allocator, if they differ from a run's."""
 TINY = [

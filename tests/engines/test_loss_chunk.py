@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, with_values
 from axonlaunch.data import build_dataset
 from axonlaunch.models.build import build_model
 from axonlaunch.models.specs.loss import cross_entropy_sum
@@ -157,11 +157,11 @@ class _Sorts(nn.Module):
 
 def test_chunked_loss_with_full_logits_use_is_refused() -> None:
     spec = ModelSpec(build=lambda config: _Sorts(), loss=cross_entropy_sum, head="head")
-    chosen = run_config([*GPT, "strategy=single"])
+    chosen = with_values(run_config([*GPT, "strategy=single"]), {"train.loss_chunk": 16})
     dataset = build_dataset(chosen.data)
     with torch.device("meta"):
         model = _Sorts()
-    [problem] = head_problems(model, spec, dataset, chunk=16)
+    [problem] = head_problems(model, spec, dataset, train=chosen.train)
     assert (
         problem.message
         == "the model uses its logits in sort after head, which needs all of them; use null"

@@ -17,6 +17,7 @@ from support.package_source import sources
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 INTERNALS = {
@@ -70,6 +71,7 @@ OF_OBJECTS: list[tuple[Any, str]] = [
     (FSDPModule, "_get_fsdp_state"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
     (FSDPParam, "to_accumulated_grad_if_needed"),
+    (FSDPParamGroup, "post_backward"),
     (nn.parallel.DistributedDataParallel, "_check_reducer_finalized"),
 ]
 """Private attributes of torch's objects, with names that do not mention torch."""

@@ -28,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
     num_ranks,
     replicas,
 )
+from axonlaunch.config.consistency.loss_rules import loss_problems
 from axonlaunch.config.consistency.product_rules import rounding_problems
 from axonlaunch.config.consistency.run_name import run_name_issues
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
@@ -67,7 +68,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_parameters_in_16_bits(config),
         *_masters(config),
         *_update_in_backward(config),
-        *_loss_terms(config),
+        *loss_problems(config),
         *rounding_problems(config),
         *_compile_mode(config),
         *_attention_kernel(config),
@@ -250,22 +251,6 @@ def _update_of_replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIs
             f"train.micro_batch_size={share}, or false"
         )
         yield ConfigIssue(key, message, True)
-
-
-def _loss_terms(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield terms that would be added to a loss that weights targets."""
-    train, keys = config.train, ["label_smoothing", "z_loss"]
-    if train.dft:
-        chosen, off = "train.dft=true", "train.dft=false"
-        keys.append("eaft")
-    elif train.eaft:
-        chosen, off = f"train.eaft={train.eaft}", "train.eaft=0"
-    else:
-        return
-    for key in keys:
-        if value := getattr(train, key):
-            message = f"{chosen} weights plain cross entropy; use 0, or {off}"
-            yield ConfigIssue(f"train.{key}", message, value)
 
 
 def _update_of_averages(data_parallel: str) -> Iterator[ConfigIssue]:

@@ -214,12 +214,12 @@ class FSDP(nn.Module):
 
     def gather_parameters(self) -> None:
         """Gather every parameter on every rank until ``reshard_parameters``."""
-        for module in self._sharded_units():
+        for module in self.units():
             module.unshard()
 
     def reshard_parameters(self) -> None:
         """Free all parameters except this rank's shards."""
-        for module in self._sharded_units():
+        for module in self.units():
             module.reshard()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -252,7 +252,7 @@ class FSDP(nn.Module):
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = dtype
-        for unit in self._sharded_units():
+        for unit in self.units():
             reduce_gradients_to(unit, dtype)
 
     def memory_estimate(self, optimizer: OptimizerConfig | str = "adamw") -> FSDPMemoryEstimate:
@@ -275,7 +275,7 @@ class FSDP(nn.Module):
     def ignore_returned_view(self) -> None:
         """Suppress torch's warning about a returned view. Callers do not modify the output."""
         name = type(self.module).__name__
-        blocks = {type(unit).__name__ for unit in self._sharded_units()[1:]}
+        blocks = {type(unit).__name__ for unit in self.units()[1:]}
         if name not in blocks:  # otherwise the blocks' warnings would be suppressed too
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
@@ -313,7 +313,8 @@ class FSDP(nn.Module):
         assert isinstance(self.module, FSDPModule)
         return self.module
 
-    def _sharded_units(self) -> list[FSDPModule]:
+    def units(self) -> list[FSDPModule]:
+        """Return the root and its blocks, each of which is gathered at once."""
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 

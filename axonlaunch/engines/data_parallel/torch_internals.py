@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
@@ -124,6 +124,34 @@ def reduce_gradients_to(module: FSDPModule, dtype: torch.dtype) -> None:
         group._orig_dtype = dtype
 
     group._init_mp_dtypes = decide_gradients
+
+
+def call_after_reduction(module: FSDPModule, function: Callable[[Any, list[Tensor]], None]) -> None:
+    """Call a function whenever copies of a unit's reduced gradients to the host have begun.
+
+    Args:
+        module: A sharded unit.
+        function: Receives the event after the copies, and the parameters whose gradients are being
+            copied. It is not called for gradients that backward waits for.
+    """
+    state: Any = module._get_fsdp_state()
+    group = state._fsdp_param_group
+    if group is None:
+        return
+    reduce = group.post_backward
+
+    def reduce_and_call(*unused: Any) -> None:
+        reduce(*unused)
+        copied = [each for each in group.fsdp_params if each.grad_offload_event is not None]
+        if copied:
+            function(copied[-1].grad_offload_event, [each.sharded_param for each in copied])
+
+    group.post_backward = reduce_and_call
+
+
+def number_of_changes(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version
 
 
 def add_up_gathered_gradients(module: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -84,7 +84,12 @@ def _steps_as_in_torch(kind: Any) -> bool:
     return inspect.unwrap(kind.step) in {inspect.unwrap(each.step) for each in fused}
 
 
-def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[Tensor],
+    *,
+    across: ProcessGroup | None = None,
+    known: Mapping[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the 2-norm of all gradients together, 0-dim fp32, the same on every rank.
 
     Squares are summed locally and then over each mesh axis that shards them. torch's
@@ -94,14 +99,16 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
         parameters: Parameters whose gradients are included. A parameter that several ranks of
             ``across`` hold must be included on only one of them.
         across: Ranks that hold other parameters of the model, such as pipeline stages.
+        known: Norms of this rank's parts of gradients in host memory that were computed already.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            alike.setdefault(_division(gradient), []).append(local_part(gradient))
+        if parameter.grad is not None:
+            alike.setdefault(_division(parameter.grad), []).append(parameter)
     total: Tensor | None = None
-    for (mesh, axes), gradients in alike.items():
-        square = torch.linalg.vector_norm(torch.stack(_norms(gradients)).float()).square()
+    for (mesh, axes), members in alike.items():
+        norms = torch.stack(_norms(members, known or {})).float()
+        square = torch.linalg.vector_norm(norms).square()
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
@@ -114,21 +121,26 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
     return total.sqrt()
 
 
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each gradient; on a CPU in two levels: of rows, then of their norms.
+def _norms(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Return the 2-norm of this rank's part of each gradient."""
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if gradients[0].device.type != "cpu":
+        # In their type, the norm of fp16 gradients would overflow.
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        return list(torch._foreach_norm(gradients, 2, dtype))
+    return [
+        norm_on_host(gradient) if (norm := known.get(parameter)) is None else norm
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
+def norm_on_host(gradient: Tensor) -> Tensor:
+    """Return the 2-norm of a tensor on a CPU in two levels: of rows, then of their norms.
 
     The rows are computed on all cores. For a single vector, torch sums all squares in fp32 on one
     core, and such a large sum loses most of each new term: the norm of 2^26 random elements is 0.5
     % too small, of 2^29 10 %.
     """
-    if gradients[0].device.type != "cpu":
-        # In their type, the norm of fp16 gradients would overflow.
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        return list(torch._foreach_norm(gradients, 2, dtype))
-    return [_norm_by_rows(gradient) for gradient in gradients]
-
-
-def _norm_by_rows(gradient: Tensor) -> Tensor:
     flat, dtype = gradient.reshape(-1), torch.promote_types(gradient.dtype, torch.float32)
     filled = flat.numel() // _ROW * _ROW
     rest: Tensor = torch.linalg.vector_norm(flat[filled:], dtype=dtype)

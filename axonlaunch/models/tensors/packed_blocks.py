@@ -14,7 +14,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +26,8 @@ from axonlaunch.config.registry import Needs
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.torch_internals import local_tensor, without_modes
 
-_BITSANDBYTES = Needs("bitsandbytes", "bitsandbytes", "axonlaunch[quantized]")
-_OLDEST = (0, 48)
-"""Oldest version of bitsandbytes that dequantizes on CPUs as on GPUs."""
+# From this version on, it dequantizes on CPUs as on GPUs.
+_BITSANDBYTES = Needs("bitsandbytes", "bitsandbytes", "axonlaunch[quantized]", oldest=(0, 48))
 _LARGEST_CODE = 127
 """Largest magnitude of a code of int8."""
 
@@ -231,13 +229,7 @@ def _sharded_like(packed: Tensor, values: Tensor) -> Tensor:
 
 def library_problem() -> str:
     """Return why bitsandbytes, for nf4 and states in 8 bits, can't be used; empty if it can."""
-    if _BITSANDBYTES.is_missing:
-        return str(_BITSANDBYTES)
-    installed = metadata.version(_BITSANDBYTES.package)
-    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        return f"bitsandbytes {installed} is installed, and {oldest} or newer is needed; update it"
-    return ""
+    return _BITSANDBYTES.problem()
 
 
 def _library() -> Any:

@@ -222,7 +222,7 @@ def _recomputing(config: RunConfig) -> Options:
 def _loss_chunk(config: RunConfig, layout: Layout) -> Options:
     """Return the option to compute the head and the loss for some tokens at a time."""
     train, length = config.train, config.sequence_length
-    if train.loss_chunk or train.loss or length is None or spec_for(config).head is None:
+    if train.defers_head or train.loss or length is None or spec_for(config).head is None:
         return []
     if length * layout.micro_batch_size // layout.divisor("sequences") <= _CHUNK:
         return []

@@ -77,7 +77,12 @@ class StepTime:
         )
 
     def parts(self, work: StepWork) -> Parts:
-        """Return the seconds of a step by activity on the rank with the longest step."""
+        """Return the seconds of a step by activity on the rank with the longest step.
+
+        Raises:
+            ConfigError: The update runs on the host, or a kernel has not been measured.
+        """
+        self._refuse_unmeasured()
         times = (
             self._parts_without_pipeline(work)
             if self._layout.pipeline == 1
@@ -94,7 +99,11 @@ class StepTime:
         schedules that split the backward, they wait a third of that.
 
         Source: Narayanan et al., 2021, section 2.2; Qi et al., 2024.
+
+        Raises:
+            ConfigError: The update runs on the host, or a kernel has not been measured.
         """
+        self._refuse_unmeasured()
         layout = self._layout
         if layout.pipeline == 1:
             return self._parts_without_pipeline(work).total + self._copy_time(work)
@@ -112,6 +121,11 @@ class StepTime:
         passes = layout.micro_batches * layout.stages_per_rank
         per_step = max(update for _, update in times) * layout.stages_per_rank
         return (passes + bubble) * longest_pass + per_step + self._copy_time(work)
+
+    def _refuse_unmeasured(self) -> None:
+        if (kernel := self._config.train.loss_kernel) is not None:
+            message = "its speed has not been measured, so it can't be predicted; use null"
+            raise ConfigError([ConfigIssue("train.loss_kernel", message, kernel)])
 
     def _copy_time(self, work: StepWork) -> float:
         """Return the seconds that copies from and to host memory add to a step.

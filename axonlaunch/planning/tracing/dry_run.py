@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.planning.tracing import fake_world, stage_boundaries
-from axonlaunch.planning.tracing.devices import cuda_attention, cuda_dropout, cuda_norm
+from axonlaunch.planning.tracing.devices import (
+    cuda_attention,
+    cuda_dropout,
+    cuda_norm,
+    liger_kernel,
+)
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -68,6 +74,7 @@ class FakeRank:
             initialize_weights=self._materialize,
             storing=self.storing,
             boundaries=self._boundaries,
+            loss_kernel=partial(liger_kernel.linear_cross_entropy_sum, on_gpu=for_gpu),
         )
         config = with_values(reduced.config, {"train.matmul_start_step": 0})  # needs more memory
         if config.train.compile:

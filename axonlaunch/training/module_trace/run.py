@@ -63,13 +63,13 @@ class RunTracer:
         blocks = spec.blocks(model)
         self._in_blocks = tuple(f"{name}." for name in blocks)
         compiled = self._in_blocks if config.train.compile else ()
-        head = spec.head if config.train.loss_chunk is not None else None
+        head = spec.head if config.train.defers_head else None
         self._traceable = {
             name
             for name in self._modules
             if not name.startswith(compiled or "\0")  # hooks would be compiled too
             and (blocks or not config.train.compile)
-            # With a chunked loss the head returns its inputs, which hooks must not change.
+            # A deferred head returns its inputs, which hooks must not change.
             and not (head is not None and f"{head}.".startswith(f"{name}."))
         }
         self._watched = [part for stage in engine.modules for part in self._whole_in(stage)]

@@ -237,9 +237,9 @@ def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Ten
 def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
     shard = Layout.of(config, world_size=world.world_size).data_shard(world.rank)
-    # A chunked loss never computes all logits at once.
-    spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
-    heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
+    # The outputs of a deferred head are no logits.
+    spec, is_deferred = spec_for(config), config.train.defers_head
+    heads = [spec.head_of(module) for module in engine.modules] if is_deferred else []
     recorder = ModuleRecorder(engine.modules, exclude=heads)
     steps = []
     with closing(loader.iterate()) as batches:  # with prefetching, as in a run

@@ -279,7 +279,7 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_mixed = precision.replica_arithmetic == "copies" and not precision.reduce.is_low
     is_mixed = is_mixed and is_trained_in_fp32 and precision.products is None
     divides_only_samples = max(layout.degrees.values()) == 1
-    is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
+    is_like_plain = not train.compile and not train.defers_head and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0
     is_like_plain = is_like_plain and not is_fp64 and not reference.rereads_parameters

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.specs.model_spec import ModelOutputs
 
+_SAME_VALUES = {"float", "to", "contiguous"}
 _ELEMENTWISE = {
     *("div", "true_divide", "truediv", "mul", "multiply", "rmul", "tanh"),
-    *("float", "to", "contiguous"),
+    *_SAME_VALUES,
 }
 _METADATA_QUERIES = {"get", "size", "dim", "numel", "is_floating_point", "is_complex"}
 
@@ -62,13 +63,22 @@ class LogitsRecorder(TorchFunctionMode):
             logits = func(logits, *args, **kwargs)
         return logits
 
+    def changes(self) -> list[str]:
+        """Return the names of recorded operations that change the logits' values."""
+        names = [_name(func) for func, _, _ in self._steps]
+        return [name for name in names if name not in _SAME_VALUES]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        name = str(getattr(func, "__name__", func)).strip("_")
+        name = _name(func)
         if name in _METADATA_QUERIES or not any(tensor is self._placeholder for tensor in tensors):
             return func(*args, **kwargs)
         if name not in _ELEMENTWISE or len(tensors) > 1 or args[0] is not self._placeholder:
             raise LogitsUsedError(f"the model uses its logits in {name}")
         self._steps.append((func, args[1:], kwargs))
         return self._placeholder
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).strip("_")

@@ -1,7 +1,7 @@
-"""Computes the loss from model outputs: on full logits, on vocabulary shards, or in chunks.
+"""Computes the loss from model outputs: on full logits, on vocabulary shards, or without logits.
 
 This module only selects the implementation. The losses are defined by the model, by a custom loss,
-by ``loss.vocab_parallel_cross_entropy_sum`` and by ``chunked_loss``.
+by ``loss.vocab_parallel_cross_entropy_sum``, ``chunked_loss`` and ``liger_loss``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
-from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.chunked_loss import in_chunks
+from axonlaunch.engines.tensor.outputs.deferred_head import HeadLoss
+from axonlaunch.engines.tensor.outputs.liger_loss import (
+    LinearCrossEntropy,
+    linear_cross_entropy_sum,
+    with_kernel,
+)
 from axonlaunch.engines.tensor.outputs.loss import gather_logits, vocab_parallel_cross_entropy_sum
 from axonlaunch.models.specs.custom_loss import CustomLoss, build_custom_loss
 from axonlaunch.models.specs.loss import cross_entropy_sum, with_auxiliary_loss
@@ -35,15 +41,15 @@ class Losses:
         loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
         evaluation_loss: ``loss`` without label smoothing, z-loss and DFT.
         gather_outputs: Gathers a rank's output shard to full outputs.
-        chunked: Chunked loss; None computes the loss on all logits at once.
-        evaluates_logits: Whether evaluations compute all logits, also with a chunked loss.
+        head_loss: Computes the loss from hidden states; None computes it from all logits.
+        evaluates_logits: Whether evaluations compute all logits, also with ``head_loss``.
         custom: User-defined loss that replaces ``loss``.
     """
 
     loss: Callable[[Any, Tensor], Tensor]
     evaluation_loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
-    chunked: ChunkedLoss | None = None
+    head_loss: HeadLoss | None = None
     evaluates_logits: bool = False
     custom: CustomLoss | None = None
 
@@ -94,8 +100,8 @@ class Losses:
         return self.whole_logits() if self.evaluates_logits else nullcontext()
 
     def whole_logits(self) -> AbstractContextManager[Any]:
-        """Return a context in which the model returns full logits, also with a chunked loss."""
-        return nullcontext() if self.chunked is None else self.chunked.whole_logits()
+        """Return a context in which the model returns full logits, also with ``head_loss``."""
+        return nullcontext() if self.head_loss is None else self.head_loss.whole_logits()
 
 
 def losses_of(
@@ -104,6 +110,7 @@ def losses_of(
     *,
     classes: int | None,
     group: ProcessGroup,
+    kernel: LinearCrossEntropy = linear_cross_entropy_sum,
     evaluates_logits: bool = False,
 ) -> Losses:
     """Select the loss of a model.
@@ -113,21 +120,24 @@ def losses_of(
         train: Training options, with the name of a custom loss and the chunk size in tokens.
         classes: Total number of classes, if the logits are sharded; None if every rank has all.
         group: The ranks among which the classes are sharded.
+        kernel: Computes head and loss together, with ``train.loss_kernel``.
         evaluates_logits: Whether evaluations need all logits, for metrics.
     """
-    chunked = None if train.loss_chunk is None else ChunkedLoss(chunk=train.loss_chunk)
+    head_loss = HeadLoss() if train.defers_head else None
     gather: Callable[[Tensor], Tensor] = _as_is
     if classes is not None:
         gather = partial(gather_logits, group=group, classes=classes)
 
-    def select(in_chunks: bool, **terms: float) -> Callable[[Any, Tensor], Tensor]:
+    def select(from_hidden: bool, **terms: float) -> Callable[[Any, Tensor], Tensor]:
         """Return the loss with non-zero terms that are added to cross entropy."""
+        if from_hidden and head_loss is not None and train.loss_kernel is not None:
+            return partial(head_loss.sum, with_kernel(kernel, **terms))
         loss: Callable[[Any, Tensor], Tensor] = partial(spec.loss, **terms) if terms else spec.loss
         if classes is not None:
             divided = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
             loss = partial(divided, **terms)
-        if in_chunks and chunked is not None:
-            return partial(chunked.sum, loss)
+        if from_hidden and head_loss is not None and train.loss_chunk is not None:
+            return partial(head_loss.sum, in_chunks(loss, chunk=train.loss_chunk))
         if classes is not None:
             return partial(with_auxiliary_loss, loss)
         if train.compile and spec.loss is cross_entropy_sum:
@@ -138,13 +148,13 @@ def losses_of(
     terms = {name: getattr(train, name) for name in ("label_smoothing", "z_loss", "dft", "eaft")}
     terms = {name: value for name, value in terms.items() if value}
     loss = select(True, **terms)
-    is_same = not terms and not (evaluates_logits and chunked)
+    is_same = not terms and not (evaluates_logits and head_loss)
     evaluation_loss = loss if is_same else select(not evaluates_logits)
     return Losses(
         loss,
         evaluation_loss,
         gather,
-        chunked,
+        head_loss,
         evaluates_logits=evaluates_logits,
         custom=build_custom_loss(train),
     )

@@ -156,7 +156,9 @@ AXOLOTL_KEYS: Table = {
     "cosine_constant_lr_ratio": missing("scheduler=wsd has a constant part"),
     "cosine_min_lr_ratio": with_others(),
     "curriculum_sampling": with_others(),
-    "cut_cross_entropy": with_note("train.loss_chunk=1024 saves the memory of logits"),
+    "cut_cross_entropy": with_note(
+        "train.loss_chunk=1024 saves the memory of logits, or train.loss_kernel=liger"
+    ),
     "ddp": not_needed(reasons.LAYOUT_ONLY),
     "ddp_*": not_needed(reasons.LAYOUT_ONLY),
     "debug": not_needed(reasons.REPORTING),

@@ -1,0 +1,112 @@
+"""Norms of gradients that arrive on the host during backward equal those computed after it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.configured import run_config
+from support.rank_engine import rank_engine
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from axonlaunch.comm import World
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.engines.data_parallel.fsdp import FSDP
+from axonlaunch.engines.data_parallel.host_norms import HostNorms, host_norms_of
+from axonlaunch.engines.optimizer.clipping import gradient_norm
+
+GPT = [
+    *("model=gpt", "model.num_hidden_layers=2", "model.hidden_size=128"),
+    *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"),
+]
+OFFLOADED = [*GPT, "strategy=fsdp", "launch.nproc=2", "strategy.fsdp.cpu_offload=full"]
+GPU = torch.device("cuda", 0)
+
+
+def test_norms_computed_in_backward_equal_those_after_it_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied, reduce = SimpleNamespace(synchronize=lambda: None), FSDPParamGroup.post_backward
+
+    def reduce_as_on_gpu(group: FSDPParamGroup, *unused: Any) -> None:
+        reduce(group, *unused)
+        for each in group.fsdp_params:
+            if each.sharded_param.grad is not None:
+                each.grad_offload_event = copied  # type: ignore[assignment]
+
+    monkeypatch.setattr(FSDPParamGroup, "post_backward", reduce_as_on_gpu)
+    chosen = run_config(OFFLOADED)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        norms = HostNorms(engine._parts.sharded)
+        trained = dict(engine.named_updated())
+        for step in range(2):
+            engine.backward(loader.batch(step))
+            known = norms.take()
+            assert len(known) == len(trained)
+            expected = gradient_norm(trained.values())
+            assert torch.equal(gradient_norm(trained.values(), known=known), expected)
+            torch.testing.assert_close(expected, engine.gradient_norm())
+            engine.update()
+
+    World.mock(2).run(run)
+
+
+def begun(copied: object, gradient: Tensor) -> tuple[HostNorms, nn.Parameter]:
+    norms, parameter = HostNorms([]), nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    norms._begin(copied, [parameter])
+    return norms, parameter
+
+
+def test_norm_is_computed_after_the_copy() -> None:
+    gradient, copy_ends = torch.zeros(5000), threading.Event()
+
+    def copy() -> None:
+        assert copy_ends.wait(60)
+        gradient.data.fill_(2.0)  # a copy by a GPU is no change that torch counts
+
+    norms, parameter = begun(SimpleNamespace(synchronize=copy), gradient)
+    copy_ends.set()
+    assert float(norms.take()[parameter]) == pytest.approx(2 * 5000**0.5)
+    assert norms.take() == {}
+
+
+def test_gradient_that_changed_after_its_arrival_has_no_known_norm() -> None:
+    copied = SimpleNamespace(synchronize=lambda: None)
+    norms, parameter = begun(copied, torch.ones(8))
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+    assert norms.take() == {}
+    norms, parameter = begun(copied, torch.ones(8))
+    parameter.grad = torch.ones(8)
+    assert norms.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "is_used"),
+    [
+        ([], GPU, True),
+        (["strategy.fsdp.cpu_offload=params"], GPU, True),
+        ([], torch.device("cpu"), False),
+        (["strategy.fsdp.cpu_offload=optimizer_states"], GPU, False),
+        (["train.grad_clip=null"], GPU, False),
+        (["train.micro_batch_size=1"], GPU, False),
+    ],
+    ids=["full", "params", "on a CPU", "gradients on the GPU", "no clipping", "micro-batches"],
+)
+def test_norms_are_computed_in_backward_where_gradients_arrive(
+    overrides: list[str], device: torch.device, is_used: bool
+) -> None:
+    chosen = run_config([*OFFLOADED, "train.grad_clip=1.0", *overrides])
+
+    def run(world: World) -> bool:
+        model = FSDP(nn.Linear(4, 4), world=world, cpu_offload=chosen.strategy.fsdp.cpu_offload)
+        return host_norms_of(chosen, Layout.of(chosen, world_size=2), [model], device) is not None
+
+    assert World.mock(2).run(run) == [is_used] * 2
