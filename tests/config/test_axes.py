@@ -23,7 +23,7 @@ def _layout(overrides: list[str], world_size: int) -> Layout:
 def test_axes_with_the_same_parameters_are_next_to_the_data_axes() -> None:
     """Otherwise ranks of a merged axis would not be consecutive in the mesh."""
     assert tuple(axis.name for axis in INNER[: len(LIKE_DATA)]) == LIKE_DATA
-    assert not any(axis.same_parameters for axis in OUTER)
+    assert not any(axis.sums_gradients for axis in OUTER)
     assert set(PRINTED) == set(AXES)
 
 

@@ -76,7 +76,7 @@ def decide_verdict(
             for d in differences
             if d.kind == "choice"
             and tolerances.allows(d)
-            and layout.coordinates(d.rank)["tp"] == 0  # tensor ranks have the same tokens
+            and layout.reports_outputs(d.rank)
         ]
     )
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
