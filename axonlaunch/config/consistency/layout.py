@@ -262,9 +262,14 @@ class Layout:
             rank //= size
         return dict(reversed(coordinates.items()))
 
+    def stride(self, axis: str) -> int:
+        """Return the difference between the numbers of neighboring ranks along an axis."""
+        names = list(self.axes)
+        return self.ranks_along(names[names.index(axis) + 1 :])
+
     def data_shard(self, rank: int) -> int:
         """Return the index of the batch share that a rank processes, below ``data_ranks``."""
-        return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
+        return rank // self.stride(DP_SHARD) % self.data_ranks
 
     def reports_outputs(self, rank: int) -> bool:
         """Return whether a rank is the first of those that compute the same outputs."""
