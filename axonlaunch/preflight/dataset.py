@@ -22,7 +22,7 @@ from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
 from axonlaunch.config.values.optional_keys import packing_of
 from axonlaunch.data.datasets.dataset import Dataset
-from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress

@@ -10,7 +10,7 @@ from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticToken
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetWithoutText
 from axonlaunch.data.datasets.loader import Loader, StreamLoader
-from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples
 
 
 class Numbers(DatasetWithoutText):

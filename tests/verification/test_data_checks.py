@@ -26,7 +26,7 @@ from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.data.datasets.loader import Loader, full_loader, order_of
 from axonlaunch.data.datasets.shuffle import Indices
-from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.datasets.user_datasets.adapters import IndexedSamples, PairsDataset
 from axonlaunch.data.shards import shard_maker
 from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.models.tensors import initialization
