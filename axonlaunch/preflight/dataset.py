@@ -115,7 +115,7 @@ def _writes_date(config: RunConfig) -> bool:
 
 
 def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
-    """Return a run's dataset (of text only a description, not tokenized) and the problems."""
+    """Return the dataset of a run and its problems; text is described, not tokenized."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
