@@ -280,7 +280,7 @@ class PairsDataset(UserDataset):
 
         Args:
             pairs: The dataset with its held-out samples.
-            first: Its first item.
+            first: First item of the dataset.
             num_classes: Number of classes; None: unknown.
             refusal: Creates the error for a reason.
 
