@@ -102,7 +102,8 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         peak: Largest learning rate.
         steps: Number of steps of the complete run.
     """
-    if not isinstance(schedule, ConstantConfig):  # a custom or registered schedule
+    is_included = isinstance(schedule, ConstantConfig)
+    if not is_included:
         if custom_target(schedule) is None:
             return float(peak * SCHEDULERS.get(schedule.name)(schedule)(step, steps))
         function = import_callable("scheduler.target", schedule.target)
