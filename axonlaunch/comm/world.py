@@ -320,7 +320,10 @@ def choose_backend(name: str, environment: RankEnvironment) -> Backend:
 
 
 def _every_local_rank_has_a_device(environment: RankEnvironment) -> bool:
-    """Decide from facts that are the same for all ranks of a node, so that they agree."""
+    """Return whether each rank of this node has a separate device.
+
+    All ranks of a node decide from the same facts, so they agree.
+    """
     devices = gpus.device_count()
     if devices == 1 and not environment.on_loopback:
         return True  # a scheduler has assigned one device to each task

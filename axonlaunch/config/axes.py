@@ -33,9 +33,6 @@ class Axis:
         depth: Position in the mesh, outermost first; the data axes are at 0.
         divides: Kind of content that is divided among the ranks of the axis.
         ranks: Description of these ranks for messages.
-        same_parameters: Whether these ranks hold the same parameters. Data parallelism then treats
-            them like data-parallel ranks: it sums their gradients and can shard over them.
-        draws_alike: Whether these ranks draw the same random numbers, for example for dropout.
     """
 
     name: str
@@ -43,13 +40,34 @@ class Axis:
     depth: int
     divides: Divided
     ranks: str
-    same_parameters: bool
-    draws_alike: bool
 
     @property
     def key(self) -> str:
         """Configuration key of the degree."""
         return f"strategy.{self.word}.degree"
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether each of these ranks computes a part of the gradients of the same parameters.
+
+        Data parallelism then treats them like data-parallel ranks: it sums their gradients and can
+        shard over them.
+        """
+        return self.divides == "sequences"
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether these ranks hold different parameters."""
+        return self.divides in ("layers", "blocks")
+
+    @property
+    def same_outputs(self) -> bool:
+        """Whether these ranks compute the same outputs of a layer.
+
+        They draw the same random numbers, for example for dropout, and only one of them reports a
+        loss.
+        """
+        return self.divides not in ("blocks", "sequences")
 
     def degree(self, strategy: StrategyConfig) -> int:
         """Return the number of ranks along the axis."""
@@ -64,8 +82,6 @@ AXES = (
         depth=2,
         divides="layers",
         ranks="ranks that share a layer",
-        same_parameters=False,
-        draws_alike=True,
     ),
     Axis(
         name="pp",
@@ -73,8 +89,6 @@ AXES = (
         depth=-1,
         divides="blocks",
         ranks="ranks that share the blocks",
-        same_parameters=False,
-        draws_alike=False,
     ),
     Axis(
         name="cp",
@@ -82,8 +96,6 @@ AXES = (
         depth=1,
         divides="sequences",
         ranks="ranks that share a sequence",
-        same_parameters=True,
-        draws_alike=False,
     ),
 )
 """All axes with a degree, in the order of the keys."""
@@ -94,7 +106,7 @@ INNER = tuple(sorted((axis for axis in AXES if axis.depth > 0), key=lambda axis:
 """Axes inside of the data axes, outermost first."""
 PRINTED = (*INNER, *OUTER)
 """All axes in the order in which layouts are printed, after data parallelism."""
-LIKE_DATA = tuple(axis.name for axis in INNER if axis.same_parameters)
+LIKE_DATA = tuple(axis.name for axis in INNER if axis.sums_gradients)
 """Names of the axes that the mesh of a run merges into a data axis."""
 LAYER_AXES = (*(axis.name for axis in AXES if axis.divides == "layers"), EXPERT)
 """Names of the axes with ranks that compute with their parts of the parameters of a layer."""

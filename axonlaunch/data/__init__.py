@@ -67,7 +67,7 @@ def _as_dataset(built: Any, config: Any) -> Dataset:
     Raises:
         ConfigError: The value is not a dataset.
     """
-    from axonlaunch.data.datasets.user_datasets import adapt_dataset
+    from axonlaunch.data.datasets.user_datasets.adapters import adapt_dataset
 
     facts = DATASETS.facts(config.name)
     return adapt_dataset(

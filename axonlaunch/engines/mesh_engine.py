@@ -143,8 +143,8 @@ class MeshEngine:
         for module in self.modules:
             if not module.training:  # pretrained models start in eval mode; frozen parts keep it
                 module.train()
-        # All ranks of a tensor axis compute the same loss; only one reports it.
-        self._reports_loss = parts.passes.gives_outputs and parts.mesh.coordinate("tp") == 0
+        self._reports_outputs = parts.layout.reports_outputs(parts.world.rank)
+        self._reports_loss = parts.passes.gives_outputs and self._reports_outputs
 
     @property
     def step(self) -> int:
@@ -214,7 +214,7 @@ class MeshEngine:
             total /= parts.layout.gradient_ranks
             if scale is not None:
                 total /= scale.value
-        if parts.router_loss is not None and parts.mesh.coordinate("tp") == 0:
+        if parts.router_loss is not None and self._reports_outputs:
             attached = parts.router_loss.attached_loss()
             total += 0.0 if attached is None else attached
         summing = self._sum_async(total)

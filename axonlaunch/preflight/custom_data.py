@@ -12,7 +12,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import AXES
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.datasets.samples import CollatedSamples, Samples, taken_names
-from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples
 from axonlaunch.data.reading.sample_error import original
 
 _TRIED = 2

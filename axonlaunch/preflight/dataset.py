@@ -18,11 +18,15 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
-from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
+from axonlaunch.config.options.data import (
+    DATASETS,
+    ShapeOnlyTokensConfig,
+    SyntheticTokensConfig,
+)
 from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
-from axonlaunch.config.values.optional_keys import packing_of
+from axonlaunch.config.values.optional_keys import chat_template_of, packing_of
 from axonlaunch.data.datasets.dataset import Dataset
-from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples
 from axonlaunch.data.hub.repository import OnDownload
 from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress
@@ -35,9 +39,6 @@ from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
-
-_DOCUMENT_LENGTH = ("document_length", "null")
-"""Key of synthetic data that puts several documents into a row, and the value that disables it."""
 
 
 def with_hub_data(
@@ -103,7 +104,7 @@ def _writes_date(config: RunConfig) -> bool:
     rows = data.sources().values() or [data]
     if not any(isinstance(each, ChatConfig) and each.prompt_format is None for each in rows):
         return False
-    if (chosen := getattr(data, "chat_template", None)) is not None:
+    if (chosen := chat_template_of(data)) is not None:
         return writes_date(chat_template(chosen))
     if config.tokenizer.name == "train":
         return False
@@ -114,7 +115,7 @@ def _writes_date(config: RunConfig) -> bool:
 
 
 def dataset_without_tokenizing(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
-    """Return a run's dataset (of text only a description, not tokenized) and the problems."""
+    """Return the dataset of a run and its problems; text is described, not tokenized."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
@@ -263,8 +264,7 @@ def packing_problems(
     """Yield a problem if rows have several documents and the model can't separate them."""
     if dataset is None or not dataset.info.is_packed:
         return
-    field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
-    value = getattr(config.data, field)
+    field, value, instead = _packing_key(config.data)
     if reason := spec.unpackable():
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
@@ -277,6 +277,15 @@ def packing_problems(
         message += f"apart with {axis.word} parallelism; "
         message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)
+
+
+def _packing_key(data: Any) -> tuple[str, Any, str]:
+    """Return the key that puts several documents into a row, its value, and what to use instead."""
+    if isinstance(data, TextRowsConfig | ShapeOnlyTokensConfig):
+        return "packing", data.packing, "none"
+    if isinstance(data, SyntheticTokensConfig):
+        return "document_length", data.document_length, "null"
+    return "name", data.name, "a dataset with one document per row"
 
 
 def model_data_mismatches(

@@ -116,7 +116,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
 
 
 def _conversion_problems(config: RunConfig, needs: Sharding) -> Iterator[ConfigIssue]:
-    """Yield an optimizer that can't update in fp32, or can't round its states."""
+    """Yield a problem if the optimizer can't update in fp32 or can't round its states."""
     optimizer, name = config.optimizer, config.optimizer.name
     state, masters = state_format(optimizer), master_format(optimizer)
     is_smaller = quantizes_states(optimizer) or (state is not None and state.is_low)

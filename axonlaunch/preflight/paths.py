@@ -10,6 +10,7 @@ from pathlib import Path
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.values.environment_values import EnvironmentText
+from axonlaunch.config.values.optional_keys import chat_template_of, prompt_format_of
 from axonlaunch.data.texts.chats.named_templates import PROMPT_FORMATS, TEMPLATES
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
 
@@ -24,8 +25,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         tokenizer = tokenizer_of(config).path
     adapter = config.adapter.path if config.adapter is not None else None
     paths = {"model.path": config.model_path, "tokenizer.path": tokenizer, "adapter.path": adapter}
-    for name in ("chat_template", "prompt_format"):
-        paths[f"data.{name}"] = _file_of(getattr(config.data, name, None))
+    paths["data.chat_template"] = _file_of(chat_template_of(config.data))
+    paths["data.prompt_format"] = _file_of(prompt_format_of(config.data))
     return with_values(
         config, {key: _absolute(path) for key, path in paths.items() if path is not None}
     )

@@ -1,4 +1,4 @@
-"""Decides on all ranks which row of its data a resumed run reads first."""
+"""Determines the first row of data that a resumed run reads; all ranks agree on it."""
 
 from __future__ import annotations
 

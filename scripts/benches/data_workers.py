@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.data.datasets.loader import Loader
-from axonlaunch.data.datasets.user_datasets import adapt_dataset
+from axonlaunch.data.datasets.user_datasets.adapters import adapt_dataset
 
 
 class Images:

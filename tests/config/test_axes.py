@@ -23,7 +23,7 @@ def _layout(overrides: list[str], world_size: int) -> Layout:
 def test_axes_with_the_same_parameters_are_next_to_the_data_axes() -> None:
     """Otherwise ranks of a merged axis would not be consecutive in the mesh."""
     assert tuple(axis.name for axis in INNER[: len(LIKE_DATA)]) == LIKE_DATA
-    assert not any(axis.same_parameters for axis in OUTER)
+    assert not any(axis.sums_gradients for axis in OUTER)
     assert set(PRINTED) == set(AXES)
 
 
@@ -62,22 +62,22 @@ def test_division_names_the_axes_of_shards_and_of_gradient_sums(
 @pytest.mark.parametrize(
     ("overrides", "world_size", "sizes"),
     [
-        (["strategy=ddp", CONTEXT], 4, (1, 4, 1, 1)),
-        (["strategy=fsdp", CONTEXT], 4, (1, 1, 4, 1)),
-        (["strategy=fsdp", CONTEXT], 2, (1, 1, 2, 1)),
-        ([*HYBRID, CONTEXT, TENSOR], 16, (1, 2, 4, 2)),
-        ([*HYBRID, CONTEXT], 4, (1, 4, 1, 1)),
-        ([*NO_SHARD, CONTEXT], 4, (1, 4, 1, 1)),
-        (["strategy=hybrid", CONTEXT], 16, (2, 1, 4, 2)),
+        (["strategy=ddp", CONTEXT], 4, {"dp_replicate": 4}),
+        (["strategy=fsdp", CONTEXT], 4, {"dp_shard": 4}),
+        (["strategy=fsdp", CONTEXT], 2, {"dp_shard": 2}),
+        ([*HYBRID, CONTEXT, TENSOR], 16, {"dp_replicate": 2, "dp_shard": 4, "tp": 2}),
+        ([*HYBRID, CONTEXT], 4, {"dp_replicate": 4}),
+        ([*NO_SHARD, CONTEXT], 4, {"dp_replicate": 4}),
+        (["strategy=hybrid", CONTEXT], 16, {"pp": 2, "dp_shard": 4, "tp": 2}),
     ],
 )
 def test_mesh_merges_context_ranks_into_a_data_axis(
-    overrides: list[str], world_size: int, sizes: tuple[int, ...]
+    overrides: list[str], world_size: int, sizes: dict[str, int]
 ) -> None:
     layout = _layout(overrides, world_size)
     mesh = layout.mesh_sizes()
-    assert tuple(mesh) == ("pp", "dp_replicate", "dp_shard", "tp")
-    assert tuple(mesh.values()) == sizes
+    assert {axis: size for axis, size in mesh.items() if size > 1} == sizes
+    assert "cp" not in mesh
     division = layout.division()
     merged = math.prod(mesh[axis] for axis in layout.mesh_axes(division.sum_axes))
     assert merged == layout.gradient_ranks
@@ -89,6 +89,18 @@ def test_only_tensor_ranks_draw_the_same_random_numbers() -> None:
     layout = _layout(["strategy=hybrid", CONTEXT], 16)
     streams = [layout.random_stream(rank) for rank in range(16)]
     assert streams == [rank // 2 for rank in range(16)]
+
+
+def test_one_of_the_ranks_that_share_layers_reports_their_outputs() -> None:
+    layout = _layout(["strategy=hybrid", CONTEXT], 16)
+    assert [rank for rank in range(16) if layout.reports_outputs(rank)] == [*range(0, 16, 2)]
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_shard", "cp", "tp"])
+def test_neighbors_along_an_axis_differ_by_its_stride(axis: str) -> None:
+    layout = _layout(["strategy=hybrid", CONTEXT], 16)
+    coordinates = layout.coordinates(layout.stride(axis))
+    assert {name for name, index in coordinates.items() if index} == {axis}
 
 
 def test_divisor_of_parameters_leaves_out_ranks_with_the_same_parameters() -> None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, DatasetWithoutText
 from axonlaunch.data.datasets.loader import Loader, StreamLoader
-from axonlaunch.data.datasets.user_datasets import UserDataset, adapt_dataset
+from axonlaunch.data.datasets.user_datasets.adapters import UserDataset, adapt_dataset
 from axonlaunch.data.reading.random_numbers import generator_states, have_moved
 from axonlaunch.data.reading.sample_error import SampleError
 

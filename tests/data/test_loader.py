@@ -10,7 +10,7 @@ from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticToken
 from axonlaunch.data import build_dataset
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, DatasetWithoutText
 from axonlaunch.data.datasets.loader import Loader, StreamLoader
-from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import adapt_dataset
 
 
 class Numbers(DatasetWithoutText):
@@ -206,9 +206,20 @@ class Counted:
         self.at = state["at"]
 
 
+def counted_stream():
+    return adapt_dataset(
+        Counted(),
+        collate=list,
+        eval_fraction=None,
+        num_classes=None,
+        refusal=ValueError,
+        description="counted",
+    )
+
+
 def test_stream_after_other_data_begins_with_its_first_sample():
     for shard in range(2):
-        dataset = StreamedSamples(Counted(), list, ValueError)
+        dataset = counted_stream()
         loading = StreamLoader(dataset, seed=0, global_batch_size=4, num_shards=2, shard=shard)
         loading.first_row_at = 8
         assert [loading.batch(2).items, loading.batch(3).items] == [
@@ -219,7 +230,7 @@ def test_stream_after_other_data_begins_with_its_first_sample():
 
 @pytest.mark.parametrize("prefetch", [0, 2, 5])
 def test_stream_keeps_states_of_recent_steps_only(prefetch):
-    dataset = StreamedSamples(Counted(), list, ValueError)
+    dataset = counted_stream()
     loading = StreamLoader(dataset, seed=0, global_batch_size=4, prefetch=prefetch)
     with closing(loading.iterate()) as batches:
         for step, _ in zip(range(1, 30), batches, strict=False):

@@ -271,6 +271,23 @@ def test_the_info_of_a_registered_dataset_is_used() -> None:
     assert dataset.info is Described.info
 
 
+class Wrapper:
+    """Passes on the members of another dataset, like many wrappers of datasets."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def test_members_that_a_wrapper_passes_on_are_used() -> None:
+    register_dataset("wrapped")(lambda: Wrapper(Described()))
+    dataset = build_dataset(run_config([*SMALL, "data=wrapped"]).data)
+    assert dataset.info is Described.info
+    assert dataset.samples([3], split="train").inputs.tolist() == [[3, 4, 5, 6]]
+
+
 @pytest.mark.usefixtures("module")
 def test_custom_takes_pairs_of_tokens() -> None:
     chosen = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Tokens"])

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.configured import estimate_config, run_config
 from support.parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig
+from axonlaunch.data import register_dataset
+from axonlaunch.data.datasets.dataset import Batch, DatasetInfo
 from axonlaunch.verification.proofs.layout_proof import preview
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
@@ -59,14 +63,37 @@ def test_packing_boundaries_affect_training() -> None:
     assert together.losses != apart.losses
 
 
-def test_packing_with_unsupported_model_is_refused_before_start() -> None:
+class PackedRows:
+    """A user's dataset of packed rows."""
+
+    kind, num_classes, num_samples, num_eval_samples = "tokens", 256, 64, 16
+    sample_shape, info = (8,), DatasetInfo(is_packed=True)
+
+    def samples(self, indices: Any, *, split: str) -> Batch:
+        rows = np.asarray(indices)[:, None] + np.arange(9)
+        positions = np.broadcast_to(np.arange(8) % 4, (len(rows), 8)).copy()
+        return Batch.from_numpy(rows[:, :-1], rows[:, 1:], positions)
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "instead"),
+    [
+        (DATA, "data.document_length=5", "null"),
+        (["data=packed_rows"], "data.name=packed_rows", "a dataset with one document per row"),
+    ],
+    ids=["synthetic", "registered"],
+)
+def test_packing_with_unsupported_model_is_refused_before_start(
+    data: list[str], key: str, instead: str
+) -> None:
+    register_dataset("packed_rows")(PackedRows)
     overrides = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
     arguments = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
     with pytest.raises(ConfigError) as raised:
-        run_config([*overrides, arguments, *DATA])
+        run_config([*overrides, arguments, *data])
     assert str(raised.value) == (
-        "data.document_length=5: a row holds several documents, and model=custom can't keep them "
-        "apart: its forward takes no positions; use null"
+        f"{key}: a row holds several documents, and model=custom can't keep them "
+        f"apart: its forward takes no positions; use {instead}"
     )
 
 

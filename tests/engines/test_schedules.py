@@ -94,7 +94,7 @@ def test_custom_schedule_gives_rate_of_each_step(tmp_path: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class RootConfig:
     name: str = "root_of_test"
-    warmup: int = 5
+    warmup_steps: int = 5  # a key that included schedules have too
 
 
 @pytest.mark.parametrize("is_typed", [False, True])
@@ -104,9 +104,9 @@ def test_registered_schedule_is_verified(is_typed: bool) -> None:
 
         @ax.register_scheduler(name, config=RootConfig)
         def of_config(step: int, steps: int, options: RootConfig) -> float:
-            return inverse_root(step, options.warmup)
+            return inverse_root(step, options.warmup_steps)
 
-        options = "scheduler.warmup=6"
+        options = "scheduler.warmup_steps=6"
     else:
 
         @ax.register_scheduler(name)

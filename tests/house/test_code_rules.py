@@ -160,6 +160,12 @@ def test_names_of_precisions_are_in_few_files() -> None:
     assert len(files) <= MOST_FILES_WITH_PRECISION_NAMES, files
 
 
+def test_members_of_datasets_are_not_looked_up_by_name() -> None:
+    """``data.datasets.user_datasets.members`` reads those that a user's dataset may omit."""
+    lookup = re.compile(r"\b(?:getattr|hasattr)\((?:self\._)?(?:dataset|pairs|held_out)\b")
+    assert not {s.path for s in sources() if any(lookup.search(line) for line in s.lines)}
+
+
 def test_tests_have_only_known_marks() -> None:
     used = {
         (mark, str(file.relative_to(TESTS)))

@@ -14,7 +14,7 @@ from support.configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.data.datasets.dataset import counted_in
-from axonlaunch.data.datasets.user_datasets import adapt_dataset
+from axonlaunch.data.datasets.user_datasets.adapters import adapt_dataset
 from axonlaunch.planning.records import Plan, Planned, Workload
 from axonlaunch.planning.reports.plan_table import build_plan_table
 from axonlaunch.system.text.units import named_by_unit, rate_in

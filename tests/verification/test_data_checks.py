@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.configured import run_config
 from support.corpus import functions, write_jsonl
+from torch.utils.data import default_collate
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig
@@ -25,8 +26,9 @@ from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.datasets import packing
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.data.datasets.loader import Loader, full_loader, order_of
+from axonlaunch.data.datasets.samples import Collate
 from axonlaunch.data.datasets.shuffle import Indices
-from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.datasets.user_datasets.adapters import UserDataset, adapt_dataset
 from axonlaunch.data.shards import shard_maker
 from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.models.tensors import initialization
@@ -266,8 +268,19 @@ class Pairs:
         return np.full((1, 2, 2), index, dtype=np.float32), index % 4
 
 
+def adapted(dataset: Pairs, *, collate: Collate | None = None) -> UserDataset:
+    return adapt_dataset(
+        dataset,
+        collate=collate,
+        eval_fraction=0.25,
+        num_classes=4,
+        refusal=ValueError,
+        description="pairs",
+    )
+
+
 def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -> None:
-    pairs = PairsDataset(Pairs(), 4, 0.25, lambda reason: ValueError(reason))
+    pairs = adapted(Pairs())
     reading, held_out = Loader(pairs, seed=0, global_batch_size=8), object()
     batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert data_checks.held_out_problem(held_out, reading, batches) == ""
@@ -302,12 +315,7 @@ def test_only_datasets_with_a_custom_generator_are_reported_as_random(
             image, target = super().__getitem__(index)
             return image * np.float32(draw()), target
 
-    def refusal(reason: str) -> ValueError:
-        return ValueError(reason)
-
-    pairs: Any = PairsDataset(Augmented(), 4, 0.25, refusal)
-    if structured:
-        pairs = IndexedSamples(Augmented(), None, 0.25, refusal)
+    pairs = adapted(Augmented(), collate=default_collate if structured else None)
     problem = data_checks.random_problem(Loader(pairs, seed=0, global_batch_size=8))
     if is_seeded:
         assert problem == ""
@@ -320,7 +328,7 @@ def test_held_out_samples_are_compared_in_small_batches() -> None:
         def __len__(self) -> int:
             return 2048
 
-    pairs = PairsDataset(Counted(), 4, 0.25, lambda reason: ValueError(reason))
+    pairs = adapted(Counted())
     reading, most, right = Loader(pairs, seed=0, global_batch_size=8), [], pairs.read
 
     def counting(indices: Any, **options: Any) -> AnyBatch:

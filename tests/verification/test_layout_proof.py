@@ -92,7 +92,8 @@ def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     of_gpus = {"train.attention_kernel": "flash", "strategy.tensor.async_collectives": True}
     small = layout_proof.reduced(with_values(large, {"train.precision": "bf16", **of_gpus}))
     layout = Layout.of(small, world_size=num_ranks(small))
-    assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    divided = {axis: size for axis, size in layout.axes.items() if size > 1}
+    assert divided == {"pp": 2, "dp_shard": 2, "tp": 2}
     assert small.train.precision == "fp32"
     assert small.train.attention_kernel == "auto"
     assert not small.strategy.tensor.async_collectives

@@ -35,7 +35,7 @@ from axonlaunch.models.tensors.dtensor_regions import Box, local_boxes, needs_bo
 
 
 class WritesBoxes(DefaultSavePlanner):
-    """Save planner that writes each box of a tensor on this rank as a separate chunk."""
+    """Save planner that writes each of this rank's boxes of a tensor as a separate chunk."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""

@@ -287,7 +287,7 @@ class Saver:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of a failed save, of the first rank that failed."""
+    """Return why a save failed on the first rank that failed."""
     if isinstance(error, CheckpointException):
         [(rank, (cause, _)), *_] = error.failures.items()
         return f"rank {rank}: {type(cause).__name__}: {cause}"

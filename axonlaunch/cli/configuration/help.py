@@ -153,7 +153,7 @@ def search_pages(words: str, pages: Mapping[str, str]) -> list[Section]:
 
 
 def _count(text: str, lowered: str) -> int:
-    """Count a text where a word begins with it: ``ring`` is not in ``during``."""
+    """Count the words that begin with a text; ``during`` does not begin with ``ring``."""
     return len(re.findall(f"(?<![a-z]){re.escape(text)}", lowered))
 
 

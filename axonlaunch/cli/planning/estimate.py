@@ -189,7 +189,7 @@ def print_training(training: TrainingForecast, console: Console) -> None:
 
 
 def print_labeled(label: str, text: str, console: Console, *, style: str = "") -> None:
-    """Print a text after a label, in lines of the console's width."""
+    """Print a label and a text, wrapped to the width of the console."""
     from rich.text import Text
 
     lines = textwrap.wrap(text, console.width - _LABEL)
@@ -200,7 +200,7 @@ def print_labeled(label: str, text: str, console: Console, *, style: str = "") -
 def show_routing_changes(
     context: ForkServerContext, config: RunConfig, estimate: Forecast, console: Console
 ) -> None:
-    """Print the cheapest change that makes a run fit, for each load that does not fit."""
+    """Print the cheapest change for each load of experts with which a run does not fit."""
     from axonlaunch.planning.estimate import with_routing_changes
 
     if estimate.fits is not True:

@@ -52,7 +52,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("train.activation_checkpointing", message, mode)
     averages = data_parallel_facts(strategy).averages
     for axis in AXES:
-        if axis.same_parameters and axis.degree(strategy) > 1 and averages != "gradients":
+        if axis.sums_gradients and axis.degree(strategy) > 1 and averages != "gradients":
             kind = strategy.data_parallel
             message = (
                 f"{axis.ranks} must sum gradients, but data_parallel is {kind}; "

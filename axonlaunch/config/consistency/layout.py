@@ -185,7 +185,7 @@ class Layout:
     @property
     def parameter_divisor(self) -> int:
         """Number of ranks with different parameters, not counting shards of data parallelism."""
-        return self.ranks_along(axis.name for axis in AXES if not axis.same_parameters)
+        return self.ranks_along(axis.name for axis in AXES if axis.divides_parameters)
 
     @property
     def divides_sequences(self) -> bool:
@@ -262,15 +262,25 @@ class Layout:
             rank //= size
         return dict(reversed(coordinates.items()))
 
+    def stride(self, axis: str) -> int:
+        """Return the difference between the numbers of neighboring ranks along an axis."""
+        names = list(self.axes)
+        return self.ranks_along(names[names.index(axis) + 1 :])
+
     def data_shard(self, rank: int) -> int:
         """Return the index of the batch share that a rank processes, below ``data_ranks``."""
-        return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
+        return rank // self.stride(DP_SHARD) % self.data_ranks
+
+    def reports_outputs(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that compute the same outputs."""
+        coordinates = self.coordinates(rank)
+        return not any(coordinates[axis.name] for axis in AXES if axis.same_outputs)
 
     def random_stream(self, rank: int) -> int:
         """Return a number that is equal for ranks that draw the same random numbers."""
         coordinates, sizes, stream = self.coordinates(rank), self.axes, 0
         for axis in AXES:
-            if axis.draws_alike:
+            if axis.same_outputs:
                 del sizes[axis.name]
         for name, size in sizes.items():
             stream = stream * size + coordinates[name]
@@ -335,7 +345,7 @@ def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
     """
     if strategy.data_parallel is not None:
         return strategy.data_parallel
-    degrees = (axis.degree(strategy) for axis in AXES if not axis.same_parameters)
+    degrees = (axis.degree(strategy) for axis in AXES if not axis.sums_gradients)
     holders = world_size // math.prod(degrees)
     return DEFAULT if holders > 1 else NONE
 

@@ -57,7 +57,7 @@ _SIZES = 8
 
 
 def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
-    """Return all problems of a typed tree that are known without torch."""
+    """Return all problems of a typed configuration that can be found without torch."""
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
         message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]

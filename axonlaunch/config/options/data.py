@@ -273,7 +273,7 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             needs=Needs("sklearn", "scikit-learn", "axonlaunch[digits]"),
         ),
         "custom": Entry(
-            "axonlaunch.data.datasets.custom:build_custom_dataset",
+            "axonlaunch.data.datasets.user_datasets.custom:build_custom_dataset",
             "your dataset, data.target",
             CustomDataConfig,
             DatasetFacts(),

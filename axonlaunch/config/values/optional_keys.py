@@ -27,6 +27,24 @@ def num_classes(data: Any) -> int | None:
     return number
 
 
+def vocabulary_size(data: Any) -> int | None:
+    """Return ``data.vocab_size``, the number of tokens; None if it is unset."""
+    size: int | None = getattr(data, "vocab_size", None)
+    return size
+
+
+def chat_template_of(data: Any) -> str | None:
+    """Return ``data.chat_template``; None for the template of the tokenizer."""
+    template: str | None = getattr(data, "chat_template", None)
+    return template
+
+
+def prompt_format_of(data: Any) -> str | None:
+    """Return ``data.prompt_format``; None for rows that are not written by a format."""
+    prompt_format: str | None = getattr(data, "prompt_format", None)
+    return prompt_format
+
+
 def packing_of(data: Any) -> str:
     """Return ``data.packing``."""
     return str(getattr(data, "packing", "none"))

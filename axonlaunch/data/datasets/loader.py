@@ -25,7 +25,7 @@ from axonlaunch.data.datasets.samples import (
     default_collate,
 )
 from axonlaunch.data.datasets.shuffle import dataset_indices, permute
-from axonlaunch.data.datasets.user_datasets import StreamedSamples, UserDataset
+from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples, UserDataset
 from axonlaunch.data.reading.ahead import load_ahead
 from axonlaunch.data.reading.random_numbers import kept_generators
 

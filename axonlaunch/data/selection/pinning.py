@@ -18,7 +18,7 @@ from axonlaunch.data.selection.file_selection import FileSelection, hub_referenc
 
 
 def pinned_data(config: TextRowsConfig, *, earlier: Mapping[str, str]) -> TextRowsConfig:
-    """Return a dataset with each data set of the Hub at a commit, as in ``ORG/NAME@COMMIT``.
+    """Return the group with a commit for each data set of the Hub, as in ``ORG/NAME@COMMIT``.
 
     Args:
         config: The group ``data``.

@@ -42,8 +42,7 @@ def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
 
 def merged_group(world: World, layout: Layout, axis: str) -> ProcessGroup:
     """Return this rank's group along an axis that the run's mesh merges into a data axis."""
-    names = list(layout.axes)
-    stride = layout.ranks_along(names[names.index(axis) + 1 :])
+    stride = layout.stride(axis)
     first = world.rank - layout.coordinates(world.rank)[axis] * stride
     ranks = [first + stride * index for index in range(layout.axes[axis])]
     backend = "nccl" if world.backend is Backend.NCCL else None

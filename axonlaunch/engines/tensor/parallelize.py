@@ -342,7 +342,7 @@ def _shard_heads(modules: Sequence[Styled], degree: int) -> None:
 
 
 def _share_regions(modules: Sequence[Styled], axis: TensorAxis, *, sequence_parallel: bool) -> None:
-    """Let the column layers inside a region compute together."""
+    """Let the column layers of a region share the collective of their common input."""
     for entry in modules:
         container = entry.module
         if isinstance(container, _EntersRegion):

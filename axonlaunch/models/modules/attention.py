@@ -39,7 +39,7 @@ class SequenceParts:
 
 
 class Packing(NamedTuple):
-    """Documents in rows that hold several documents, which don't attend to each other.
+    """Separates the documents of a row, so that no token attends to another document.
 
     Attributes:
         positions: Position of each token in its document, [B, T] int64.

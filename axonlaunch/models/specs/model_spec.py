@@ -257,7 +257,7 @@ def takes_positions() -> str:
 
 
 def not_a_tensor(outputs: object) -> ConfigIssue:
-    """Return the problem for a forward that does not return a tensor."""
+    """Return the message for a forward that does not return a tensor."""
     kind = type(outputs).__name__
     part = ".logits" if hasattr(outputs, "logits") else "[0]" if isinstance(outputs, tuple) else ""
     example = f", as in return outputs{part}" if part else ""

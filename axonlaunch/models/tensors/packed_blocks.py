@@ -33,7 +33,7 @@ _LARGEST_CODE = 127
 
 
 class BlockFormat(ABC):
-    """How a block is stored.
+    """Storage format of a block of quantized values.
 
     Attributes:
         name: Value of ``adapter.base``.

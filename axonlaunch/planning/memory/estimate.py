@@ -141,7 +141,7 @@ class _Run:
         if stage.kind not in self._short_steps:
             self._short_steps[stage.kind] = stage.short_step(self.results)
         if stage.pp_rank not in self._ranks:
-            first_rank = stage.pp_rank * self.reduced.world_size // self.reduced.layout.pipeline
+            first_rank = stage.pp_rank * self.reduced.layout.stride("pp")
             estimated = _rank_estimate(
                 stage,
                 first_rank,

@@ -92,7 +92,7 @@ def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
     if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
         shard = total / layout.tensor / layout.parameter_shards
         host = (1 + shares.gradients + shares.states) * shard - device_bytes
-    rank = pp_rank * reduced.world_size // layout.pipeline
+    rank = pp_rank * layout.stride("pp")
     return RankEstimate(
         rank=rank,
         coords=layout.coordinates(rank),

@@ -58,7 +58,7 @@ class FakeRank:
         """
         self._trace = trace
         self._reduced = reduced
-        self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
+        self._stages = reduced.stages_of(reduced.layout.coordinates(world.rank)["pp"])
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.fake_tensor_mode()
         # FSDP warns about blocks that return a view; the real run shows this warning.

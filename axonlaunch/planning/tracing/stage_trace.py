@@ -97,7 +97,7 @@ class StageTrace:
     @property
     def short_rank(self) -> int:
         """First rank of ``short`` at the position ``short_pp_rank``; it is the one traced."""
-        return self.short_pp_rank * self.short.world_size // self.short.layout.pipeline
+        return self.short_pp_rank * self.short.layout.stride("pp")
 
     @property
     def kind(self) -> tuple[Any, ...]:

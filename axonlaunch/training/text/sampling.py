@@ -16,6 +16,7 @@ from axonlaunch import checkpoint, config
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.data import DATASETS, CustomDataConfig
 from axonlaunch.config.problems.errors import one_of
+from axonlaunch.config.values.optional_keys import vocabulary_size
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
@@ -219,7 +220,7 @@ def _length(data: Any, *, origin: str) -> int:
     """
     if _is_text(data):
         return int(data.sequence_length)
-    vocabulary = getattr(data, "vocab_size", None)
+    vocabulary = vocabulary_size(data)
     tokens = f" with {vocabulary} tokens" if vocabulary else ""
     texts = [name for name, facts in DATASETS.known_facts().items() if facts.is_text]
     message = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
-from axonlaunch.config.axes import INNER
+from axonlaunch.config.axes import DP_SHARD
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch
@@ -80,7 +80,7 @@ def _halves(layout: Layout, rank: int, rows: int) -> Tensor | None:
     The halves alternate over micro-batches and over data-parallel ranks, except over ranks that
     share experts, which compute the products of their rows together.
     """
-    inner = layout.ranks_along(axis.name for axis in INNER)
+    inner = layout.stride(DP_SHARD)
     per_group = math.lcm(layout.expert, inner) // inner
     groups = layout.data_ranks // per_group
     if layout.micro_batches % 2 and groups % 2:

@@ -74,9 +74,7 @@ def decide_verdict(
         [
             d
             for d in differences
-            if d.kind == "choice"
-            and tolerances.allows(d)
-            and layout.coordinates(d.rank)["tp"] == 0  # tensor ranks have the same tokens
+            if d.kind == "choice" and tolerances.allows(d) and layout.reports_outputs(d.rank)
         ]
     )
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)

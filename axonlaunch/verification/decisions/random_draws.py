@@ -221,7 +221,7 @@ def _between_ranks(
             for axis in AXES:
                 if axes != {axis.name}:
                     continue
-                if axis.draws_alike and values != other_values:
+                if axis.same_outputs and values != other_values:
                     yield (
                         f"step {step}: ranks {other} and {rank} of a {axis.word} axis draw "
                         f"different random numbers in {module}, although they hold the same values"

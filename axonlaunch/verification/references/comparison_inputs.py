@@ -91,7 +91,7 @@ def evaluated_samples(loader: Loader) -> range:
 
 
 def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
-    """Return the samples of a prediction, with a length that the layout must pad if it can pad.
+    """Return samples for a prediction, of a length that needs padding if the layout pads.
 
     Args:
         config: Configuration of the layout.

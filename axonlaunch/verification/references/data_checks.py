@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, Split
 from axonlaunch.data.datasets.loader import Loader, StreamLoader, order_of
-from axonlaunch.data.datasets.user_datasets import PairsDataset
+from axonlaunch.data.datasets.user_datasets.adapters import PairsDataset
 from axonlaunch.data.texts.mix import AnyText, TextMix
 from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.verification.references.comparison_inputs import evaluated_samples

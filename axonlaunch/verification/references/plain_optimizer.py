@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.optimization.optimizer import INCLUDED_OPTIMIZERS, OPTIMIZERS, AdamWConfig
-from axonlaunch.config.optimization.schedules import SCHEDULERS
+from axonlaunch.config.optimization.schedules import SCHEDULERS, ConstantConfig
 from axonlaunch.config.values.optional_keys import (
     custom_arguments,
     custom_target,
@@ -102,7 +102,8 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         peak: Largest learning rate.
         steps: Number of steps of the complete run.
     """
-    if not hasattr(schedule, "warmup_steps"):
+    is_included = isinstance(schedule, ConstantConfig)
+    if not is_included:
         if custom_target(schedule) is None:
             return float(peak * SCHEDULERS.get(schedule.name)(schedule)(step, steps))
         function = import_callable("scheduler.target", schedule.target)

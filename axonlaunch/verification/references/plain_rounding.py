@@ -1,8 +1,9 @@
 """The reference's rounding of optimizer states and of factors of products, on full tensors.
 
-Written from the definitions: the hash of bf16 is computed in 64 bits, modulo 2^32; bitsandbytes
-quantizes blocks of the flat tensor; products in 8 bits are products of rounded numbers, and so are
-those of quantization-aware training, whose gradients pass the rounding inside of the range.
+It is written from the definitions. The hash of bf16 is computed in 64 bits, modulo 2^32.
+bitsandbytes quantizes blocks of the flat tensor. Products in 8 bits, and those of
+quantization-aware training, are products of rounded numbers; in the latter, gradients pass the
+rounding inside of the range.
 """
 
 from __future__ import annotations

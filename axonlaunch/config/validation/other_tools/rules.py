@@ -38,7 +38,7 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
 
 
 def products_in_8_bits(recipe: str) -> Rule:
-    """Return the rule of a key that switches on one of torchao's recipes for fp8 in accelerate."""
+    """Return the rule of a key of accelerate that enables one of torchao's fp8 recipes."""
 
     def apply(translation: Translation, key: str, value: Any) -> None:
         translation.set("train.matmul_dtype", recipe if value is True else None, key)

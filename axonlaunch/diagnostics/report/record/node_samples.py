@@ -1,4 +1,4 @@
-"""Reads what the nodes of a run sampled of themselves, when it is asked for.
+"""Reads the samples that the nodes of a run took of their own use, only if they are needed.
 
 A run of 100 nodes has 100 files of samples, which a list of runs does not need.
 """

@@ -85,7 +85,7 @@ def row_length(hidden: int) -> int:
 
 @contextmanager
 def documents_apart(positions: Tensor) -> Iterator[None]:
-    """Make all masks that transformers builds separate the documents.
+    """Let transformers build only masks that separate documents.
 
     transformers does this itself only for models that pass their positions to the mask builder,
     which not all do. It would also read the values of the positions, for which a GPU must be

@@ -6,7 +6,7 @@ from axonlaunch.config.code.plugins import import_callable
 from axonlaunch.config.options.data import CustomDataConfig
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import Dataset
-from axonlaunch.data.datasets.user_datasets import adapt_dataset
+from axonlaunch.data.datasets.user_datasets.adapters import adapt_dataset
 from axonlaunch.data.reading.random_numbers import kept_generators, seed_generators
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,11 @@ from axonlaunch.data.datasets.dataset import (
     Split,
 )
 from axonlaunch.data.datasets.samples import Collate, SampleOrigin, Samples, collating
+from axonlaunch.data.datasets.user_datasets.members import (
+    MapStyle,
+    OptionalMembers,
+    missing_members,
+)
 from axonlaunch.data.reading.progress import begin_sample
 from axonlaunch.data.reading.random_numbers import (
     generator_states,
@@ -37,12 +42,18 @@ from axonlaunch.data.reading.random_numbers import (
 from axonlaunch.data.reading.sample_error import naming
 from axonlaunch.system.text.units import Counted
 
-_DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
 _EVAL_FRACTION = 0.05
 _HELD_OUT, _BEGINS = 1, 2
 """Parts of ``sample_seed``; training samples are part 0."""
 
 Refusal = Callable[[str], Exception]
+
+
+@runtime_checkable
+class _ConvertsToArray(Protocol):
+    """A tensor, an array or another object that numpy converts."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
 
 
 def adapt_dataset(
@@ -83,21 +94,25 @@ def _adapt(
     num_classes: int | None,
     refusal: Refusal,
 ) -> UserDataset:
-    if all(hasattr(dataset, name) for name in _DATASET):
-        return BatchedDataset(dataset)
+    members = OptionalMembers.of(dataset)
+    if not (missing := missing_members(dataset)):
+        return BatchedDataset(dataset, members)
     share = _EVAL_FRACTION if eval_fraction is None else eval_fraction
-    if not _is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if isinstance(dataset, MapStyle) and not _is_stream(dataset):
         if not len(dataset):
             raise refusal("its dataset is empty")
-        if collate is None and _is_pair(dataset[0]):
-            return PairsDataset(dataset, num_classes, share, refusal)
-        return IndexedSamples(dataset, collate, share, refusal)
-    if hasattr(dataset, "__iter__"):
-        return StreamedSamples(dataset, collate, refusal)
-    missing = ", ".join(name for name in _DATASET if not hasattr(dataset, name))
+        divided = _Divided(dataset, members, share, refusal)
+        if collate is None and _is_pair(first := dataset[0]):
+            if num_classes is None:
+                num_classes = members.num_classes
+            return PairsDataset(divided, first, num_classes, refusal)
+        return IndexedSamples(divided, collate)
+    if isinstance(dataset, Iterable):
+        return StreamedSamples(dataset, members, collate, refusal)
     raise refusal(
         f"returned {type(dataset).__name__}, which is neither a map-style dataset (__len__ and "
-        f"__getitem__), nor a stream (__iter__), nor an axonlaunch Dataset: it has no {missing}"
+        "__getitem__), nor a stream (__iter__), nor an axonlaunch Dataset: it has no "
+        f"{', '.join(missing)}"
     )
 
 
@@ -174,20 +189,19 @@ def _reading(origin: SampleOrigin) -> AbstractContextManager[None]:
 class BatchedDataset(UserDataset):
     """A user's dataset that returns whole batches, with the interface ``Dataset``."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, members: OptionalMembers) -> None:
+        self._dataset, self._info = dataset, members.info
         self.kind = dataset.kind
         self.num_samples = dataset.num_samples
         self.num_eval_samples = dataset.num_eval_samples
         self.num_classes = dataset.num_classes
         self.sample_shape = dataset.sample_shape
-        self.is_text = getattr(dataset, "is_text", False)
+        self.is_text = members.is_text
 
     @property
     def info(self) -> DatasetInfo:
         """Optional facts, of the dataset if it has them."""
-        info: DatasetInfo = getattr(self._dataset, "info", DatasetInfo())
-        return info
+        return self._info
 
     def encode(self, text: str) -> list[int]:
         """Convert text to tokens; only if ``is_text``."""
@@ -219,8 +233,15 @@ class BatchedDataset(UserDataset):
 class _Divided:
     """A map-style dataset with its held-out samples: ``held_out``, or else its last samples."""
 
-    def __init__(self, dataset: Any, eval_fraction: float, refusal: Refusal) -> None:
-        self._dataset, self._held_out = dataset, _held_out(dataset, refusal)
+    def __init__(
+        self, dataset: MapStyle, members: OptionalMembers, eval_fraction: float, refusal: Refusal
+    ) -> None:
+        """Choose the held-out samples.
+
+        Raises:
+            ConfigError: ``held_out`` is not a map-style dataset.
+        """
+        self._dataset, self._held_out = dataset, _held_out(members, refusal)
         if self._held_out is None:
             self.num_eval_samples = round(len(dataset) * eval_fraction)
             self.num_samples = len(dataset) - self.num_eval_samples
@@ -253,21 +274,32 @@ class PairsDataset(UserDataset):
     """A map-style dataset with items ``(inputs, targets)``."""
 
     def __init__(
-        self, pairs: Any, num_classes: int | None, eval_fraction: float, refusal: Refusal
+        self, pairs: _Divided, first: Any, num_classes: int | None, refusal: Refusal
     ) -> None:
         """Read shapes and types from the first item.
 
+        Args:
+            pairs: The dataset with its held-out samples.
+            first: First item of the dataset.
+            num_classes: Number of classes; None: unknown.
+            refusal: Creates the error for a reason.
+
         Raises:
-            ConfigError: The number of classes is unknown, or ``held_out`` is not a dataset.
+            ConfigError: The number of classes is unknown.
         """
-        self._pairs, self._refusal = _Divided(pairs, eval_fraction, refusal), refusal
-        inputs, targets = (np.asarray(part) for part in pairs[0])
+        self._pairs, self._refusal = pairs, refusal
+        inputs, targets = (np.asarray(part) for part in first)
         self._float_targets = targets.shape if _is_float(targets) else None
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
         self._counted = _unit_of_targets(self.kind, inputs.shape, targets.shape)
-        has_classes = self._float_targets is None
-        self.num_classes = _num_classes(pairs, num_classes, refusal) if has_classes else 0
+        if self._float_targets is not None:
+            num_classes = 0
+        elif num_classes is None:
+            raise refusal(
+                "the dataset has no attribute num_classes or vocab_size; set data.num_classes"
+            )
+        self.num_classes = num_classes
         self.num_eval_samples = self._pairs.num_eval_samples
         self.num_samples = self._pairs.num_samples
 
@@ -329,18 +361,11 @@ class _StructuredSamples(UserDataset):
 
 
 class IndexedSamples(_StructuredSamples):
-    """A map-style dataset; its last samples are held out if it has no ``held_out``."""
+    """A map-style dataset with samples of any structure."""
 
-    def __init__(
-        self, dataset: Any, collate: Collate | None, eval_fraction: float, refusal: Refusal
-    ) -> None:
-        """Choose the held-out samples.
-
-        Raises:
-            ConfigError: ``held_out`` is not a dataset.
-        """
+    def __init__(self, divided: _Divided, collate: Collate | None) -> None:
         super().__init__(collate)
-        self._divided = _Divided(dataset, eval_fraction, refusal)
+        self._divided = divided
         self.num_eval_samples = self._divided.num_eval_samples
         self.num_samples = self._divided.num_samples
 
@@ -361,7 +386,9 @@ class StreamedSamples(_StructuredSamples):
             of reading all earlier samples again.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, refusal: Refusal) -> None:
+    def __init__(
+        self, dataset: Any, members: OptionalMembers, collate: Collate | None, refusal: Refusal
+    ) -> None:
         """Read the length, and check ``held_out`` and the state.
 
         Raises:
@@ -369,16 +396,16 @@ class StreamedSamples(_StructuredSamples):
                 state can't be written as JSON, or ``held_out`` is not a dataset.
         """
         super().__init__(collate)
-        self._dataset, self._held_out = dataset, _held_out(dataset, refusal)
+        self._dataset, self._held_out = dataset, _held_out(members, refusal)
+        self._members = members
         self.num_eval_samples = 0 if self._held_out is None else len(self._held_out)
         try:
             self.num_samples = len(dataset)
         except (TypeError, NotImplementedError):
             self.num_samples = 0
-        halves = [hasattr(dataset, name) for name in ("state_dict", "load_state_dict")]
-        if any(halves) and not all(halves):
+        self.has_state = members.state_dict is not None
+        if self.has_state != (members.load_state_dict is not None):
             raise refusal("it has one of state_dict and load_state_dict; it needs both, or neither")
-        self.has_state = all(halves)
         if self.has_state:
             try:
                 self.state()
@@ -403,18 +430,20 @@ class StreamedSamples(_StructuredSamples):
 
     def state(self) -> str:
         """Return the position as JSON."""
-        return json.dumps(self._dataset.state_dict(), allow_nan=False)
+        assert self._members.state_dict is not None
+        return json.dumps(self._members.state_dict(), allow_nan=False)
 
     def load_state(self, state: str) -> None:
         """Return to a position."""
-        self._dataset.load_state_dict(json.loads(state))
+        assert self._members.load_state_dict is not None
+        self._members.load_state_dict(json.loads(state))
 
     def begin(self, epoch: int, *, seed: int) -> None:
         """Set the number of the next pass; ``set_epoch`` may draw random numbers."""
-        if hasattr(self._dataset, "set_epoch"):
+        if self._members.set_epoch is not None:
             with kept_generators():
                 seed_generators(sample_seed(seed, epoch, 0, part=_BEGINS))
-                self._dataset.set_epoch(epoch)
+                self._members.set_epoch(epoch)
 
     def passes(self, *, seed: int, epoch: int, position: int) -> Iterator[tuple[Any, SampleOrigin]]:
         """Yield the samples of a pass with their origins, or the rest of it after ``load_state``.
@@ -448,6 +477,7 @@ class StreamedSamples(_StructuredSamples):
     def _read(self, indices: list[int], split: Split, origins: list[SampleOrigin]) -> Samples:
         """Read held-out samples; those of the stream have no index."""
         assert split == "eval"
+        assert self._held_out is not None
         items = []
         for index, origin in zip(indices, origins, strict=True):
             with _reading(origin):
@@ -455,18 +485,17 @@ class StreamedSamples(_StructuredSamples):
         return Samples(items, self.collate, origins=origins)
 
 
-def _held_out(dataset: Any, refusal: Refusal) -> Any:
-    """Return the attribute ``held_out`` of a dataset; None if it has none.
+def _held_out(members: OptionalMembers, refusal: Refusal) -> MapStyle | None:
+    """Return the held-out samples of a dataset; None if it has none.
 
     Raises:
         ConfigError: ``held_out`` has no length, or can't be indexed.
     """
-    held_out: Any = getattr(dataset, "held_out", None)
-    is_dataset = hasattr(held_out, "__getitem__") and hasattr(held_out, "__len__")
-    if held_out is not None and not is_dataset:
-        kind = type(held_out).__name__
-        raise refusal(f"its held_out is {kind}, without __len__ and __getitem__; it needs both")
-    return held_out
+    held_out = members.held_out
+    if held_out is None or isinstance(held_out, MapStyle):
+        return held_out
+    kind = type(held_out).__name__
+    raise refusal(f"its held_out is {kind}, without __len__ and __getitem__; it needs both")
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -480,7 +509,7 @@ def _is_pair(item: Any) -> bool:
     """Return whether an item is a pair of inputs and targets: tensors, arrays or numbers."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
-    return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
+    return all(isinstance(part, _ConvertsToArray | int | float) for part in item)
 
 
 def _unit_of_targets(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Counted:
@@ -495,15 +524,3 @@ def _unit_of_targets(kind: Kind, inputs: tuple[int, ...], targets: tuple[int, ..
 
 def _is_float(array: npt.NDArray[Any]) -> bool:
     return np.issubdtype(array.dtype, np.floating)
-
-
-def _num_classes(pairs: Any, configured: int | None, refusal: Refusal) -> int:
-    """Return the size of the target space, from the configuration or else from the dataset."""
-    if configured is not None:
-        return configured
-    for name in ("num_classes", "vocab_size"):
-        if isinstance(getattr(pairs, name, None), int):
-            return int(getattr(pairs, name))
-    if hasattr(pairs, "classes"):  # as in torchvision
-        return len(pairs.classes)
-    raise refusal("the dataset has no attribute num_classes or vocab_size; set data.num_classes")

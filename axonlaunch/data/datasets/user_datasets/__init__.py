@@ -1,0 +1,1 @@
+"""Datasets of users: their members, and their adaptation to the interface of datasets."""
