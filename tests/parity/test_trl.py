@@ -343,4 +343,5 @@ def test_router_loss_differs_from_trl_by_the_last_token_of_each_row(
     )
     difference = model.config.router_aux_loss_coef * (every - fewer)
     assert abs(difference) > 5e-4
-    assert theirs[0] - ours[0] == pytest.approx(difference, abs=3e-6)
+    # Losses of about 16 have rounding errors of some 1e-6.
+    assert theirs[0] - ours[0] == pytest.approx(difference, abs=1e-5)
