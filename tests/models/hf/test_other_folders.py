@@ -46,10 +46,10 @@ def test_run_folder_given_as_model_is_answered_with_weights_and_export(
 ) -> None:
     folder = tmp_path / inside
     folder.mkdir(parents=True, exist_ok=True)
-    for content, base in (("", "the model.path of it"), ("{path: a/b}", "model.path=a/b")):
+    for content, base in (("", "BASE"), ("{path: a/b}", "a/b")):
         (tmp_path / "config.yaml").write_text(f"adapter: null\nmodel: {content}\n")
         assert refused(folder) == (
-            f"is a run, not a model; write {base} model.weights={folder}, "
+            f"is a run, not a model; write model.path={base} model.weights={folder}, "
             f"or model.path=FOLDER after axonlaunch checkpoint export {folder} FOLDER"
         )
     run = {"adapter": {"name": "lora"}, "model": {"name": "hf", "path": "Qwen/Qwen3-0.6B"}}
