@@ -211,8 +211,9 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 def resumed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the frozen configuration of the run whose data this run continues, by dotted key.
 
-    It is {} if this run starts from step 0 or with new data, or if the configuration can't be read,
-    which is reported elsewhere.
+    Options of the rows are those of the checkpoint: a run that changed its data and ended before
+    it saved has left others in its configuration. The result is {} if this run starts from step 0
+    or with new data, or if the configuration can't be read, which is reported elsewhere.
     """
     if config.checkpoint.changed_data == "restart":
         return {}
@@ -221,7 +222,9 @@ def resumed_settings(config: RunConfig) -> dict[str, Any]:
         if checkpoint is None:
             return {}
         with reaching(checkpoint.path):
-            return frozen_settings(checkpoint.path.parent.parent / CONFIG)
+            settings = frozen_settings(checkpoint.path.parent.parent / CONFIG)
+        rows = {} if checkpoint.origin is None else checkpoint.origin["options"]
+        return settings | flatten(rows, "data")
     except (ConfigError, OSError, ValueError):
         return {}
 

@@ -199,6 +199,9 @@ def _examine(
     dataset, issues = dataset_without_tokenizing(config)
     problems += issues
     spec, model, issues = _model(config)
+    if any(issue.key == "model.path" for issue in issues):
+        same = ("tokenizer.path", config.model_path)  # the folder has neither, for one reason
+        problems = [issue for issue in problems if (issue.key, issue.value) != same]
     problems += issues
     if here and dataset is not None and not isinstance(dataset, Untokenized):
         problems += sample_problems(config, dataset)

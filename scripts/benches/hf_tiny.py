@@ -70,6 +70,7 @@ _BLT_PART = {
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
     "longcat_flash": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (BLOCKS // 2)},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * (BLOCKS // 2),
         "num_dense_layers": 1,

@@ -219,6 +219,9 @@ def test_resumed_run_keeps_the_day_that_its_chat_template_writes(
     assert run(*keys, steps=4)[:4] == [8, 9, 10, 11]
     with pytest.raises(ConfigError, match=r'data.template_date=2026-01-31: was "2026-01-30"'):
         run(*keys, "data.template_date=2026-01-31", steps=6)
+    killed = config.to_yaml(frozen).replace("2026-01-30", "2026-01-31")  # before its first save
+    (tmp_path / "run" / "config.yaml").write_text(killed)
+    assert run(*keys, steps=5)[:4] == [16, 17, 18, 19]
     assert run(*keys, "checkpoint.changed_data=restart", steps=6)[:4] == [0, 1, 2, 3]
 
 

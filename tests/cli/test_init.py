@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from support.command import Served
 from support.served import Server
 
+from axonlaunch.cli.configuration import init
 from axonlaunch.config.values.plain_values import read_yaml
 
 KINDS = ["custom", "documents", "image", "chat"]
@@ -46,6 +48,17 @@ def test_project_has_a_readme_and_settings_that_are_valid_by_its_schema(
     for name in project["files"]:
         assert name == "README.md" or f"| `{name}` |" in readme
     assert f"axonlaunch report runs/{read_yaml(text)['name']} " in readme
+
+
+def test_init_names_the_package_that_a_project_of_chats_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for kind, first in (("chat", "pip install 'axonlaunch[hf]' && cd chat"), ("image", "cd image")):
+        init.command(Path(kind), kind)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"next: {first} && axonlaunch train run.yaml"
 
 
 def test_init_refuses_to_overwrite_and_names_the_existing_file(

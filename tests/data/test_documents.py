@@ -370,7 +370,9 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"there are no training documents"):
         documents([{"text": ""}], held_out=0)
     with pytest.raises(
-        ConfigError, match=r"training documents; data.too_long=drop: documents left out: 1"
+        ConfigError,
+        match=r"training documents; data.too_long=drop: documents left out: 1; use a "
+        r"data.sequence_length above \d+; the longest has 2,999 tokens",
     ):
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
     with pytest.raises(ConfigError, match=r"data.min_tokens=9: shorter documents left out: 1"):

@@ -49,6 +49,28 @@ def _mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.fixture
+def limited(axonlaunch: Command) -> Iterator[By]:
+    """Return the command in a cgroup that limits the memory of all its processes to 900 MiB."""
+    needs("sh")
+    first = Path("/sys/fs/cgroup/memory")  # version 1 of cgroups
+    root, key = (first, "limit_in_bytes") if first.exists() else (first.parent, "max")
+    group = root / f"axonlaunch_test_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no cgroups can be made here")
+    try:
+        (group / f"memory.{key}").write_text(str(900 * MIB))
+        join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        yield By(axonlaunch.folder, ["sh", "-c", join, "sh"])
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), seconds=20)
+    except PermissionError:
+        pytest.skip("no memory limit can be set here")
+    finally:
+        group.rmdir()
+
+
 def _take_inodes(disk: Path) -> None:
     folder = disk / "empty"
     folder.mkdir()
@@ -212,6 +234,16 @@ def test_too_few_open_files_for_run_is_reported(
     assert f"a process may have {files} files open at once (ulimit -n" in ran.stderr
     assert "Traceback" not in ran.stderr
     axonlaunch.wait_until_gone(seconds=3)
+
+
+@pytest.mark.slow
+def test_rank_that_the_kernel_killed_for_memory_gets_the_limit_of_its_cgroup(limited: By) -> None:
+    big = ["model.hidden_size=256", "train.global_batch_size=96", "name=run", "checkpoint.every=0"]
+    ran = limited("train", *big, "strategy=ddp", "launch.nproc=2", status=1)
+    said = " ".join(ran.stderr.replace("│", " ").split())
+    assert "killed by SIGKILL; the kernel ended it because memory ran out" in said
+    assert "; 450 MiB were available (a cgroup, as of a container or a job, limits all" in said
+    assert "processes to 900 MiB) smallest changes that need less: " in said
 
 
 def test_open_files_limit_is_raised_to_hard_limit() -> None:

@@ -21,6 +21,7 @@ from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import report_of_rank
 from axonlaunch.launch.local.messages import Done
 from axonlaunch.launch.local.supervisor import Rank, Supervisor
+from axonlaunch.system.node import cgroup_memory, host
 
 END = Finished(3, False, 1.0, None, None, None)
 
@@ -70,6 +71,27 @@ def test_killed_rank_is_noticed_although_child_holds_pipe(
     outcome = _supervisor(pipe[0], -signal.SIGKILL).run()
     assert outcome.crash is not None
     assert outcome.crash.first.kind == "signal"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "kills", "cause"),
+    [(-signal.SIGKILL, 4, "memory"), (-signal.SIGKILL, 3, ""), (-signal.SIGSEGV, 4, "")],
+)
+def test_rank_that_the_kernel_killed_for_memory_has_that_cause(
+    pipe: tuple[Connection, Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    exitcode: int,
+    kills: int,
+    cause: str,
+) -> None:
+    monkeypatch.setattr(cgroup_memory, "oom_kills", lambda: 3)
+    supervisor = _supervisor(pipe[0], exitcode)
+    monkeypatch.setattr(cgroup_memory, "oom_kills", lambda: kills)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 900)
+    outcome = supervisor.run()
+    assert outcome.crash is not None
+    assert outcome.crash.first.cause == cause
+    assert outcome.crash.first.memory_bytes == (900 if cause else None)
 
 
 def test_last_message_of_rank_counts_although_child_holds_pipe(

@@ -321,8 +321,9 @@ def test_counted_tokens_and_losses_are_those_of_trl(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_router_loss_differs_from_trl_by_the_last_token_of_each_row(
-    folder: Callable[[str], Path],
+    layout: str, folder: Callable[[str], Path]
 ) -> None:
     """The last token is only a target here; in trl, routers read it too."""
     import transformers
@@ -330,7 +331,7 @@ def test_router_loss_differs_from_trl_by_the_last_token_of_each_row(
 
     path = folder("routers")
     theirs, _, batch = by_trl("routers", path, masks_lasts=False)
-    ours = hf_loops.by_axonlaunch(path, LAYOUTS["single"], *full_batch("routers", path))
+    ours = hf_loops.by_axonlaunch(path, LAYOUTS[layout], *full_batch("routers", path))
     lengths = batch["attention_mask"].sum(1)
     assert lengths.unique().numel() > 2  # rows of several lengths, with padding
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -342,4 +343,5 @@ def test_router_loss_differs_from_trl_by_the_last_token_of_each_row(
     )
     difference = model.config.router_aux_loss_coef * (every - fewer)
     assert abs(difference) > 5e-4
-    assert theirs[0] - ours[0] == pytest.approx(difference, abs=3e-6)
+    # Losses of about 16 have rounding errors of some 1e-6.
+    assert theirs[0] - ours[0] == pytest.approx(difference, abs=1e-5)

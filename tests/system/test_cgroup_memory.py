@@ -53,6 +53,21 @@ def test_no_limit_and_no_cgroups_limit_nothing(tmp_path: Path) -> None:
     assert cgroup_memory.free_limit_bytes(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [("0::/job", "job/memory.events"), ("4:memory:/job", "memory/job/memory.oom_control")],
+)
+def test_processes_that_the_kernel_killed_for_memory_are_counted(
+    line: str, file: str, tmp_path: Path
+) -> None:
+    member_of(tmp_path, line)
+    assert cgroup_memory.oom_kills(tmp_path) == 0
+    counts = tmp_path / "sys/fs/cgroup" / file
+    counts.parent.mkdir(parents=True)
+    counts.write_text("oom 7\noom_kill 2\noom_group_kill 0\n")
+    assert cgroup_memory.oom_kills(tmp_path) == 2
+
+
 def test_memory_of_a_node_is_at_most_what_cgroups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup_memory, "limit_bytes", lambda: 12345)
     monkeypatch.setattr(cgroup_memory, "free_limit_bytes", lambda: 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import sys
@@ -78,8 +79,12 @@ def command(
         return
     for name in files:
         sys.stdout.write(f"{folder / name}\n")
-    enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    sys.stdout.write(f"\nnext: {enter}axonlaunch train run.yaml\n")
+    steps = ["axonlaunch train run.yaml"]
+    if folder != Path():
+        steps.insert(0, f"cd {shlex.quote(str(folder))}")
+    if kind == "chat" and importlib.util.find_spec("transformers") is None:
+        steps.insert(0, "pip install 'axonlaunch[hf]'")  # its tokenizer is trained on the chats
+    sys.stdout.write(f"\nnext: {' && '.join(steps)}\n")
 
 
 def _files(kind: str) -> Iterator[tuple[str, str]]:

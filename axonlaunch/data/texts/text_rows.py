@@ -112,7 +112,11 @@ class TextRows:
             "eval": self._table(documents[is_held_out]),
         }
         if is_all and not len(self._tables["train"]):
-            message = "; ".join(["there are no training documents", *self._left_out()])
+            parts = ["there are no training documents", *self._left_out()]
+            if self._too_long:
+                longer = f"a data.sequence_length above {config.sequence_length}"
+                parts.append(f"use {longer}; the longest has {lengths.max():,} tokens")
+            message = "; ".join(parts)
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self._notes = self._describe()
 

@@ -29,6 +29,7 @@ from axonlaunch.launch.failures.report import (
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
+from axonlaunch.system.node import cgroup_memory, host
 from axonlaunch.system.processes.forked_process import ForkedProcess
 from axonlaunch.system.text.streams import silence
 
@@ -111,6 +112,7 @@ class Supervisor:
     others: RemoteNodes | None = None
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
+    _oom_kills: int = field(default_factory=lambda: cgroup_memory.oom_kills())
 
     def run(self) -> Outcome:
         """Supervise the ranks until every process has ended, and return the outcome."""
@@ -240,10 +242,17 @@ class Supervisor:
         while time.monotonic() < deadline:
             self._listen(timeout=0.05)
             order += [r for r in self.ranks if self._has_failed(r) and r not in order]
-        return [
-            rank.failure or self._report(rank, "signal", exit_reason(rank.process.exitcode))
-            for rank in order
-        ]
+        return [rank.failure or self._report_of_ended(rank) for rank in order]
+
+    def _report_of_ended(self, rank: Rank) -> Report:
+        """Return the report of a rank that sent none; the kernel may have killed it for memory."""
+        status = rank.process.exitcode
+        report = self._report(rank, "signal", exit_reason(status))
+        if status != -signal.SIGKILL or cgroup_memory.oom_kills() == self._oom_kills:
+            return report
+        reason = "killed by SIGKILL; the kernel ended it because memory ran out"
+        available = host.memory_bytes() // len(self.ranks)
+        return replace(report, reason=reason, cause="memory", memory_bytes=available)
 
     def _hanging(self) -> list[Rank]:
         """Return the running ranks if one has made no progress for ``timeout_s``, else nothing."""

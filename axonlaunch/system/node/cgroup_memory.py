@@ -15,6 +15,9 @@ _UNLIMITED = 1 << 60
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
+_KILLS = {_V2: "memory.events", _V1: "memory.oom_control"}
+"""Files with the number of killed processes, by version."""
+
 
 def limit_bytes(root: Path = _ROOT) -> int | None:
     """Return the lowest memory limit of this process's cgroups and those above; None without."""
@@ -27,6 +30,22 @@ def free_limit_bytes(root: Path = _ROOT) -> int | None:
     Pages of files that were not used lately don't count as used, because the kernel drops them.
     """
     return min((max(0, limit - used) for limit, used in _limits(root)), default=None)
+
+
+def oom_kills(root: Path = _ROOT) -> int:
+    """Return how many processes of this process's cgroup the kernel has killed for memory.
+
+    They were killed because the memory of the system ran out, or that of this cgroup or of one
+    above it. The number is 0 if the kernel does not count them.
+    """
+    for folder, files in _cgroups(root):
+        try:
+            lines = (folder / _KILLS[files]).read_text().splitlines()
+            [kills] = [int(line.split()[1]) for line in lines if line.split()[0] == "oom_kill"]
+        except (OSError, ValueError, IndexError):
+            continue
+        return kills
+    return 0
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -208,6 +208,8 @@ def test_the_axis_and_the_scale_can_be_changed(browser: Any, tmp_path: Path) -> 
     browser.find_element("id", "log").click()
     [label, *_] = browser.find_elements("css selector", "[data-curve=loss] .u-label")
     assert label.text.rstrip(":") == "tokens"
+    labels = browser.execute_script("return [0, 2e-5, 1.5e-5, -5e-6, 0.0005, 2.5, 1500].map(ticks)")
+    assert labels == ["0", "2e-5", "1.5e-5", "-5e-6", "0.0005", "2.5", "1.5k"]
     assert complaints(browser) == []
 
 

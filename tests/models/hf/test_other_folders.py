@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.configured import run_config
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.model import HuggingFaceConfig
@@ -45,11 +46,12 @@ def test_run_folder_given_as_model_is_answered_with_weights_and_export(
 ) -> None:
     folder = tmp_path / inside
     folder.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "config.yaml").write_text("adapter: null\n")
-    assert refused(folder) == (
-        f"is a run, not a model; write the model.path of the run and model.weights={folder}, "
-        f"or model.path=FOLDER after axonlaunch checkpoint export {folder} FOLDER"
-    )
+    for content, base in (("", "BASE"), ("{path: a/b}", "a/b")):
+        (tmp_path / "config.yaml").write_text(f"adapter: null\nmodel: {content}\n")
+        assert refused(folder) == (
+            f"is a run, not a model; write model.path={base} model.weights={folder}, "
+            f"or model.path=FOLDER after axonlaunch checkpoint export {folder} FOLDER"
+        )
     run = {"adapter": {"name": "lora"}, "model": {"name": "hf", "path": "Qwen/Qwen3-0.6B"}}
     (tmp_path / "config.yaml").write_text(json.dumps(run))
     assert refused(folder) == (
@@ -79,3 +81,14 @@ def test_export_of_a_registered_model_given_as_model_is_answered_with_its_name(
 
 def test_other_folder_given_as_model_lacks_config_json(tmp_path: Path) -> None:
     assert refused(tmp_path).startswith("has no config.json; give the folder of a model")
+
+
+def test_run_folder_given_as_model_is_one_error_although_it_has_no_tokenizer_either(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.yaml").write_text("adapter: null\n")
+    data = ["data=chat", f"data.files={tmp_path}/rows.jsonl", "data.sequence_length=16"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(ConfigError) as raised:
+        run_config(["model=hf", f"model.path={tmp_path}", *data, "strategy=single"])
+    assert [problem.key for problem in raised.value.problems] == ["model.path"]

@@ -62,7 +62,8 @@ function ticks(value) {
   for (const [size, unit] of units) {
     if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;
   }
-  return String(Number(value.toPrecision(4)));
+  const rounded = Number(value.toPrecision(4));
+  return rounded !== 0 && Math.abs(rounded) < 1e-4 ? rounded.toExponential() : String(rounded); // 0.000015 is too wide
 }
 
 function table(head, rows) {

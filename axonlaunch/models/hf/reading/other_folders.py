@@ -89,7 +89,8 @@ def _describe_run(run: Path, folder: Path) -> str:
         return f"{_adapter_message(_quoted_base(model.get('path')), 'FOLDER')}, after {export}"
     if _is_plain(name) and name != "hf":
         return _registered_message("a run", str(name), path)
+    base = _quoted_base(model.get("path"))
     return (
-        f"is a run, not a model; write the model.path of the run and model.weights={path}, or "
+        f"is a run, not a model; write model.path={base} model.weights={path}, or "
         f"model.path=FOLDER after {export}"
     )
