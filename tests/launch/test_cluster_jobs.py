@@ -96,9 +96,11 @@ def container(**state: Any) -> list[dict[str, Any]]:
     return [{"name": "node", "state": state}]
 
 
-def test_running_job_has_no_note() -> None:
+@pytest.mark.parametrize("phase", ["Running", "Succeeded"])
+def test_running_job_has_no_note(phase: str) -> None:
+    """Its controller may see later that the pods have succeeded."""
     cluster = Canned()
-    cluster.pods = [pod(phase="Running")]
+    cluster.pods = [pod(phase=phase)]
     assert job_of(cluster).state() == JobState("RUNNING")
 
 

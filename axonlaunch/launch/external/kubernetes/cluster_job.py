@@ -255,7 +255,8 @@ class ClusterJob:
             waiting = [f"{pending[0]}: {warning}"]
         if waiting:
             return JobState("PENDING", f"{self.title} waits: {waiting[0]}")
-        if any(phase(pod) == "Running" for pod in pods):
+        # Pods that have ended well are counted by the job's controller a moment later.
+        if any(phase(pod) in ("Running", "Succeeded") for pod in pods):
             return JobState("RUNNING")
         child = f"{self.name}-{CONTAINER}-0"  # of a JobSet, and so of a TrainJob
         for name in (self.name,) if self.kind == "Job" else (self.name, child):
