@@ -467,7 +467,8 @@ def test_stop_suspends_and_resume_continues() -> None:
     cluster = Canned()
     cluster.pods = [pod(phase="Running")]
     job = job_of(cluster)
-    assert job.stop() == "Job big saves a checkpoint and is suspended; axonlaunch resume big"
+    again = "resume it with axonlaunch resume big"
+    assert job.stop() == f"Job big saves a checkpoint and is suspended; {again}"
     with pytest.raises(ConfigError, match="saves a checkpoint and is suspended"):
         job.stop()
     assert job.resume() == "Job big resumes; axonlaunch logs big -f follows it"

@@ -85,7 +85,7 @@ def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopp
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
     assert job.state().status == 1  # by scancel
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says(state)}\n")
-    assert job.stop() == "job 7 is cancelled before its start; axonlaunch resume job"
+    assert job.stop() == "job 7 is cancelled before its start; resume it with axonlaunch resume job"
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
     note = "job 7: is stopped; resume it with axonlaunch resume job"
     assert job.state() == followed_job.JobState("CANCELLED", note, 130)

@@ -488,7 +488,7 @@ class SlurmJob:
             (self.folder / _STOPPED).unlink()
             raise ConfigError([ConfigIssue("", f"job {self.number}: {error}")])
         does = "saves a checkpoint and ends" if has_begun else "is cancelled before its start"
-        return f"job {self.number} {does}; axonlaunch resume {self.name}"
+        return f"job {self.number} {does}; resume it with axonlaunch resume {self.name}"
 
     def resume(self) -> str:
         """Submit the script of the run folder again; return a line for the user.

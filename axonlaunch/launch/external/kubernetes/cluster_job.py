@@ -168,7 +168,8 @@ class ClusterJob:
             ConfigError: The server refuses it or does not know it, or the job has ended.
         """
         self._suspend(True)
-        return f"{self.title} saves a checkpoint and is suspended; axonlaunch resume {self.name}"
+        again = f"resume it with axonlaunch resume {self.name}"
+        return f"{self.title} saves a checkpoint and is suspended; {again}"
 
     def resume(self) -> str:
         """Let a suspended job run again, in the same folder. Return a line for the user.
