@@ -4,8 +4,9 @@ Commands send their requests here, the controllers and the node send theirs to t
 that suspends a Job sets its parallelism to 0 and marks it. So its controller deletes the pods, and
 creates new ones when the Job resumes, as that of Kubernetes since 1.21 does. In answers, a marked
 Job is suspended, by the client that set its parallelism. The failure policy of a Job, which the
-server drops, becomes an annotation that the node reads. All other requests pass unchanged. While
-the server does not answer, connections are closed without an answer.
+server drops, becomes an annotation that the node reads. Requests for custom resources go to the
+server that has them, if there is one. All other requests pass unchanged. While the server does not
+answer, connections are closed without an answer.
 """
 
 import argparse
@@ -18,6 +19,9 @@ from pathlib import Path
 
 MARK, POLICY = "kube-up/suspended", "kube-up/failure-policy"
 JOBS = re.compile(r"/apis/batch/v1/(?:namespaces/[^/]+/)?jobs(?:/[^/?]+)?(?:\?|$)")
+CUSTOM = re.compile(
+    r"/apis/(?:apiextensions\.k8s\.io|jobset\.x-k8s\.io|trainer\.kubeflow\.org)(?:/|$)"
+)
 CONDITION = {"type": "Suspended", "status": "True", "reason": "JobSuspended"}
 HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"}
 """Headers of one connection."""
@@ -61,10 +65,11 @@ class Gateway(BaseHTTPRequestHandler):
 
     Attributes:
         port: Port of the server.
+        custom_port: Port of the server of custom resources; 0 without one.
     """
 
     protocol_version = "HTTP/1.1"
-    port = 0
+    port = custom_port = 0
 
     def do_GET(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
@@ -102,7 +107,9 @@ class Gateway(BaseHTTPRequestHandler):
 
     def ask(self, method: str, path: str, body: bytes | None):
         context = ssl._create_unverified_context()
-        server = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=60)
+        is_custom = self.custom_port and CUSTOM.match(path)
+        port = self.custom_port if is_custom else self.port
+        server = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
         headers["Accept"] = "application/json" if JOBS.match(path) else headers.get("Accept", "*/*")
         try:
@@ -121,8 +128,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--server-port", type=int, required=True)
+    parser.add_argument("--custom-port", type=int, default=0)
     arguments = parser.parse_args()
-    Gateway.port = arguments.server_port
+    Gateway.port, Gateway.custom_port = arguments.server_port, arguments.custom_port
     certs = arguments.folder / "certs"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certs / "apiserver.crt", certs / "apiserver.key")

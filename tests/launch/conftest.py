@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
     """
     command = Command(tmp_path)
     yield command
+    # Python's resource tracker ends a moment after the command.
+    with suppress(AssertionError):
+        command.wait_until_gone(seconds=2)
     left = command.processes()
     for process in left:
         os.kill(process, signal.SIGKILL)

@@ -96,9 +96,11 @@ def container(**state: Any) -> list[dict[str, Any]]:
     return [{"name": "node", "state": state}]
 
 
-def test_running_job_has_no_note() -> None:
+@pytest.mark.parametrize("phase", ["Running", "Succeeded"])
+def test_running_job_has_no_note(phase: str) -> None:
+    """Its controller may see later that the pods have succeeded."""
     cluster = Canned()
-    cluster.pods = [pod(phase="Running")]
+    cluster.pods = [pod(phase=phase)]
     assert job_of(cluster).state() == JobState("RUNNING")
 
 
@@ -465,7 +467,8 @@ def test_stop_suspends_and_resume_continues() -> None:
     cluster = Canned()
     cluster.pods = [pod(phase="Running")]
     job = job_of(cluster)
-    assert job.stop() == "Job big saves a checkpoint and is suspended; axonlaunch resume big"
+    again = "resume it with axonlaunch resume big"
+    assert job.stop() == f"Job big saves a checkpoint and is suspended; {again}"
     with pytest.raises(ConfigError, match="saves a checkpoint and is suspended"):
         job.stop()
     assert job.resume() == "Job big resumes; axonlaunch logs big -f follows it"

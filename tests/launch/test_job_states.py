@@ -85,7 +85,7 @@ def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopp
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
     assert job.state().status == 1  # by scancel
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says(state)}\n")
-    assert job.stop() == "job 7 is cancelled before its start; axonlaunch resume job"
+    assert job.stop() == "job 7 is cancelled before its start; resume it with axonlaunch resume job"
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
     note = "job 7: is stopped; resume it with axonlaunch resume job"
     assert job.state() == followed_job.JobState("CANCELLED", note, 130)
@@ -123,16 +123,17 @@ def test_two_commands_submit_no_two_jobs_of_a_run(programs: Path) -> None:
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-def test_failed_submission_leaves_the_frozen_configuration_of_the_run(
+def test_failed_submission_leaves_only_the_run_that_was_there(
     has_run: bool, programs: Path
 ) -> None:
-    """A new folder has none: the job would refuse it as that of another run."""
+    """A new folder would take the name, and one with a configuration would refuse the job."""
     frozen = Path("runs/job/config.yaml")
     if has_run:
         frozen.parent.mkdir(parents=True)
         frozen.write_text("of the last launch")
     with pytest.raises(ConfigError, match="sbatch failed: no such partition"):
         submitted(programs, sbatch="echo 'sbatch: error: no such partition' >&2; exit 1")
+    assert Path("runs/job").exists() == has_run
     submitted(programs, scontrol=says("COMPLETED"))
     with pytest.raises(ConfigError, match="job 7 of this folder is running"):
         submitted(programs, scontrol=says("RUNNING"))

@@ -149,6 +149,9 @@ def test_job_of_two_pods_is_followed_to_the_losses_of_a_local_run(
     (row,) = [each for each in listed if each["name"] == "steady"]
     assert (row["state"], row["run_dir"]) == ("COMPLETED", str(submit.folder / "runs" / "steady"))
     assert "step 30" in submit.command("logs", "steady").stdout
+    of_other_pod = submit.command("logs", "steady", "--rank", "1").stdout
+    assert "node 1" in of_other_pod
+    assert "step 30" not in of_other_pod
     secret = api.get("Secret", "steady-token")
     assert secret is not None
     assert secret["metadata"]["ownerReferences"][0]["name"] == "steady"
@@ -220,7 +223,7 @@ def test_follower_survives_an_api_server_that_stops_for_20_seconds(
     submit: Submission, is_frozen: bool
 ) -> None:
     name = f"deaf-{int(is_frozen)}"
-    follower = submit.start(name, "model.arguments={pause:0.8}")
+    follower = submit.start(name, "model.arguments={pause:1.4}")
     logged(submit.folder / "runs" / name / "metrics.jsonl", 3, seconds=300)
     with submit.without_server(is_frozen=is_frozen):
         time.sleep(20)

@@ -340,8 +340,9 @@ def test_stopped_job_of_slurm_saves_and_resumes_with_the_same_losses(
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
     job += [*SUBMITTED, "launch.nnodes=2", "launch.nproc=1", "name=job"]
     there = By(axonlaunch.folder, [], cluster)
-    follower = there.start(*job, "model.arguments={pause:1.0}")
-    logged(axonlaunch.folder / "runs/job/metrics.jsonl", 5)
+    # Three commands have to answer before it ends.
+    follower = there.start(*job, "model.arguments={pause:1.5}")
+    logged(axonlaunch.folder / "runs/job/metrics.jsonl", 2)
     second = there("train", *job[1:], status=2)
     assert "of this folder is running; follow it with axonlaunch logs job -f" in second.stderr
     assert "job" in there("jobs").stdout
@@ -387,6 +388,7 @@ def test_job_of_slurm_exits_with_the_status_of_the_node_that_failed_first(
     there = By(axonlaunch.folder, [], cluster)
     ran = there("train", *job, status=2)
     assert "failed (configuration error)" in ran.stdout
+    axonlaunch.wait_until_gone(seconds=20)  # SLURM kills the other node
 
 
 @pytest.mark.slow

@@ -255,10 +255,13 @@ def test_node_that_cannot_import_axonlaunch_ends_the_run(on_ray: OnRay, raylets:
         (folder / "raylet").write_text(str(raylet))
         (folder / "sitecustomize.py").write_text(BLOCKER.format(file=str(folder / "raylet")))
         follower = on_ray.start("hidden", "launch.nnodes=4")
-        output, _ = follower.communicate(timeout=200)
+        output, errors = follower.communicate(timeout=200)
     finally:
         raylets.remove_node(blocked)
-    assert follower.returncode == 1, output
+    if follower.returncode == 2:  # Ray has placed the actor of the run there
+        assert "can't run axonlaunch (" in errors
+        return
+    assert follower.returncode == 1, errors
     assert "hidden: failed (a node can't run axonlaunch: ImportError: No module named" in output
 
 

@@ -286,12 +286,17 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def kubernetes(folder: Path) -> Iterator[Path]:
-    """Run a cluster whose pods are processes of this machine; yield its folder."""
+def kubernetes(folder: Path, definitions: Path | None = None) -> Iterator[Path]:
+    """Run a cluster whose pods are processes of this machine; yield its folder.
+
+    Args:
+        folder: Folder of the cluster.
+        definitions: Folder with definitions of custom resources, for which another server runs.
+    """
     needs("openssl", "unshare")
     path = f"{BIN}:{os.environ['PATH']}"
     started = subprocess.run(
-        [*_ending_with_this_process("kube-up"), folder],
+        [*_ending_with_this_process("kube-up"), folder, *([definitions] if definitions else [])],
         capture_output=True,
         text=True,
         timeout=200,

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -289,18 +289,25 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
         The exit status, and the job's number, folder and last state.
 
     Raises:
-        ConfigError: ``sbatch`` failed.
+        ConfigError: ``sbatch`` failed. A run folder that was made for the job is removed.
     """
     # Again, because earlier runs of a sweep may have taken hours: before checkpoint.overwrite moves
     # the folder of a job that another command has submitted meanwhile.
-    refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
+    planned = Path(run_dir.with_run_dir(config).run_dir)
+    refuse_second_job(planned)
+    is_new = not planned.exists()
     with ExitStack() as submission:
         with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
             folder = Path(config.run_dir)
             submission.enter_context(_only_submission(folder))
             _write(config, folder)
         # The job, which may begin at once, locks the folder itself.
-        job = _submit_script(folder)
+        try:
+            job = _submit_script(folder)
+        except ConfigError:
+            if is_new:
+                _remove_submission(folder)
+            raise
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     status, state = follow_job(SlurmJob(folder, job), announce)
     return status, {"job_id": int(job), "run_dir": config.run_dir, "state": state}
@@ -369,6 +376,15 @@ def _write(config: RunConfig, folder: Path) -> None:
         )
     replace_text(folder / JOB, configuration.to_yaml(config))
     replace_text(folder / SCRIPT, render(config))
+
+
+def _remove_submission(folder: Path) -> None:
+    """Remove a run folder that has only the files of a submission."""
+    for name in (SCRIPT, JOB, TOKEN, _LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # something else is in it
+        (folder / "logs").rmdir()
+        folder.rmdir()
 
 
 @dataclass
@@ -472,7 +488,7 @@ class SlurmJob:
             (self.folder / _STOPPED).unlink()
             raise ConfigError([ConfigIssue("", f"job {self.number}: {error}")])
         does = "saves a checkpoint and ends" if has_begun else "is cancelled before its start"
-        return f"job {self.number} {does}; axonlaunch resume {self.name}"
+        return f"job {self.number} {does}; resume it with axonlaunch resume {self.name}"
 
     def resume(self) -> str:
         """Submit the script of the run folder again; return a line for the user.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _RESERVED = "PET_"
 
 _MANAGERS = ("trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multikueue")
 """Values that Kubeflow Trainer accepts for ``managedBy``."""
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+")
 
 
 def setting_issues(config: RunConfig) -> list[ConfigIssue]:
@@ -157,7 +159,7 @@ def read_patch(options: KubernetesConfig) -> dict[str, Any] | None:
 
 
 def rule_problems(job: dict[str, Any], kind: str, name: str) -> list[str]:
-    """Return the problems of a patched object that no schema finds.
+    """Return the problems of a patched object that no schema finds, CEL rules included.
 
     Args:
         job: Job, JobSet or TrainJob that follows the schema.
@@ -183,6 +185,10 @@ def _job_set_problems(spec: dict[str, Any]) -> Iterator[str]:
     in_order = (spec.get("startupPolicy") or {}).get("startupPolicyOrder") == "InOrder"
     if in_order and any("dependsOn" in job for job in spec.get("replicatedJobs") or []):
         yield "sets startupPolicyOrder=InOrder and dependsOn, of which a JobSet can have only one"
+    policies = spec.get("volumeClaimPolicies") or []
+    claims = [claim for policy in policies for claim in policy.get("templates") or []]
+    if any((claim.get("metadata") or {}).get("namespace") for claim in claims):
+        yield "sets a namespace in volumeClaimPolicies, whose claims are in that of the JobSet"
 
 
 def _train_job_problems(spec: dict[str, Any]) -> Iterator[str]:
@@ -194,6 +200,10 @@ def _train_job_problems(spec: dict[str, Any]) -> Iterator[str]:
         yield f"sets numProcPerNode={count}; it must be at least 1"
     if manager is not None and manager not in _MANAGERS:
         yield f"sets managedBy={manager}; use {' or '.join(_MANAGERS)}"
+    for source, settings in (spec.get("initializer") or {}).items():
+        uri = (settings or {}).get("storageUri")
+        if uri and not _URI.fullmatch(str(uri)):
+            yield f"sets initializer.{source}.storageUri={uri}; write SCHEME://PATH"
 
 
 def pod_template(job: dict[str, Any], kind: str) -> dict[str, Any] | None:

@@ -168,7 +168,8 @@ class ClusterJob:
             ConfigError: The server refuses it or does not know it, or the job has ended.
         """
         self._suspend(True)
-        return f"{self.title} saves a checkpoint and is suspended; axonlaunch resume {self.name}"
+        again = f"resume it with axonlaunch resume {self.name}"
+        return f"{self.title} saves a checkpoint and is suspended; {again}"
 
     def resume(self) -> str:
         """Let a suspended job run again, in the same folder. Return a line for the user.
@@ -255,7 +256,8 @@ class ClusterJob:
             waiting = [f"{pending[0]}: {warning}"]
         if waiting:
             return JobState("PENDING", f"{self.title} waits: {waiting[0]}")
-        if any(phase(pod) == "Running" for pod in pods):
+        # Pods that have ended well are counted by the job's controller a moment later.
+        if any(phase(pod) in ("Running", "Succeeded") for pod in pods):
             return JobState("RUNNING")
         child = f"{self.name}-{CONTAINER}-0"  # of a JobSet, and so of a TrainJob
         for name in (self.name,) if self.kind == "Job" else (self.name, child):

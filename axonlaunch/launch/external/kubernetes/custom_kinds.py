@@ -1,6 +1,6 @@
 """Keys and types of JobSets and TrainJobs, for which the Kubernetes client has no classes.
 
-Sources: JobSet's API v1alpha2 and Kubeflow Trainer 2.3's API v1alpha1. A type is a key of
+Sources: JobSet 0.12's API v1alpha2 and Kubeflow Trainer 2.3's API v1alpha1. A type is a key of
 ``CUSTOM_KINDS`` or is written as the client writes it.
 """
 
@@ -21,8 +21,13 @@ CUSTOM_KINDS: dict[str, dict[str, str]] = {
         "coordinator": "Coordinator",
         "managedBy": "str",
         "ttlSecondsAfterFinished": "int",
-        "volumeClaimPolicies": "list[object]",
+        "volumeClaimPolicies": "list[VolumeClaimPolicy]",
     },
+    "VolumeClaimPolicy": {
+        "retentionPolicy": "RetentionPolicy",
+        "templates": "list[V1PersistentVolumeClaim]",
+    },
+    "RetentionPolicy": {"whenDeleted": "str"},
     "ReplicatedJob": {
         "name": "str",
         "groupName": "str",
@@ -54,7 +59,7 @@ CUSTOM_KINDS: dict[str, dict[str, str]] = {
     "TrainJob": {**_OBJECT, "spec": "TrainJobSpec"},
     "TrainJobSpec": {
         "runtimeRef": "RuntimeRef",
-        "initializer": "object",
+        "initializer": "Initializer",
         "trainer": "Trainer",
         "runtimePatches": "list[RuntimePatch]",
         "suspend": "bool",
@@ -62,6 +67,12 @@ CUSTOM_KINDS: dict[str, dict[str, str]] = {
         "managedBy": "str",
     },
     "RuntimeRef": {"name": "str", "apiGroup": "str", "kind": "str"},
+    "Initializer": {"dataset": "InitializerSource", "model": "InitializerSource"},
+    "InitializerSource": {
+        "storageUri": "str",
+        "env": "list[V1EnvVar]",
+        "secretRef": "V1LocalObjectReference",
+    },
     "Trainer": {
         "image": "str",
         "command": "list[str]",

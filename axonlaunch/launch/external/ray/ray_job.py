@@ -124,7 +124,9 @@ class RayJob:
         if now.status is not None or actor is None:
             raise ConfigError([ConfigIssue("", now.note)])
         _answer(actor.stop.remote())
-        return f"{self.name} saves a checkpoint and ends; axonlaunch resume {self.name}"
+        return (
+            f"{self.name} saves a checkpoint and ends; resume it with axonlaunch resume {self.name}"
+        )
 
     def resume(self) -> str:
         """Start the run again in the same folder; return a line for the user.
