@@ -29,6 +29,7 @@ from axonlaunch.planning.throughput.operations import (
     Operation,
     Phase,
     Product,
+    Rounding,
     Send,
     Work,
 )
@@ -182,6 +183,8 @@ class _Scaled:
             m, n, k = sizes.values()
             product = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return product, Amount(count, amount.num_bytes, amount.flops)
+        if isinstance(key, Rounding):
+            return self._rounding(key, amount * recomputed, phase)
         share = recomputed * samples
         if isinstance(key, AttentionOp):
             share /= tensor
@@ -190,6 +193,23 @@ class _Scaled:
             is_divided = self._config.strategy.tensor.sequence_parallel
             share *= 1 / tensor if is_divided else (1 + 1 / tensor) / 2
         return dataclasses.replace(key, phase=phase), Amount(amount.count, *_scale(amount, share))
+
+    def _rounding(self, key: Rounding, amount: Amount, phase: Phase) -> tuple[Rounding, Amount]:
+        """Return the rounding of a layout's factor, which is a weight or has a row for each token.
+
+        Tensor ranks divide each weight, and one of the two other factors of its products.
+        """
+        sizes = {"rows": key.rows, "columns": key.columns}
+        tokens = next((d for d, size in sizes.items() if size == SAMPLES * self._length), None)
+        width = max((d for d in sizes if d != tokens), key=sizes.__getitem__)
+        divided = 1 / self._layout.tensor
+        if tokens is not None:
+            sizes[tokens] = max(1, round(sizes[tokens] * self._samples / SAMPLES))
+            divided = (1 + divided) / 2
+        sizes[width] = max(1, round(sizes[width] * divided))
+        rounding = dataclasses.replace(key, phase=phase, **sizes)
+        share = rounding.rows * rounding.columns / (key.rows * key.columns)
+        return rounding, Amount(amount.count, *_scale(amount, share))
 
     def _expert_product(self, key: Product, phase: Phase) -> Product:
         """Return the products of a rank's experts.
