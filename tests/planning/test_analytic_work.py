@@ -9,7 +9,7 @@ import pytest
 from support.configured import estimate_config
 from support.hf_families import FAMILIES
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.problems.errors import plain
@@ -102,6 +102,19 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
         flops(analytic_work, AttentionOp), rel=0.01
     )
     assert sent(reported) == pytest.approx(sent(analytic_work), rel=0.15)
+
+
+@pytest.mark.slow
+def test_analytic_loss_in_chunks_computes_logits_twice(work: StepWork) -> None:
+    chosen = estimate_config([*MODEL, "strategy=fsdp", "launch.nproc=2", "train.loss_chunk=16"])
+    layout = Layout.of(chosen, world_size=2)
+    reported = scaled(work, chosen, layout, layers=(4,)).first.micro_ends.work
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
+    expected = counted.first.micro_ends.work
+    assert flops(reported, Product) == pytest.approx(flops(expected, Product), rel=0.01)
+    whole = scaled(work, with_values(chosen, {"train.loss_chunk": None}), layout, layers=(4,))
+    once = flops(whole.first.micro_ends.work, Product)
+    assert flops(reported, Product) == pytest.approx(4 / 3 * once, rel=0.01)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from axonlaunch import config
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import broken_world_rules, find_rule_violations
 from axonlaunch.config.consistency.run_nodes import RunNodes
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.planning.search import preselection
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.search.planned_layouts import _overrides
@@ -78,6 +81,65 @@ def test_candidates_cover_sharding_schedules_and_recomputation() -> None:
     assert {c.layout.schedule for c in choices} >= {"1f1b", "interleaved_1f1b"}
     modes = {c.config.train.activation_checkpointing for c in choices}
     assert modes == {"none", "selective", "full"}
+
+
+def test_interleaved_schedules_get_up_to_four_stages_per_rank() -> None:
+    choices = listed("model.num_hidden_layers=6")
+    stages = {
+        (c.layout.schedule, c.layout.pipeline, c.layout.stages_per_rank)
+        for c in choices
+        if c.layout.pipeline > 1
+    }
+    assert {n for name, degree, n in stages if (name, degree) == ("1f1b", 2)} == {1}
+    assert {n for name, degree, n in stages if (name, degree) == ("interleaved_1f1b", 2)} == {2, 3}
+    deep = listed("model.num_hidden_layers=16")
+    assert {c.layout.stages_per_rank for c in deep if c.layout.pipeline == 4} == {1, 2, 3, 4}
+    for c in [*choices, *deep]:
+        assert c.layout.num_stages <= 16
+        assert find_rule_violations(c.config) == []
+
+
+LONG = ["data.sequence_length=2048", "model.max_position_embeddings=2048", "model.vocab_size=4096"]
+
+
+def test_loss_in_chunks_is_offered_for_large_logits() -> None:
+    small = ["hardware=h100_80gb", "hardware.memory_gib=2"]
+    choices = listed(*LONG, *small)
+    chunked = [c for c in choices if c.divides_loss]
+    plain = {(c.family, c.offload, c.recomputation) for c in choices if not c.divides_loss}
+    # 5% of 2 GiB are 107 MB, and a sample has 2,048 x 4,096 logits of 8 bytes: 67 MB.
+    assert {(c.layout.micro_batch_size, c.layout.tensor) for c in chunked} >= {(2, 1), (4, 2)}
+    for c in chunked:
+        assert c.layout.micro_batch_size / c.layout.tensor >= 2
+        assert (c.family, c.offload, c.recomputation) in plain
+        assert c.config.train.loss_chunk == 1024
+        assert not c.layout.schedule.endswith("zero_bubble")
+        assert find_rule_violations(c.config) == []
+    large = ["hardware=h100_80gb", "hardware.memory_gib=80"]
+    for overrides in (large, [], [*small, "train.loss_chunk=512"]):
+        assert not any(c.config.train.loss_chunk == 1024 for c in listed(*LONG, *overrides))
+    assert not any(c.divides_loss for c in listed(*LONG, *small, **{"train.loss_chunk": None}))
+
+
+def test_loss_in_chunks_is_chosen_only_if_all_logits_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preselection, "scaled", lambda *_, **__: None)
+    speed = SimpleNamespace(approximate=lambda _: 1.0)
+    monkeypatch.setattr(preselection, "StepTime", lambda *_: speed)
+    choices = listed(*LONG, "hardware=h100_80gb", "hardware.memory_gib=2", devices=1)
+    formulas: Any = SimpleNamespace(
+        process_bytes=lambda run, layout: layout.micro_batch_size - (run.train.loss_chunk or 0),
+        single_device=None,
+        experts=lambda *_: None,
+        stage_layers=lambda layout: (4,),
+    )
+    for memory, chunked in ((100.0, set()), (3.0, {4, 8, 16})):
+        chosen = preselection.preselect(
+            choices, formulas={(): formulas}, hardware=HardwareConfig(name="own"), memory=memory
+        )
+        found = {c.candidate.layout.micro_batch_size for c in chosen if c.candidate.divides_loss}
+        assert found == chunked
 
 
 def test_candidates_offload_only_with_host_memory() -> None:
@@ -167,6 +229,12 @@ def test_a_model_without_a_tensor_plan_is_offered_no_tensor_ranks() -> None:
         ("strategy.data_parallel", "fsdp", {"strategy.tensor.degree": 4}),
         ("train.micro_batch_size", 3, {}),
         ("train.activation_checkpointing", "full", {}),
+        ("train.loss_chunk", 8, {}),
+        (
+            "strategy.pipeline.stages_per_rank",
+            2,
+            {"strategy.pipeline.degree": 2, "strategy.pipeline.schedule": "looped_bfs"},
+        ),
     ],
 )
 def test_candidates_keep_user_settings(key: str, value: Any, more: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain_values import with_values
+from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.source_of import source_of
@@ -37,6 +39,8 @@ from axonlaunch.preflight.parallelism import (
 )
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_STAGES = ("auto", 3, 4)
+"""Stages of a rank for schedules with a free number of them; the default is two."""
 _MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG_SEQUENCE = 32_768
@@ -44,6 +48,11 @@ _LONG_SEQUENCE = 32_768
 _SHORTEST_PART = 16_384
 """Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
+_LEAST_LOGITS = 0.05
+"""Share of device memory that logits take before they are computed in chunks.
+
+Eight bytes for each: logits in 16 bits, in fp32, and their gradient in 16 bits.
+"""
 _RECOMPUTATION = ("none", "selective", "full")
 _OFFLOADED_INPUTS = "offload"
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
@@ -68,13 +77,24 @@ class Candidate:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Values of all settings except recomputation and offloading."""
-        return tuple(v for k, v in self.settings.items() if k not in (keys.RECOMPUTE, keys.OFFLOAD))
+        """Values of all settings except recomputation, offloading and chunks of the loss."""
+        saving = (keys.RECOMPUTE, keys.OFFLOAD, keys.LOSS_CHUNK)
+        return tuple(v for k, v in self.settings.items() if k not in saving)
 
     @property
     def offload(self) -> str:
         """Value of ``strategy.fsdp.cpu_offload``."""
         return str(self.settings.get(keys.OFFLOAD, "none"))
+
+    @property
+    def recomputation(self) -> str:
+        """Value of ``train.activation_checkpointing``."""
+        return str(self.settings[keys.RECOMPUTE])
+
+    @property
+    def divides_loss(self) -> bool:
+        """Whether the loss is computed in chunks of tokens."""
+        return self.settings[keys.LOSS_CHUNK] is not None
 
 
 def candidates(
@@ -100,6 +120,7 @@ def candidates(
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
     plan = config.strategy.tensor.plan or spec.plan(model)
+    vocabulary = 0 if keys.LOSS_CHUNK in fixed else _divisible_vocabulary(config, spec, model)
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
     if plan:
@@ -128,13 +149,13 @@ def candidates(
         parts = tensor * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
         is_even = not (config.sequence_length or 0) % parts
         for (
-            schedule,
+            (schedule, stages),
             (data_parallel, expert),
             size,
             divides_sequences,
             recompute,
         ) in itertools.product(
-            options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
+            _schedules(fixed) if pipeline > 1 else (("1f1b", "auto"),),
             _with_experts(
                 _data_parallel_settings(
                     ranks * math.prod(degrees[name] for name in LIKE_DATA),
@@ -154,9 +175,11 @@ def candidates(
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue
-            if not _fits(num_blocks, schedule, pipeline, batch // ranks // size):
+            rule = SCHEDULES[schedule]
+            per_rank = rule.stages_per_rank if stages == "auto" else stages
+            if not _fits(num_blocks, schedule, pipeline, per_rank, batch // ranks // size):
                 continue
-            if SCHEDULES[schedule].separate_weight_grad and recompute != "none":
+            if rule.separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
                 **data_parallel,
@@ -165,8 +188,10 @@ def candidates(
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
                 keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
+                keys.STAGES: stages,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
+                keys.LOSS_CHUNK: fixed.get(keys.LOSS_CHUNK, config.train.loss_chunk),
             }
             if all(settings[key] == value for key, value in fixed.items()):
                 candidate_config = with_values(config, {**settings, **nodes.settings})
@@ -176,7 +201,10 @@ def candidates(
                 if any(layout_problems(candidate_config, layout)):
                     continue
                 if not any(expert_state_problems(candidate_config, spec, model)):
-                    yield Candidate(candidate_config, layout, settings)
+                    candidate = Candidate(candidate_config, layout, settings)
+                    yield candidate
+                    if not rule.separate_weight_grad and _has_large_logits(candidate, vocabulary):
+                        yield _with_chunks(candidate)
 
 
 def _cuts_numbers(
@@ -186,6 +214,41 @@ def _cuts_numbers(
     return any(product_problems(config, spec, model)) or any(
         state_problems(config, spec, plan, model)
     )
+
+
+def _divisible_vocabulary(config: RunConfig, spec: ModelSpec, model: nn.Module) -> int:
+    """Return the number of classes of each token, or 0 if no loss is computed in chunks of them."""
+    train = config.train
+    if train.loss_chunk or train.loss or config.sequence_length is None or spec.head is None:
+        return 0
+    head = spec.head_of(model)
+    return 0 if head is None else linear_layer_sizes(head)[1]
+
+
+def _has_large_logits(candidate: Candidate, vocabulary: int) -> bool:
+    """Return whether logits of a micro-batch take a considerable part of a device's memory."""
+    layout, hardware = candidate.layout, candidate.config.hardware
+    length = candidate.config.sequence_length or 1
+    tokens = layout.micro_batch_size * length // layout.divisor("sequences")
+    if hardware is None or hardware.memory_gib is None or tokens <= keys.CHUNK:
+        return False
+    least = _LEAST_LOGITS * hardware.memory_gib * GIB
+    return 8 * tokens * vocabulary / layout.tensor >= least
+
+
+def _with_chunks(candidate: Candidate) -> Candidate:
+    """Return a layout that computes its loss in chunks."""
+    chunked = {keys.LOSS_CHUNK: keys.CHUNK}
+    config = with_values(candidate.config, chunked)
+    return replace(candidate, config=config, settings={**candidate.settings, **chunked})
+
+
+def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield schedules of pipelines with numbers of stages per rank."""
+    for schedule in _options(fixed, keys.SCHEDULE, _SCHEDULES):
+        usual = ("auto",) if SCHEDULES[schedule].fixed else _STAGES
+        for stages in _options(fixed, keys.STAGES, usual):
+            yield schedule, stages
 
 
 def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:
@@ -315,13 +378,16 @@ def _is_hybrid(settings: Mapping[str, Any]) -> bool:
     return bool(settings[keys.SHARDING] == "hybrid_shard")
 
 
-def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:
+def _fits(
+    num_blocks: int, schedule: str, pipeline: int, stages_per_rank: int, micro_batches: int
+) -> bool:
     if pipeline == 1:
         return True
     rule = SCHEDULES[schedule]
-    stages = pipeline * rule.stages_per_rank
-    return stages <= num_blocks and rule.fits(
-        micro_batches, degree=pipeline, stages_per_rank=rule.stages_per_rank
+    if rule.fixed and stages_per_rank != rule.stages_per_rank:
+        return False
+    return pipeline * stages_per_rank <= num_blocks and rule.fits(
+        micro_batches, degree=pipeline, stages_per_rank=stages_per_rank
     )
 
 

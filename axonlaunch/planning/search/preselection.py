@@ -42,13 +42,18 @@ def preselect(
     families: dict[tuple[Any, ...], list[Preselected]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: Preselected | None = None
+    fitting: set[tuple[Any, ...]] = set()
     for candidate in layouts:
+        computed = (candidate.family, candidate.offload, candidate.recomputation)
+        if candidate.divides_loss and computed in fitting:
+            continue  # the same layout with all logits at once is faster
         layout, model = candidate.layout, formulas[candidate.numerics]
         size = model.process_bytes(candidate.config, layout)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = Preselected(candidate, math.inf, size)
             continue
+        fitting.add(computed)
         group = (candidate.family, candidate.offload)
         counts[group] += 1
         if counts[group] > _CHANCES:

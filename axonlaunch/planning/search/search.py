@@ -20,7 +20,7 @@ from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.reports.workload import workload
-from axonlaunch.planning.search import refusals
+from axonlaunch.planning.search import keys, refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.low_precision import (
     lower_layouts,
@@ -78,7 +78,7 @@ def search_layouts(
             offloads=hardware.host_gb_s is not None,
         )
 
-    layouts = [*list_layouts(config, devices, fixed)]
+    layouts = _without_refused_chunks([*list_layouts(config, devices, fixed)], config, check)
     if not layouts:
         issue = refusals.none_divides(
             config,
@@ -92,6 +92,7 @@ def search_layouts(
         if lowers
         else ([], [])
     )
+    lower = _without_refused_chunks(lower, config, check)
     formulas = _formulas(config, lower)
     estimate_layouts = partial(
         estimate_in_rounds,
@@ -139,6 +140,21 @@ def search_layouts(
         not_tried=tuple(map(str, problems)),
         nodes=nodes,
     )
+
+
+def _without_refused_chunks(
+    layouts: list[Candidate], config: RunConfig, check: Callable[[RunConfig], RunConfig]
+) -> list[Candidate]:
+    """Leave out layouts with chunks of the loss if the model needs all its logits at once."""
+    chunked = next((candidate for candidate in layouts if candidate.divides_loss), None)
+    if chunked is None or config.train.loss_chunk is not None:
+        return layouts
+    try:
+        check(chunked.config)
+    except ConfigError as error:
+        if any(problem.key == keys.LOSS_CHUNK for problem in error.problems):
+            return [candidate for candidate in layouts if not candidate.divides_loss]
+    return layouts
 
 
 def _formulas(config: RunConfig, lower: Iterable[Candidate]) -> dict[tuple[str, ...], Formulas]:

@@ -32,6 +32,7 @@ from axonlaunch.planning.throughput.operations import (
     Rounding,
     Send,
     Work,
+    add,
 )
 from axonlaunch.planning.throughput.step_work import SAMPLES, Share, StageWork, StepWork
 
@@ -118,7 +119,9 @@ class _Scaled:
             StageWork(
                 step_ends=self._step(stage.step_ends, fraction=fraction),
                 step_layer=step_layer,
-                micro_ends=self._micro_batch(stage.micro_ends, messages, fraction=fraction),
+                micro_ends=self._micro_batch(
+                    self._ends(), messages, fraction=fraction, is_in_layers=not sum(layers)
+                ),
                 micro_layer=layer,
             )
             # The output projection and the loss belong to the last stage. The first stage has
@@ -132,10 +135,33 @@ class _Scaled:
             self._reference, first=first, last=last, layers=layers, leading=leading
         )
 
-    def _micro_batch(self, share: Share, communication: Work, *, fraction: float = 1.0) -> Share:
+    def _ends(self) -> Share:
+        """Return the work outside of the layers; a loss in chunks computes its logits twice."""
+        ends = self._reference.first.micro_ends
+        is_counted = any(key.phase == "recomputation" for key in ends.work)
+        if self._config.train.loss_chunk is None or is_counted:
+            return ends
+        again = {
+            dataclasses.replace(key, phase="recomputation"): amount
+            for key, amount in ends.work.items()
+            if key.phase == "forward" and isinstance(key, Product | Kernel)
+        }
+        return Share(add(ends.work, again))
+
+    def _micro_batch(
+        self, share: Share, communication: Work, *, fraction: float = 1.0, is_in_layers: bool = True
+    ) -> Share:
+        """Return the work of a micro-batch.
+
+        Args:
+            share: Work of the part of the model on one device.
+            communication: Communication of the part.
+            fraction: Fraction of the part that the stage has.
+            is_in_layers: Whether the part has layers, whose forward may be recomputed.
+        """
         work: Work = {}
         for key, amount in share.work.items():
-            for phase in self._phases(key):
+            for phase in self._phases(key) if is_in_layers else (key.phase,):
                 operation, scaled_amount = self._operation(key, amount, phase)
                 _add(work, operation, scaled_amount * fraction)
         for key, amount in communication.items():

@@ -88,7 +88,9 @@ class Roofline:
         each, 8,192 tokens, tensorwise). Separate kernels, of 21 bytes or more for each number,
         would take most of that.
         """
-        once = sum(self._traffic_time(traffic) + self._launch_s for traffic in operation.fused_bytes)
+        once = sum(
+            self._traffic_time(traffic) + self._launch_s for traffic in operation.fused_bytes
+        )
         return amount.count * once
 
     def rate(self, dtype: torch.dtype) -> float:

@@ -514,7 +514,12 @@ class _Steps:
         reduced, engine = self.reduced, self.rank.engine
         trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
         batch = self.rank.batch(micro_batches)
-        with self.rank.storing(), count_roundings(trace), trace, fake_world.watch_host_waits(trace.count_host_wait):
+        with (
+            self.rank.storing(),
+            count_roundings(trace),
+            trace,
+            fake_world.watch_host_waits(trace.count_host_wait),
+        ):
             engine.backward(batch)
             if update is None:
                 with trace.updating(), fake_world.assume_true():
