@@ -6,6 +6,7 @@ and micro-batch sizes are powers of two. Memory and speed are not considered.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,6 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
-from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain_values import with_values
 from axonlaunch.models.adapters.lora import linear_layer_sizes
@@ -29,6 +29,7 @@ from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
+from axonlaunch.planning.memory.pipeline_ranks import stage_layers
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import (
@@ -48,11 +49,10 @@ _LONG_SEQUENCE = 32_768
 _SHORTEST_PART = 16_384
 """Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
-_LEAST_LOGITS = 0.05
-"""Share of device memory that logits take before they are computed in chunks.
-
-Eight bytes for each: logits in 16 bits, in fp32, and their gradient in 16 bits.
-"""
+_LOGIT_BYTES = 16
+"""Most bytes of each logit: in 16 bits and in fp32, its gradient in both, and its logarithm."""
+_WORTH = 0.99
+"""Longest time of a pipeline for which it is listed, relative to one with fewer stages per rank."""
 _RECOMPUTATION = ("none", "selective", "full")
 _OFFLOADED_INPUTS = "offload"
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
@@ -68,12 +68,15 @@ class Candidate:
         layout: Parallel layout of the run.
         settings: Settings of the layout by dotted key.
         numerics: Descriptions of the settings that change the numerics of the run.
+        logits_bytes: Upper limit of the bytes of a rank's logits that ``with_chunks`` saves; 0 if
+            the loss is not computed in chunks.
     """
 
     config: RunConfig
     layout: Layout
     settings: Mapping[str, Any]
     numerics: tuple[str, ...] = ()
+    logits_bytes: float = 0.0
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -87,14 +90,17 @@ class Candidate:
         return str(self.settings.get(keys.OFFLOAD, "none"))
 
     @property
-    def recomputation(self) -> str:
-        """Value of ``train.activation_checkpointing``."""
-        return str(self.settings[keys.RECOMPUTE])
-
-    @property
     def divides_loss(self) -> bool:
         """Whether the loss is computed in chunks of tokens."""
         return self.settings[keys.LOSS_CHUNK] is not None
+
+    def with_chunks(self) -> Candidate:
+        """Return the layout with its loss in chunks, which compute logits twice."""
+        chunked = {keys.LOSS_CHUNK: keys.CHUNK}
+        settings = {**self.settings, **chunked}
+        return replace(
+            self, config=with_values(self.config, chunked), settings=settings, logits_bytes=0.0
+        )
 
 
 def candidates(
@@ -121,6 +127,7 @@ def candidates(
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
     plan = config.strategy.tensor.plan or spec.plan(model)
     vocabulary = 0 if keys.LOSS_CHUNK in fixed else _divisible_vocabulary(config, spec, model)
+    pipelines = _Pipelines(num_blocks, _head_layers(spec, model), fixed)
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
     if plan:
@@ -155,7 +162,7 @@ def candidates(
             divides_sequences,
             recompute,
         ) in itertools.product(
-            _schedules(fixed) if pipeline > 1 else (("1f1b", "auto"),),
+            pipelines.schedules() if pipeline > 1 else (("1f1b", "auto"),),
             _with_experts(
                 _data_parallel_settings(
                     ranks * math.prod(degrees[name] for name in LIKE_DATA),
@@ -175,10 +182,9 @@ def candidates(
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue
-            rule = SCHEDULES[schedule]
-            per_rank = rule.stages_per_rank if stages == "auto" else stages
-            if not _fits(num_blocks, schedule, pipeline, per_rank, batch // ranks // size):
+            if not pipelines.allow(schedule, stages, pipeline, batch // ranks // size):
                 continue
+            rule = SCHEDULES[schedule]
             if rule.separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
@@ -201,10 +207,10 @@ def candidates(
                 if any(layout_problems(candidate_config, layout)):
                     continue
                 if not any(expert_state_problems(candidate_config, spec, model)):
-                    candidate = Candidate(candidate_config, layout, settings)
-                    yield candidate
-                    if not rule.separate_weight_grad and _has_large_logits(candidate, vocabulary):
-                        yield _with_chunks(candidate)
+                    logits = 0.0 if rule.separate_weight_grad else _logits(layout, config)
+                    yield Candidate(
+                        candidate_config, layout, settings, logits_bytes=logits * vocabulary
+                    )
 
 
 def _cuts_numbers(
@@ -225,30 +231,74 @@ def _divisible_vocabulary(config: RunConfig, spec: ModelSpec, model: nn.Module) 
     return 0 if head is None else linear_layer_sizes(head)[1]
 
 
-def _has_large_logits(candidate: Candidate, vocabulary: int) -> bool:
-    """Return whether logits of a micro-batch take a considerable part of a device's memory."""
-    layout, hardware = candidate.layout, candidate.config.hardware
-    length = candidate.config.sequence_length or 1
-    tokens = layout.micro_batch_size * length // layout.divisor("sequences")
-    if hardware is None or hardware.memory_gib is None or tokens <= keys.CHUNK:
-        return False
-    least = _LEAST_LOGITS * hardware.memory_gib * GIB
-    return 8 * tokens * vocabulary / layout.tensor >= least
+def _logits(layout: Layout, config: RunConfig) -> float:
+    """Return the bytes of logits of a rank's micro-batch for each class; 0 for a single chunk."""
+    tokens = layout.micro_batch_size * (config.sequence_length or 1) // layout.divisor("sequences")
+    return _LOGIT_BYTES * tokens / layout.tensor if tokens > keys.CHUNK else 0.0
 
 
-def _with_chunks(candidate: Candidate) -> Candidate:
-    """Return a layout that computes its loss in chunks."""
-    chunked = {keys.LOSS_CHUNK: keys.CHUNK}
-    config = with_values(candidate.config, chunked)
-    return replace(candidate, config=config, settings={**candidate.settings, **chunked})
+def _head_layers(spec: ModelSpec, model: nn.Module) -> float:
+    """Return the parameters of the head, relative to those of a block."""
+    blocks = [model.get_submodule(name) for name in spec.blocks(model)]
+    head = spec.head_of(model)
+    if head is None or not blocks:
+        return 0.0
+    size = sum(p.numel() for p in head.parameters())
+    return size * len(blocks) / max(1, sum(p.numel() for b in blocks for p in b.parameters()))
 
 
-def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield schedules of pipelines with numbers of stages per rank."""
-    for schedule in _options(fixed, keys.SCHEDULE, _SCHEDULES):
-        usual = ("auto",) if SCHEDULES[schedule].fixed else _STAGES
-        for stages in _options(fixed, keys.STAGES, usual):
-            yield schedule, stages
+@dataclass(frozen=True)
+class _Pipelines:
+    """Schedules of a model.
+
+    Attributes:
+        num_blocks: Number of blocks of the model.
+        head: Parameters of the head, relative to those of a block.
+        fixed: Settings of the user.
+    """
+
+    num_blocks: int
+    head: float
+    fixed: Mapping[str, Any]
+
+    def schedules(self) -> Iterator[tuple[str, Any]]:
+        """Yield schedules with numbers of stages per rank."""
+        for schedule in _options(self.fixed, keys.SCHEDULE, _SCHEDULES):
+            usual = ("auto",) if SCHEDULES[schedule].fixed else _STAGES
+            for stages in _options(self.fixed, keys.STAGES, usual):
+                yield schedule, stages
+
+    def allow(self, schedule: str, stages: Any, degree: int, micro_batches: int) -> bool:
+        """Return whether a pipeline is legal, and faster than those with fewer stages per rank.
+
+        More stages need more memory and messages. They are faster if ranks wait less for each
+        other, or if blocks can be divided more evenly.
+        """
+        if degree == 1:
+            return True
+        rule = SCHEDULES[schedule]
+        per_rank = rule.stages_per_rank if stages == "auto" else stages
+        if rule.fixed and per_rank != rule.stages_per_rank:
+            return False
+        if degree * per_rank > self.num_blocks or not rule.fits(
+            micro_batches, degree=degree, stages_per_rank=per_rank
+        ):
+            return False
+        if rule.fixed or not self.fixed.keys().isdisjoint((keys.SCHEDULE, keys.STAGES)):
+            return True
+        fewer = min(self._time(degree, count, micro_batches) for count in range(1, per_rank))
+        return self._time(degree, per_rank, micro_batches) < _WORTH * fewer
+
+    def _time(self, degree: int, per_rank: int, micro_batches: int) -> float:
+        """Return the time of a step in passes through a block (Narayanan et al., 2021)."""
+        longest = _longest_stage(self.num_blocks, degree * per_rank, self.head)
+        return (micro_batches * per_rank + degree - 1) * longest
+
+
+@functools.cache
+def _longest_stage(num_blocks: int, stages: int, head: float) -> float:
+    *others, last = stage_layers(num_blocks, stages, head)
+    return max(*others, last + head)
 
 
 def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:
@@ -376,19 +426,6 @@ def _with_experts(
 
 def _is_hybrid(settings: Mapping[str, Any]) -> bool:
     return bool(settings[keys.SHARDING] == "hybrid_shard")
-
-
-def _fits(
-    num_blocks: int, schedule: str, pipeline: int, stages_per_rank: int, micro_batches: int
-) -> bool:
-    if pipeline == 1:
-        return True
-    rule = SCHEDULES[schedule]
-    if rule.fixed and stages_per_rank != rule.stages_per_rank:
-        return False
-    return pipeline * stages_per_rank <= num_blocks and rule.fits(
-        micro_batches, degree=pipeline, stages_per_rank=stages_per_rank
-    )
 
 
 def _power_of_two_divisors(number: int) -> list[int]:

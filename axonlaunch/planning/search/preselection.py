@@ -42,18 +42,14 @@ def preselect(
     families: dict[tuple[Any, ...], list[Preselected]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: Preselected | None = None
-    fitting: set[tuple[Any, ...]] = set()
-    for candidate in layouts:
-        computed = (candidate.family, candidate.offload, candidate.recomputation)
-        if candidate.divides_loss and computed in fitting:
-            continue  # the same layout with all logits at once is faster
-        layout, model = candidate.layout, formulas[candidate.numerics]
-        size = model.process_bytes(candidate.config, layout)
+    for listed in layouts:
+        model = formulas[listed.numerics]
+        candidate, size = with_memory(listed, model, memory=memory)
+        layout = candidate.layout
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = Preselected(candidate, math.inf, size)
             continue
-        fitting.add(computed)
         group = (candidate.family, candidate.offload)
         counts[group] += 1
         if counts[group] > _CHANCES:
@@ -72,6 +68,19 @@ def preselect(
         return [smallest]
     chosen = map(_fastest_and_smaller, families.values())
     return [choice for pair in sorted(chosen, key=lambda pair: pair[0].step_s) for choice in pair]
+
+
+def with_memory(
+    candidate: Candidate, formulas: Formulas, *, memory: float
+) -> tuple[Candidate, float]:
+    """Return a layout and its bytes by formulas, with its loss in chunks if it fits only then."""
+    size = formulas.process_bytes(candidate.config, candidate.layout)
+    if memory < size <= memory + candidate.logits_bytes:
+        chunked = candidate.with_chunks()
+        smaller = formulas.process_bytes(chunked.config, chunked.layout)
+        if smaller <= memory:
+            return chunked, smaller
+    return candidate, size
 
 
 def _fastest_and_smaller(family: Sequence[Preselected]) -> list[Preselected]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from axonlaunch.planning.search.low_precision import (
     smallest_run,
     worthwhile_time,
 )
+from axonlaunch.planning.search.preselection import with_memory
 from axonlaunch.planning.search.rounds import estimate_in_rounds, merge_found
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
@@ -78,7 +80,7 @@ def search_layouts(
             offloads=hardware.host_gb_s is not None,
         )
 
-    layouts = _without_refused_chunks([*list_layouts(config, devices, fixed)], config, check)
+    layouts = _without_refused_chunks([*list_layouts(config, devices, fixed)], check)
     if not layouts:
         issue = refusals.none_divides(
             config,
@@ -92,7 +94,7 @@ def search_layouts(
         if lowers
         else ([], [])
     )
-    lower = _without_refused_chunks(lower, config, check)
+    lower = _without_refused_chunks(lower, check)
     formulas = _formulas(config, lower)
     estimate_layouts = partial(
         estimate_in_rounds,
@@ -117,7 +119,7 @@ def search_layouts(
         def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
             sizes = formulas[()] if run is config else Formulas.of(run)
             return any(
-                sizes.process_bytes(c.config, c.layout) <= found.limit
+                with_memory(c, sizes, memory=found.limit)[1] <= found.limit
                 for c in list_layouts(run, count, settings)
             )
 
@@ -143,17 +145,17 @@ def search_layouts(
 
 
 def _without_refused_chunks(
-    layouts: list[Candidate], config: RunConfig, check: Callable[[RunConfig], RunConfig]
+    layouts: list[Candidate], check: Callable[[RunConfig], RunConfig]
 ) -> list[Candidate]:
-    """Leave out layouts with chunks of the loss if the model needs all its logits at once."""
-    chunked = next((candidate for candidate in layouts if candidate.divides_loss), None)
-    if chunked is None or config.train.loss_chunk is not None:
+    """Return layouts without chunks of the loss if the model needs all its logits at once."""
+    large = max(layouts, key=lambda candidate: candidate.logits_bytes, default=None)
+    if large is None or not large.logits_bytes:
         return layouts
     try:
-        check(chunked.config)
+        check(large.with_chunks().config)
     except ConfigError as error:
         if any(problem.key == keys.LOSS_CHUNK for problem in error.problems):
-            return [candidate for candidate in layouts if not candidate.divides_loss]
+            return [dataclasses.replace(candidate, logits_bytes=0.0) for candidate in layouts]
     return layouts
 
 

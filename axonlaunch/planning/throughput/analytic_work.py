@@ -141,7 +141,7 @@ class _Scaled:
         is_counted = any(key.phase == "recomputation" for key in ends.work)
         if self._config.train.loss_chunk is None or is_counted:
             return ends
-        again = {
+        again: Work = {
             dataclasses.replace(key, phase="recomputation"): amount
             for key, amount in ends.work.items()
             if key.phase == "forward" and isinstance(key, Product | Kernel)
@@ -233,7 +233,8 @@ class _Scaled:
             sizes[tokens] = max(1, round(sizes[tokens] * self._samples / SAMPLES))
             divided = (1 + divided) / 2
         sizes[width] = max(1, round(sizes[width] * divided))
-        rounding = dataclasses.replace(key, phase=phase, **sizes)
+        rows, columns = sizes.values()
+        rounding = dataclasses.replace(key, phase=phase, rows=rows, columns=columns)
         share = rounding.rows * rounding.columns / (key.rows * key.columns)
         return rounding, Amount(amount.count, *_scale(amount, share))
 

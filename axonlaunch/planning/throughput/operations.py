@@ -276,12 +276,14 @@ class OperationTrace(UncompiledDispatchMode):
     @contextmanager
     def rounding(self, factor: Tensor) -> Iterator[None]:
         """Count kernels inside the context as one rounding of a product's factor."""
-        self._kernels_of_rounding = traffic = []
+        traffic: list[int] = []
+        self._kernels_of_rounding = traffic
         try:
             yield
         finally:
             self._kernels_of_rounding = None
-        key = Rounding(self._phase, *factor.shape, factor.dtype, len(traffic))
+        rows, columns = factor.shape
+        key = Rounding(self._phase, rows, columns, factor.dtype, len(traffic))
         self._count(key, Amount(1, sum(traffic)))
 
     def count_host_wait(self) -> None:
@@ -411,11 +413,13 @@ def count_roundings(trace: OperationTrace) -> Iterator[None]:
     """Count roundings of products' factors as such while the context is entered."""
     original = ScaledProducts.round_factor
 
-    def counted(products: ScaledProducts, matrix: Tensor, dtype: torch.dtype) -> Any:
+    def count_and_round(
+        products: ScaledProducts, matrix: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         with trace.rounding(matrix):
             return original(products, matrix, dtype)
 
-    ScaledProducts.round_factor = counted  # type: ignore[method-assign]
+    ScaledProducts.round_factor = count_and_round  # type: ignore[method-assign]
     try:
         yield
     finally:
