@@ -419,7 +419,7 @@ def count_roundings(trace: OperationTrace) -> Iterator[None]:
         with trace.rounding(matrix):
             return original(products, matrix, dtype)
 
-    ScaledProducts.round_factor = count_and_round  # type: ignore[method-assign]
+    ScaledProducts.round_factor = count_and_round  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
