@@ -24,7 +24,7 @@ from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan, Planned
 from axonlaunch.planning.search.assumed_figures import with_assumed_figures
 from axonlaunch.planning.search.found_hardware import asks_for_hardware, with_found_hardware
-from axonlaunch.planning.search.keys import ALLOWABLE, LOW_PRECISION, SEARCHED
+from axonlaunch.planning.search.keys import ALLOWABLE, LOSS_CHUNK, LOW_PRECISION, SEARCHED
 from axonlaunch.planning.throughput.training_time import steps_of_tokens, training_forecast
 from axonlaunch.planning.tracing.shape_only_data import (
     replace_with_synthetic,
@@ -120,7 +120,7 @@ def plan_config(
         "axonlaunch.planning.plan:search",
         replace_with_synthetic(config),
         devices,
-        {k: values[k] for k in fixed if k in SEARCHED and values[k] not in ("auto", None)},
+        {k: values[k] for k in fixed if k in SEARCHED and not _is_open(k, values[k])},
         wanted,
         LOW_PRECISION in allow,
         [key for key in fixed if key not in SEARCHED],
@@ -132,6 +132,11 @@ def plan_config(
         typical=_typical_figures(config),
         candidates=_with_training(config, plan, devices, tokens),
     )
+
+
+def _is_open(key: str, value: Any) -> bool:
+    """Return whether a value of the user leaves the choice to the search."""
+    return value == "auto" or (value is None and key != LOSS_CHUNK)
 
 
 def _typical_figures(config: RunConfig) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.axes import EXPERT_SHARD
-from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE
+from axonlaunch.config.consistency.degree_rules import EXPERT_DEGREE, expert_degrees_of_ranks
 from axonlaunch.config.consistency.layout import (
     Layout,
     data_parallel_facts,
@@ -263,7 +263,9 @@ def expert_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         message = f"{type(model).__name__} has no experts that can be split; use 1"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     elif degree not in degrees:
-        message = f"the experts of a layer can't be split evenly; use {one_of(degrees)}"
+        of_ranks = expert_degrees_of_ranks(config, world_size=num_ranks(config))
+        legal = [count for count in degrees if count in of_ranks]
+        message = f"the experts of a layer can't be split evenly; use {one_of(legal)}"
         yield ConfigIssue(EXPERT_DEGREE, message, degree)
     else:
         yield from expert_state_problems(config, spec, model)

@@ -246,14 +246,23 @@ def _training(row: dict[str, Any]) -> list[str]:
         f"train.global_batch_size={full}",
         f"train.activation_checkpointing={_checkpointing(row)}",
         f"train.compile={str(bool(compiled)).lower()}",
+        f"train.matmul_dtype={_products(row, is_compiled=bool(compiled))}",
     ]
 
 
+def _products(row: dict[str, Any], *, is_compiled: bool) -> str:
+    """Return the format of products, which in 8 bits is that of torchao's compiled recipes."""
+    texts = [str(row.get(key, "")).lower() for key in ("linear_precision", "float8_linear", "fp8")]
+    in_8_bits = [text for text in texts if text == "true" or re.search(r"fp8|float8|fp4", text)]
+    if not in_8_bits:
+        return "null"
+    is_torchao = row["id"].split("-")[0] in ("tt", "ao")
+    if not is_torchao or not is_compiled or row.get("async_tp"):
+        raise NotExpressedError("8-bit products of other software, or not compiled")
+    return "fp8_rowwise" if "rowwise" in in_8_bits[0] else "fp8_tensorwise"
+
+
 def _precision(row: dict[str, Any]) -> str:
-    for key in ("linear_precision", "float8_linear", "fp8"):
-        reported = str(row.get(key, "")).lower()
-        if reported == "true" or re.search(r"fp8|float8|fp4", reported):
-            raise NotExpressedError("8-bit products")
     text = f"{row.get('param_dtype')} {row.get('mixed_precision')}".lower()
     return "fp16" if "fp16" in text and "bf16" not in text else "bf16"
 

@@ -99,7 +99,7 @@ def test_a_part_of_a_factor_is_rounded_like_the_full_factor(name: str) -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
 
         def rounded(part: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            codes, inverse_scale = layer.product._round(part, dtype)
+            codes, inverse_scale = layer.product.round_factor(part, dtype)
             return codes.float() * inverse_scale
 
         full = rounded(matrix)

@@ -9,7 +9,7 @@ import pytest
 from support.configured import estimate_config
 from support.hf_families import FAMILIES
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.problems.errors import plain
@@ -27,6 +27,7 @@ from axonlaunch.planning.throughput.operations import (
     CollectiveOp,
     HostWait,
     Product,
+    Rounding,
     Work,
     add,
 )
@@ -101,6 +102,41 @@ def test_analytic_layer_work_equals_trace(overrides: str, work: StepWork) -> Non
         flops(analytic_work, AttentionOp), rel=0.01
     )
     assert sent(reported) == pytest.approx(sent(analytic_work), rel=0.15)
+
+
+@pytest.mark.slow
+def test_analytic_loss_in_chunks_computes_logits_twice(work: StepWork) -> None:
+    chosen = estimate_config([*MODEL, "strategy=fsdp", "launch.nproc=2", "train.loss_chunk=16"])
+    layout = Layout.of(chosen, world_size=2)
+    reported = scaled(work, chosen, layout, layers=(4,)).first.micro_ends.work
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
+    expected = counted.first.micro_ends.work
+    assert flops(reported, Product) == pytest.approx(flops(expected, Product), rel=0.01)
+    whole = scaled(work, with_values(chosen, {"train.loss_chunk": None}), layout, layers=(4,))
+    once = flops(whole.first.micro_ends.work, Product)
+    assert flops(reported, Product) == pytest.approx(4 / 3 * once, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["strategy=fsdp", "strategy=tensor"])
+def test_analytic_rounding_equals_trace(layout: str) -> None:
+    """Weights are rounded for each micro-batch, whatever its size."""
+    chosen = estimate_config(
+        [*MODEL, layout, "launch.nproc=2", "train.precision=bf16", "train.matmul_dtype=fp8_rowwise"]
+    )
+    works = []
+    for config, ranks in ((on_one_device(chosen), 1), (chosen, 2)):
+        works += forked_map.map_forked([lambda c=config, n=ranks: step_work(c, world_size=n)])
+    reported = scaled(works[0], chosen, Layout.of(chosen, world_size=2), layers=(4,))
+    numbers, expected = (
+        sum(
+            amount.count * key.rows * key.columns
+            for key, amount in work.first.micro_layer.work.items()
+            if isinstance(key, Rounding)
+        )
+        for work in (reported, works[1])
+    )
+    assert numbers == pytest.approx(expected, rel=0.01 if layout == "strategy=fsdp" else 0.1)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from axonlaunch import config
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import broken_world_rules, find_rule_violations
 from axonlaunch.config.consistency.run_nodes import RunNodes
-from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.candidates import Candidate, _Pipelines, candidates
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.search.planned_layouts import _overrides
+from axonlaunch.planning.search.preselection import with_memory
 
 TINY = [
     "model.hidden_size=32",
@@ -75,9 +78,64 @@ def test_candidates_cover_sharding_schedules_and_recomputation() -> None:
         "shard_grad_op",
         "hybrid_shard",
     }
-    assert {c.layout.schedule for c in choices} >= {"1f1b", "interleaved_1f1b"}
+    deep = {c.layout.schedule for c in listed("model.num_hidden_layers=16")}
+    assert deep >= {"1f1b", "interleaved_1f1b", "zbv_zero_bubble"}
     modes = {c.config.train.activation_checkpointing for c in choices}
     assert modes == {"none", "selective", "full"}
+
+
+def test_candidates_have_more_stages_per_rank_only_if_they_are_faster() -> None:
+    # 16 equal blocks on 4 ranks: with 1, 2, 3 and 4 stages a step of m micro-batches takes
+    # (m + 3) 4, (2 m + 3) 2, (3 m + 3) 2 and (4 m + 3) 1 passes through a block.
+    pipelines = _Pipelines(16, 0.0, {})
+    allowed = {
+        m: [n for n in (2, 3, 4) if pipelines.allow("interleaved_1f1b", n, 4, m)] for m in (4, 256)
+    }
+    assert allowed == {4: [2, 4], 256: []}  # 28, 22, 30 and 19; 1036, 1030, 1542 and 1027
+    # 8 blocks: (4 + 3) 2 and (2 * 4 + 3) 1. A head like 2 blocks makes the longest stage 3 in both.
+    assert _Pipelines(8, 0.0, {}).allow("interleaved_1f1b", "auto", 4, 4)
+    assert not _Pipelines(8, 2.0, {}).allow("interleaved_1f1b", "auto", 4, 4)
+    assert not _Pipelines(8, 0.0, {}).allow("interleaved_1f1b", 3, 4, 4)  # fewer blocks than stages
+    asked = {"strategy.pipeline.stages_per_rank": 3}
+    assert _Pipelines(16, 0.0, asked).allow("interleaved_1f1b", 3, 4, 256)
+
+
+def test_candidates_with_more_stages_per_rank_are_valid() -> None:
+    choices = listed("model.num_hidden_layers=16")
+    stages = {(c.layout.schedule, c.layout.stages_per_rank) for c in choices}
+    assert {n for schedule, n in stages if schedule == "interleaved_1f1b"} == {2, 3}
+    for c in choices:
+        assert c.layout.num_stages <= 16
+        assert find_rule_violations(c.config) == []
+
+
+LONG = ["data.sequence_length=2048", "model.max_position_embeddings=2048", "model.vocab_size=4096"]
+
+
+def test_candidates_can_divide_the_loss() -> None:
+    for c in listed(*LONG):
+        tokens = 2048 * c.layout.micro_batch_size
+        is_split = c.layout.schedule == "zbv_zero_bubble"  # both halves would recompute
+        assert c.logits_bytes == (0 if is_split else 16 * tokens * 4096 / c.layout.tensor)
+        chunked = c.with_chunks()
+        assert chunked.divides_loss
+        assert chunked.family == c.family
+        assert chunked.config.train.loss_chunk == 1024
+        assert find_rule_violations(chunked.config) == []
+    assert not any(c.logits_bytes for c in listed(*LONG, "train.loss_chunk=512"))
+    assert not any(c.logits_bytes for c in listed(*LONG, **{"train.loss_chunk": None}))
+    assert not any(c.logits_bytes for c in listed())  # a sample has 16 tokens
+
+
+def test_loss_is_divided_only_if_all_logits_do_not_fit() -> None:
+    formulas: Any = SimpleNamespace(
+        process_bytes=lambda run, layout: 4.0 if run.train.loss_chunk else 10.0
+    )
+    large = dataclasses.replace(listed(*LONG)[0], logits_bytes=7.0)
+    for memory, is_divided in ((10.0, False), (9.0, True), (4.0, True), (3.0, False), (2.0, False)):
+        chosen, size = with_memory(large, formulas, memory=memory)
+        assert chosen.divides_loss == is_divided
+        assert size == (4.0 if is_divided else 10.0)
 
 
 def test_candidates_offload_only_with_host_memory() -> None:
@@ -167,6 +225,12 @@ def test_a_model_without_a_tensor_plan_is_offered_no_tensor_ranks() -> None:
         ("strategy.data_parallel", "fsdp", {"strategy.tensor.degree": 4}),
         ("train.micro_batch_size", 3, {}),
         ("train.activation_checkpointing", "full", {}),
+        ("train.loss_chunk", 8, {}),
+        (
+            "strategy.pipeline.stages_per_rank",
+            2,
+            {"strategy.pipeline.degree": 2, "strategy.pipeline.schedule": "looped_bfs"},
+        ),
     ],
 )
 def test_candidates_keep_user_settings(key: str, value: Any, more: dict[str, Any]) -> None:

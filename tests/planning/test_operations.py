@@ -15,8 +15,10 @@ from axonlaunch.planning.throughput.operations import (
     Kernel,
     OperationTrace,
     Product,
+    Rounding,
     _spanned_axes,
     add,
+    count_roundings,
 )
 
 
@@ -62,6 +64,30 @@ def test_linear_layer_in_8_bits_counts_its_products_in_these_types(trace: Operat
         Product("backward", 1, 48, 16, 32, backward): amount(48, 16, 32),
         Product("backward", 1, 32, 16, 48, backward): amount(32, 16, 48),
     }
+
+
+def test_rounding_is_counted_with_separate_and_with_fused_kernels(trace: OperationTrace) -> None:
+    products = ScaledProducts(MATMUL_FORMATS["fp8_tensorwise"])
+    x = torch.empty(48, 16, dtype=torch.bfloat16)
+    weight = torch.empty(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    with trace, count_roundings(trace):
+        products(x, weight).backward(torch.empty(48, 32, dtype=torch.bfloat16))
+    found = {
+        (key.phase, key.rows, key.columns): (key, amount)
+        for key, amount in trace.work.items()
+        if isinstance(key, Rounding)
+    }
+    assert found.keys() == {
+        *(("forward", 48, 16), ("forward", 32, 16)),
+        *(("backward", 32, 48), ("backward", 16, 48)),  # factors of the weight's gradient
+    }
+    for (phase, rows, columns), (key, amount) in found.items():
+        numbers = rows * columns
+        # The largest magnitude is found in 2 bytes; bf16 to fp32 is 2 + 4, times the scale 4 + 4,
+        # to 8 bits 4 + 1. Transposed factors are copied: 1 + 1.
+        separate = (21 if phase == "forward" else 23) * numbers
+        assert separate <= amount.num_bytes < separate + 100  # the rest is of single numbers
+        assert key.fused_bytes == (2 * numbers, (2 + 1) * numbers)
 
 
 def test_equal_products_are_merged(trace: OperationTrace) -> None:

@@ -109,11 +109,12 @@ def test_figures_that_are_published_are_kept() -> None:
 def test_plan_does_not_fix_open_settings(monkeypatch: Patch) -> None:
     open_ = ["train.micro_batch_size=auto", "strategy.data_parallel=null"]
     assert fixed(monkeypatch, *open_) == {}
+    assert fixed(monkeypatch, "train.loss_chunk=null") == {"train.loss_chunk": None}
 
 
 def test_plan_checks_other_rules_before_search(monkeypatch: Patch) -> None:
-    with pytest.raises(ConfigError, match=r"^strategy\.pipeline\.stages_per_rank=2: "):
-        fixed(monkeypatch, "strategy.pipeline.stages_per_rank=2")
+    with pytest.raises(ConfigError, match=r"^optimizer\.master_weights=fp32: "):
+        fixed(monkeypatch, "optimizer.master_weights=fp32")
 
 
 def test_plan_excludes_invalid_layouts(monkeypatch: Patch) -> None:

@@ -7,7 +7,13 @@ import torch
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, AttentionOp, Kernel, Product
+from axonlaunch.planning.throughput.operations import (
+    Amount,
+    AttentionOp,
+    Kernel,
+    Product,
+    Rounding,
+)
 from axonlaunch.planning.throughput.roofline import Roofline
 
 HARDWARE = HardwareConfig(
@@ -88,6 +94,16 @@ def test_kernel_time_is_bytes_plus_launch() -> None:
     many = roofline.seconds(key, Amount(1000, 9e11))
     assert once == pytest.approx(1.0, rel=1e-3)
     assert many > once
+
+
+def test_fused_rounding_takes_two_kernels_of_five_bytes_for_each_number() -> None:
+    roofline = Roofline(replace(HARDWARE, kernel_us=5.0))
+    key = Rounding("forward", 4096, 1024, torch.bfloat16, kernels=9)
+    numbers = 4096 * 1024
+    fused = roofline.fused_seconds(key, Amount(3, 3 * 21 * numbers))
+    assert fused == pytest.approx(3 * (5 * numbers / 0.9e12 + 2 * 5e-6))
+    separate = roofline.seconds(key, Amount(3, 3 * 21 * numbers))
+    assert separate == pytest.approx(3 * (21 * numbers / 0.9e12 + 9 * 5e-6))
 
 
 def test_long_attention_is_faster_than_short() -> None:

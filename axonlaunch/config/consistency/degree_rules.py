@@ -129,18 +129,33 @@ def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[ConfigIs
 
 def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
     """Return the problem if the expert degree does not divide the ranks of a replica."""
-    degree, tensor = config.strategy.expert.degree, config.strategy.tensor.degree
-    axes = Layout.of(config, world_size=world_size).axes
-    ranks = math.prod(axes[name] for name in (DP_SHARD, *(axis.name for axis in INNER)))
+    degree, ranks = config.strategy.expert.degree, _ranks_of_a_copy(config, world_size=world_size)
     shards = data_parallel_facts(config.strategy).shards_parameters
     if degree == 1 or ranks % degree == 0 or not shards:
         return []
-    legal = [count for count in divisors(ranks) if count % tensor == 0]
+    legal = expert_degrees_of_ranks(config, world_size=world_size)
+    experts = getattr(config.model, "num_experts", None)  # models of libraries are not read here
+    if experts is not None:
+        use = one_of([count for count in legal if experts % count == 0])
+    else:
+        use = f"{one_of(legal)}, if it also divides the number of experts"
     message = (
-        f"the experts are split among the {ranks} ranks that share one copy of the parameters; "
-        f"use {one_of(legal)}"
+        f"{experts or 'the'} experts are split among the {ranks} ranks that share one copy of the "
+        f"parameters; use {use}"
     )
     return [ConfigIssue(EXPERT_DEGREE, message, degree)]
+
+
+def expert_degrees_of_ranks(config: RunConfig, *, world_size: int) -> list[int]:
+    """Return the expert degrees that the ranks of a replica allow, for any number of experts."""
+    tensor = config.strategy.tensor.degree
+    ranks = _ranks_of_a_copy(config, world_size=world_size)
+    return [count for count in divisors(ranks) if count == 1 or count % tensor == 0]
+
+
+def _ranks_of_a_copy(config: RunConfig, *, world_size: int) -> int:
+    axes = Layout.of(config, world_size=world_size).axes
+    return math.prod(axes[name] for name in (DP_SHARD, *(axis.name for axis in INNER)))
 
 
 def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[ConfigIssue]:

@@ -84,8 +84,8 @@ class ScaledProducts:
             is_fast: Whether tensor cores may sum with fewer digits.
         """
         result = right.dtype
-        a, a_scale = self._round(left, dtype)
-        b, b_scale = self._round(right, self._dtype)
+        a, a_scale = self.round_factor(left, dtype)
+        b, b_scale = self.round_factor(right, self._dtype)
         if not self._is_rowwise:
             return _scaled_mm(a, b, a_scale, b_scale, result, is_fast=is_fast)
         if is_fast and result is torch.bfloat16:
@@ -99,7 +99,7 @@ class ScaledProducts:
         # Powers of two are exact in every type. Recomputation may have kept the product itself.
         return (product * a_scale.to(unscaled)).mul_(b_scale.t().to(unscaled)).to(result)
 
-    def _round(self, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def round_factor(self, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Round a factor [M, K]; return it with rows in memory, and the inverse of its scales."""
         dim = 1 if self._is_rowwise else None
         largest = torch.linalg.vector_norm(matrix, torch.inf, dim, keepdim=dim is not None).float()

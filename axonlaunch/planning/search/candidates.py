@@ -6,10 +6,11 @@ and micro-batch sizes are powers of two. Memory and speed are not considered.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,12 @@ from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.values.plain_values import with_values
+from axonlaunch.models.adapters.lora import linear_layer_sizes
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
+from axonlaunch.planning.memory.pipeline_ranks import stage_layers
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import (
@@ -37,6 +40,8 @@ from axonlaunch.preflight.parallelism import (
 )
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_STAGES = ("auto", 3, 4)
+"""Stages of a rank for schedules with a free number of them; the default is two."""
 _MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG_SEQUENCE = 32_768
@@ -44,6 +49,10 @@ _LONG_SEQUENCE = 32_768
 _SHORTEST_PART = 16_384
 """Positions of a rank below which a sequence is not divided among several nodes."""
 _OFFLOADED = ("none", "optimizer_states", "params")
+_LOGIT_BYTES = 16
+"""Most bytes of each logit: in 16 bits and in fp32, its gradient in both, and its logarithm."""
+_WORTH = 0.99
+"""Longest time of a pipeline for which it is listed, relative to one with fewer stages per rank."""
 _RECOMPUTATION = ("none", "selective", "full")
 _OFFLOADED_INPUTS = "offload"
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
@@ -59,22 +68,39 @@ class Candidate:
         layout: Parallel layout of the run.
         settings: Settings of the layout by dotted key.
         numerics: Descriptions of the settings that change the numerics of the run.
+        logits_bytes: Upper limit of the bytes of a rank's logits that ``with_chunks`` saves; 0 if
+            the loss is not computed in chunks.
     """
 
     config: RunConfig
     layout: Layout
     settings: Mapping[str, Any]
     numerics: tuple[str, ...] = ()
+    logits_bytes: float = 0.0
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Values of all settings except recomputation and offloading."""
-        return tuple(v for k, v in self.settings.items() if k not in (keys.RECOMPUTE, keys.OFFLOAD))
+        """Values of all settings except recomputation, offloading and chunks of the loss."""
+        saving = (keys.RECOMPUTE, keys.OFFLOAD, keys.LOSS_CHUNK)
+        return tuple(v for k, v in self.settings.items() if k not in saving)
 
     @property
     def offload(self) -> str:
         """Value of ``strategy.fsdp.cpu_offload``."""
         return str(self.settings.get(keys.OFFLOAD, "none"))
+
+    @property
+    def divides_loss(self) -> bool:
+        """Whether the loss is computed in chunks of tokens."""
+        return self.settings[keys.LOSS_CHUNK] is not None
+
+    def with_chunks(self) -> Candidate:
+        """Return the layout with its loss in chunks, which compute logits twice."""
+        chunked = {keys.LOSS_CHUNK: keys.CHUNK}
+        settings = {**self.settings, **chunked}
+        return replace(
+            self, config=with_values(self.config, chunked), settings=settings, logits_bytes=0.0
+        )
 
 
 def candidates(
@@ -100,6 +126,8 @@ def candidates(
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = sizes.num_blocks or len(spec.blocks(model))
     plan = config.strategy.tensor.plan or spec.plan(model)
+    vocabulary = 0 if keys.LOSS_CHUNK in fixed else _divisible_vocabulary(config, spec, model)
+    pipelines = _Pipelines(num_blocks, _head_layers(spec, model), fixed)
     usual = {axis.name: [1] for axis in AXES}
     usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
     if plan:
@@ -128,13 +156,13 @@ def candidates(
         parts = tensor * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
         is_even = not (config.sequence_length or 0) % parts
         for (
-            schedule,
+            (schedule, stages),
             (data_parallel, expert),
             size,
             divides_sequences,
             recompute,
         ) in itertools.product(
-            options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
+            pipelines.schedules() if pipeline > 1 else (("1f1b", "auto"),),
             _with_experts(
                 _data_parallel_settings(
                     ranks * math.prod(degrees[name] for name in LIKE_DATA),
@@ -154,9 +182,10 @@ def candidates(
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue
-            if not _fits(num_blocks, schedule, pipeline, batch // ranks // size):
+            if not pipelines.allow(schedule, stages, pipeline, batch // ranks // size):
                 continue
-            if SCHEDULES[schedule].separate_weight_grad and recompute != "none":
+            rule = SCHEDULES[schedule]
+            if rule.separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
                 **data_parallel,
@@ -165,8 +194,10 @@ def candidates(
                 **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
                 keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
+                keys.STAGES: stages,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
+                keys.LOSS_CHUNK: fixed.get(keys.LOSS_CHUNK, config.train.loss_chunk),
             }
             if all(settings[key] == value for key, value in fixed.items()):
                 candidate_config = with_values(config, {**settings, **nodes.settings})
@@ -176,7 +207,10 @@ def candidates(
                 if any(layout_problems(candidate_config, layout)):
                     continue
                 if not any(expert_state_problems(candidate_config, spec, model)):
-                    yield Candidate(candidate_config, layout, settings)
+                    logits = 0.0 if rule.separate_weight_grad else _logits(layout, config)
+                    yield Candidate(
+                        candidate_config, layout, settings, logits_bytes=logits * vocabulary
+                    )
 
 
 def _cuts_numbers(
@@ -186,6 +220,85 @@ def _cuts_numbers(
     return any(product_problems(config, spec, model)) or any(
         state_problems(config, spec, plan, model)
     )
+
+
+def _divisible_vocabulary(config: RunConfig, spec: ModelSpec, model: nn.Module) -> int:
+    """Return the number of classes of each token, or 0 if no loss is computed in chunks of them."""
+    train = config.train
+    if train.loss_chunk or train.loss or config.sequence_length is None or spec.head is None:
+        return 0
+    head = spec.head_of(model)
+    return 0 if head is None else linear_layer_sizes(head)[1]
+
+
+def _logits(layout: Layout, config: RunConfig) -> float:
+    """Return the bytes of logits of a rank's micro-batch for each class; 0 for a single chunk."""
+    tokens = layout.micro_batch_size * (config.sequence_length or 1) // layout.divisor("sequences")
+    return _LOGIT_BYTES * tokens / layout.tensor if tokens > keys.CHUNK else 0.0
+
+
+def _head_layers(spec: ModelSpec, model: nn.Module) -> float:
+    """Return the parameters of the head, relative to those of a block."""
+    blocks = [model.get_submodule(name) for name in spec.blocks(model)]
+    head = spec.head_of(model)
+    if head is None or not blocks:
+        return 0.0
+    size = sum(p.numel() for p in head.parameters())
+    return size * len(blocks) / max(1, sum(p.numel() for b in blocks for p in b.parameters()))
+
+
+@dataclass(frozen=True)
+class _Pipelines:
+    """Schedules of a model.
+
+    Attributes:
+        num_blocks: Number of blocks of the model.
+        head: Parameters of the head, relative to those of a block.
+        fixed: Settings of the user.
+    """
+
+    num_blocks: int
+    head: float
+    fixed: Mapping[str, Any]
+
+    def schedules(self) -> Iterator[tuple[str, Any]]:
+        """Yield schedules with numbers of stages per rank."""
+        for schedule in _options(self.fixed, keys.SCHEDULE, _SCHEDULES):
+            usual = ("auto",) if SCHEDULES[schedule].fixed else _STAGES
+            for stages in _options(self.fixed, keys.STAGES, usual):
+                yield schedule, stages
+
+    def allow(self, schedule: str, stages: Any, degree: int, micro_batches: int) -> bool:
+        """Return whether a pipeline is legal, and faster than those with fewer stages per rank.
+
+        More stages need more memory and messages. They are faster if ranks wait less for each
+        other, or if blocks can be divided more evenly.
+        """
+        if degree == 1:
+            return True
+        rule = SCHEDULES[schedule]
+        per_rank = rule.stages_per_rank if stages == "auto" else stages
+        if rule.fixed and per_rank != rule.stages_per_rank:
+            return False
+        if degree * per_rank > self.num_blocks or not rule.fits(
+            micro_batches, degree=degree, stages_per_rank=per_rank
+        ):
+            return False
+        if rule.fixed or not self.fixed.keys().isdisjoint((keys.SCHEDULE, keys.STAGES)):
+            return True
+        fewer = min(self._time(degree, count, micro_batches) for count in range(1, per_rank))
+        return self._time(degree, per_rank, micro_batches) < _WORTH * fewer
+
+    def _time(self, degree: int, per_rank: int, micro_batches: int) -> float:
+        """Return the time of a step in passes through a block (Narayanan et al., 2021)."""
+        longest = _longest_stage(self.num_blocks, degree * per_rank, self.head)
+        return (micro_batches * per_rank + degree - 1) * longest
+
+
+@functools.cache
+def _longest_stage(num_blocks: int, stages: int, head: float) -> float:
+    *others, last = stage_layers(num_blocks, stages, head)
+    return max(*others, last + head)
 
 
 def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:
@@ -313,16 +426,6 @@ def _with_experts(
 
 def _is_hybrid(settings: Mapping[str, Any]) -> bool:
     return bool(settings[keys.SHARDING] == "hybrid_shard")
-
-
-def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:
-    if pipeline == 1:
-        return True
-    rule = SCHEDULES[schedule]
-    stages = pipeline * rule.stages_per_rank
-    return stages <= num_blocks and rule.fits(
-        micro_batches, degree=pipeline, stages_per_rank=rule.stages_per_rank
-    )
 
 
 def _power_of_two_divisors(number: int) -> list[int]:

@@ -14,9 +14,11 @@ OFFLOAD = "strategy.fsdp.cpu_offload"
 TENSOR = "strategy.tensor.degree"
 SEQUENCES = "strategy.tensor.sequence_parallel"
 SCHEDULE = "strategy.pipeline.schedule"
+STAGES = "strategy.pipeline.stages_per_rank"
 EXPERT_RANKS = "strategy.expert.degree"
 MICRO_BATCH = "train.micro_batch_size"
 RECOMPUTE = "train.activation_checkpointing"
+LOSS_CHUNK = "train.loss_chunk"
 WEIGHTS = "train.param_dtype"
 MASTERS = "optimizer.master_weights"
 STATES = "optimizer.state_dtype"
@@ -32,9 +34,13 @@ SEARCHED = (
     *(axis.key for axis in reversed((*OUTER, *INNER)) if axis.key != TENSOR),
     EXPERT_RANKS,
     SCHEDULE,
+    STAGES,
     MICRO_BATCH,
     RECOMPUTE,
+    LOSS_CHUNK,
 )
+CHUNK = 1024
+"""Value of ``LOSS_CHUNK`` to search and to suggest."""
 
 LOW_PRECISION = "low_precision"
 ALLOWABLE = {LOW_PRECISION: (WEIGHTS, MASTERS, STATES, PRODUCTS)}

@@ -15,6 +15,7 @@ from axonlaunch.planning.records import (
     verdict,
 )
 from axonlaunch.planning.reports.workload import host_memory
+from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.candidates import Candidate
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.throughput import Throughput
@@ -65,6 +66,8 @@ def _describe(candidate: Candidate) -> str:
     """Describe a layout, including settings that its axes do not show."""
     config, layout = candidate.config, candidate.layout
     properties = [str(layout)]
+    if config.strategy.pipeline.stages_per_rank != "auto" and layout.pipeline > 1:
+        properties.append(f"{layout.stages_per_rank} stages per rank")
     if layout.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
         properties.append("shard_grad_op")
     if candidate.offload != "none":
@@ -72,6 +75,8 @@ def _describe(candidate: Candidate) -> str:
     properties.append(f"micro-batch {layout.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
         properties.append(describe_recomputation(config.train.activation_checkpointing))
+    if (chunk := candidate.settings[keys.LOSS_CHUNK]) is not None:
+        properties.append(f"loss in chunks of {chunk:,} tokens")
     properties += candidate.numerics
     return ", ".join(properties)
 

@@ -42,9 +42,10 @@ def preselect(
     families: dict[tuple[Any, ...], list[Preselected]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: Preselected | None = None
-    for candidate in layouts:
-        layout, model = candidate.layout, formulas[candidate.numerics]
-        size = model.process_bytes(candidate.config, layout)
+    for listed in layouts:
+        model = formulas[listed.numerics]
+        candidate, size = with_memory(listed, model, memory=memory)
+        layout = candidate.layout
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = Preselected(candidate, math.inf, size)
@@ -67,6 +68,19 @@ def preselect(
         return [smallest]
     chosen = map(_fastest_and_smaller, families.values())
     return [choice for pair in sorted(chosen, key=lambda pair: pair[0].step_s) for choice in pair]
+
+
+def with_memory(
+    candidate: Candidate, formulas: Formulas, *, memory: float
+) -> tuple[Candidate, float]:
+    """Return a layout and its bytes by formulas, with its loss in chunks if it fits only then."""
+    size = formulas.process_bytes(candidate.config, candidate.layout)
+    if memory < size <= memory + candidate.logits_bytes:
+        chunked = candidate.with_chunks()
+        smaller = formulas.process_bytes(chunked.config, chunked.layout)
+        if smaller <= memory:
+            return chunked, smaller
+    return candidate, size
 
 
 def _fastest_and_smaller(family: Sequence[Preselected]) -> list[Preselected]:

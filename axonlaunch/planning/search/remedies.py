@@ -21,6 +21,7 @@ from axonlaunch.config.problems.errors import divisors, plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.reports.workload import host_memory
+from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.low_precision import master_settings
 
 Settings = Mapping[str, Any]
@@ -32,8 +33,6 @@ TOGETHER = 3
 TRACED = 8
 """Maximum number of changes to estimate, because the user is waiting."""
 
-_CHUNK = 1024
-"""Value of ``train.loss_chunk`` to suggest."""
 _SHARDING = "strategy.fsdp.sharding"
 _TOLERANCE = 1.15
 """Changes that need more than this multiple of device memory by the formulas are skipped."""
@@ -224,9 +223,9 @@ def _loss_chunk(config: RunConfig, layout: Layout) -> Options:
     train, length = config.train, config.sequence_length
     if train.defers_head or train.loss or length is None or spec_for(config).head is None:
         return []
-    if length * layout.micro_batch_size // layout.divisor("sequences") <= _CHUNK:
+    if length * layout.micro_batch_size // layout.divisor("sequences") <= keys.CHUNK:
         return []
-    return [Option({"train.loss_chunk": _CHUNK}, "recomputes the head, without most logits")]
+    return [Option({keys.LOSS_CHUNK: keys.CHUNK}, "recomputes the head, without most logits")]
 
 
 def _sharding(config: RunConfig, layout: Layout) -> Options:

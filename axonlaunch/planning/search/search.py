@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,13 +21,14 @@ from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.reports.workload import workload
-from axonlaunch.planning.search import refusals
+from axonlaunch.planning.search import keys, refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.low_precision import (
     lower_layouts,
     smallest_run,
     worthwhile_time,
 )
+from axonlaunch.planning.search.preselection import with_memory
 from axonlaunch.planning.search.rounds import estimate_in_rounds, merge_found
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
@@ -78,7 +80,7 @@ def search_layouts(
             offloads=hardware.host_gb_s is not None,
         )
 
-    layouts = [*list_layouts(config, devices, fixed)]
+    layouts = _without_refused_chunks([*list_layouts(config, devices, fixed)], check)
     if not layouts:
         issue = refusals.none_divides(
             config,
@@ -92,6 +94,7 @@ def search_layouts(
         if lowers
         else ([], [])
     )
+    lower = _without_refused_chunks(lower, check)
     formulas = _formulas(config, lower)
     estimate_layouts = partial(
         estimate_in_rounds,
@@ -116,7 +119,7 @@ def search_layouts(
         def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
             sizes = formulas[()] if run is config else Formulas.of(run)
             return any(
-                sizes.process_bytes(c.config, c.layout) <= found.limit
+                with_memory(c, sizes, memory=found.limit)[1] <= found.limit
                 for c in list_layouts(run, count, settings)
             )
 
@@ -139,6 +142,21 @@ def search_layouts(
         not_tried=tuple(map(str, problems)),
         nodes=nodes,
     )
+
+
+def _without_refused_chunks(
+    layouts: list[Candidate], check: Callable[[RunConfig], RunConfig]
+) -> list[Candidate]:
+    """Return layouts without chunks of the loss if the model needs all its logits at once."""
+    large = max(layouts, key=lambda candidate: candidate.logits_bytes, default=None)
+    if large is None or not large.logits_bytes:
+        return layouts
+    try:
+        check(large.with_chunks().config)
+    except ConfigError as error:
+        if any(problem.key == keys.LOSS_CHUNK for problem in error.problems):
+            return [dataclasses.replace(candidate, logits_bytes=0.0) for candidate in layouts]
+    return layouts
 
 
 def _formulas(config: RunConfig, lower: Iterable[Candidate]) -> dict[tuple[str, ...], Formulas]:

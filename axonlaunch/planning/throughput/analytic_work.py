@@ -29,8 +29,10 @@ from axonlaunch.planning.throughput.operations import (
     Operation,
     Phase,
     Product,
+    Rounding,
     Send,
     Work,
+    add,
 )
 from axonlaunch.planning.throughput.step_work import SAMPLES, Share, StageWork, StepWork
 
@@ -117,7 +119,9 @@ class _Scaled:
             StageWork(
                 step_ends=self._step(stage.step_ends, fraction=fraction),
                 step_layer=step_layer,
-                micro_ends=self._micro_batch(stage.micro_ends, messages, fraction=fraction),
+                micro_ends=self._micro_batch(
+                    self._ends(), messages, fraction=fraction, is_in_layers=not sum(layers)
+                ),
                 micro_layer=layer,
             )
             # The output projection and the loss belong to the last stage. The first stage has
@@ -131,10 +135,33 @@ class _Scaled:
             self._reference, first=first, last=last, layers=layers, leading=leading
         )
 
-    def _micro_batch(self, share: Share, communication: Work, *, fraction: float = 1.0) -> Share:
+    def _ends(self) -> Share:
+        """Return the work outside of the layers; a loss in chunks computes its logits twice."""
+        ends = self._reference.first.micro_ends
+        is_counted = any(key.phase == "recomputation" for key in ends.work)
+        if self._config.train.loss_chunk is None or is_counted:
+            return ends
+        again: Work = {
+            dataclasses.replace(key, phase="recomputation"): amount
+            for key, amount in ends.work.items()
+            if key.phase == "forward" and isinstance(key, Product | Kernel)
+        }
+        return Share(add(ends.work, again))
+
+    def _micro_batch(
+        self, share: Share, communication: Work, *, fraction: float = 1.0, is_in_layers: bool = True
+    ) -> Share:
+        """Return the work of a micro-batch.
+
+        Args:
+            share: Work of the part of the model on one device.
+            communication: Communication of the part.
+            fraction: Fraction of the part that the stage has.
+            is_in_layers: Whether the part has layers, whose forward may be recomputed.
+        """
         work: Work = {}
         for key, amount in share.work.items():
-            for phase in self._phases(key):
+            for phase in self._phases(key) if is_in_layers else (key.phase,):
                 operation, scaled_amount = self._operation(key, amount, phase)
                 _add(work, operation, scaled_amount * fraction)
         for key, amount in communication.items():
@@ -182,6 +209,8 @@ class _Scaled:
             m, n, k = sizes.values()
             product = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return product, Amount(count, amount.num_bytes, amount.flops)
+        if isinstance(key, Rounding):
+            return self._rounding(key, amount * recomputed, phase)
         share = recomputed * samples
         if isinstance(key, AttentionOp):
             share /= tensor
@@ -190,6 +219,24 @@ class _Scaled:
             is_divided = self._config.strategy.tensor.sequence_parallel
             share *= 1 / tensor if is_divided else (1 + 1 / tensor) / 2
         return dataclasses.replace(key, phase=phase), Amount(amount.count, *_scale(amount, share))
+
+    def _rounding(self, key: Rounding, amount: Amount, phase: Phase) -> tuple[Rounding, Amount]:
+        """Return the rounding of a layout's factor, which is a weight or has a row for each token.
+
+        Tensor ranks divide each weight, and one of the two other factors of its products.
+        """
+        sizes = {"rows": key.rows, "columns": key.columns}
+        tokens = next((d for d, size in sizes.items() if size == SAMPLES * self._length), None)
+        width = max((d for d in sizes if d != tokens), key=sizes.__getitem__)
+        divided = 1 / self._layout.tensor
+        if tokens is not None:
+            sizes[tokens] = max(1, round(sizes[tokens] * self._samples / SAMPLES))
+            divided = (1 + divided) / 2
+        sizes[width] = max(1, round(sizes[width] * divided))
+        rows, columns = sizes.values()
+        rounding = dataclasses.replace(key, phase=phase, rows=rows, columns=columns)
+        share = rounding.rows * rounding.columns / (key.rows * key.columns)
+        return rounding, Amount(amount.count, *_scale(amount, share))
 
     def _expert_product(self, key: Product, phase: Phase) -> Product:
         """Return the products of a rank's experts.

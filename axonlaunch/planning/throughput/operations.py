@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor, group_by_name
+from axonlaunch.engines.precision.scaled_products import ScaledProducts
 from axonlaunch.models.fake.fake_tensor_cache import fake_device
 from axonlaunch.models.torch_internals import in_backward
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
@@ -145,6 +146,33 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Rounding of a factor of a product to 8 bits; its ``Amount`` has the traffic of the kernels.
+
+    A compiler fuses these kernels to two: one finds the scales, the other rounds.
+
+    Attributes:
+        phase: Phase of the step.
+        rows: Rows of the factor.
+        columns: Columns of the factor.
+        dtype: Type before it is rounded.
+        kernels: Number of kernels without a compiler.
+    """
+
+    phase: Phase
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    kernels: int
+
+    @property
+    def fused_bytes(self) -> tuple[int, int]:
+        """Traffic of the two fused kernels: both read the factor, the second writes 8 bits."""
+        numbers, size = self.rows * self.columns, self.dtype.itemsize
+        return numbers * size, numbers * (size + 1)
+
+
+@dataclass(frozen=True)
 class HostWait:
     """The host reads a number from the device, which is idle until the next operation arrives."""
 
@@ -176,7 +204,7 @@ class Send:
     axis: str
 
 
-Operation = Product | AttentionOp | Kernel | HostWait | CollectiveOp | Send
+Operation = Product | AttentionOp | Kernel | Rounding | HostWait | CollectiveOp | Send
 
 
 @dataclass(frozen=True)
@@ -233,6 +261,7 @@ class OperationTrace(UncompiledDispatchMode):
         self.work: Work = {}
         self._meshes = [dict(axes) for axes in meshes]
         self._updating = False
+        self._kernels_of_rounding: list[int] | None = None
         self._pending: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
 
     @contextmanager
@@ -243,6 +272,19 @@ class OperationTrace(UncompiledDispatchMode):
             yield
         finally:
             self._updating = False
+
+    @contextmanager
+    def rounding(self, factor: Tensor) -> Iterator[None]:
+        """Count kernels inside the context as one rounding of a product's factor."""
+        traffic: list[int] = []
+        self._kernels_of_rounding = traffic
+        try:
+            yield
+        finally:
+            self._kernels_of_rounding = None
+        rows, columns = factor.shape
+        key = Rounding(self._phase, rows, columns, factor.dtype, len(traffic))
+        self._count(key, Amount(1, sum(traffic)))
 
     def count_host_wait(self) -> None:
         """Count that the host waits for a number."""
@@ -287,7 +329,9 @@ class OperationTrace(UncompiledDispatchMode):
             self._record_attention(func, args, kwargs, backward=name.endswith("_backward"))
         elif name not in _NO_TRAFFIC:
             traffic = _traffic(func, args, kwargs, out)
-            if traffic:
+            if traffic and self._kernels_of_rounding is not None:
+                self._kernels_of_rounding.append(traffic)
+            elif traffic:
                 self._count(Kernel(self._phase, name), Amount(1, traffic))
 
     def _record_product(self, factors: Any) -> None:
@@ -362,6 +406,24 @@ class OperationTrace(UncompiledDispatchMode):
             if (axes := _spanned_axes(mesh, ranks)) is not None:
                 return axes
         raise AssertionError(f"ranks {ranks} are not along {self._meshes}")
+
+
+@contextmanager
+def count_roundings(trace: OperationTrace) -> Iterator[None]:
+    """Count roundings of products' factors as such while the context is entered."""
+    original = ScaledProducts.round_factor
+
+    def count_and_round(
+        products: ScaledProducts, matrix: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        with trace.rounding(matrix):
+            return original(products, matrix, dtype)
+
+    ScaledProducts.round_factor = count_and_round  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        ScaledProducts.round_factor = original  # type: ignore[method-assign]
 
 
 def _spanned_axes(mesh: dict[str, int], ranks: list[int]) -> tuple[str, ...] | None:

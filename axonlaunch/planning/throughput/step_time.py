@@ -32,6 +32,7 @@ from axonlaunch.planning.throughput.operations import (
     Kernel,
     Phase,
     Product,
+    Rounding,
     Send,
     Work,
 )
@@ -275,7 +276,7 @@ class StepTime:
             return 0.0  # operations of a CPU run where they are started
         times = 0 if self._config.train.compile else layers
         count = sum(
-            amount.count * runs
+            amount.count * runs * (key.kernels if isinstance(key, Rounding) else 1)
             for work, runs in ((ends, 1), (layer, times))
             for key, amount in work.items()
             if not isinstance(key, Send | HostWait)
@@ -324,6 +325,9 @@ class StepTime:
                 total.add("matrix products", seconds)
             elif isinstance(key, AttentionOp):
                 total.add("attention", seconds)
+            elif isinstance(key, Rounding):
+                fused_seconds = self._roofline.fused_seconds(key, amount) if fused else seconds
+                total.add("memory-bound", fused_seconds)
             elif isinstance(key, Kernel):
                 total.add("memory-bound", seconds * (FUSED if fused else 1.0))
             elif isinstance(key, HostWait) and seconds:

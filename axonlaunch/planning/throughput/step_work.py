@@ -32,7 +32,12 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.models.facts.scaled_sizes import ScaledSizes
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.source_of import source_of
-from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
+from axonlaunch.planning.throughput.operations import (
+    OperationTrace,
+    Work,
+    add,
+    count_roundings,
+)
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.extrapolation.reduced_config import reduced_config
@@ -509,7 +514,12 @@ class _Steps:
         reduced, engine = self.reduced, self.rank.engine
         trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
         batch = self.rank.batch(micro_batches)
-        with self.rank.storing(), trace, fake_world.watch_host_waits(trace.count_host_wait):
+        with (
+            self.rank.storing(),
+            count_roundings(trace),
+            trace,
+            fake_world.watch_host_waits(trace.count_host_wait),
+        ):
             engine.backward(batch)
             if update is None:
                 with trace.updating(), fake_world.assume_true():

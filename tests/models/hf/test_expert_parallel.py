@@ -277,6 +277,13 @@ def test_inspect_shows_experts_routers_and_legal_degrees() -> None:
             "strategy.expert.degree=8: the experts of a layer can't be split evenly; use 1, 2 or",
         ),
         (
+            [
+                *(family("qwen3_moe"), "strategy=fsdp", "launch.nproc=6"),
+                *("train.global_batch_size=12", "strategy.expert.degree=6"),
+            ],
+            "strategy.expert.degree=6: the experts of a layer can't be split evenly; use 1 or 2",
+        ),
+        (
             [family("llama"), *LAYOUTS["fsdp"]],
             "strategy.expert.degree=2: LlamaForCausalLM has no experts that can be split; use 1",
         ),
