@@ -65,6 +65,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
             of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         losses = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+        counted = targets != IGNORE_INDEX
         is_in_place = on_gpu and hidden.dtype == weight.dtype
         buffer = hidden.new_empty((chunk, classes)) if is_in_place and bias is None else None
         for start in range(0, rows, chunk):
@@ -74,7 +75,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 logits = logits if bias is None else logits + bias
             else:
                 logits = torch.mm(hidden[part], weight.t(), out=buffer[: part.stop - start])
-            losses[part] = _to_gradient(logits, targets[part], *of_loss)
+            losses[part] = _to_gradient(logits, targets[part], counted[part], *of_loss)
             if not needs_gradient:
                 continue
             if is_in_place:
@@ -109,10 +110,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
 
 def _to_gradient(
-    logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, dft: bool
+    logits: Tensor, targets: Tensor, counted: Tensor, smoothing: float, z_loss: float, dft: bool
 ) -> Tensor:
     """Return the losses [N] of logits [N, C], which become their gradient in place."""
-    counted = targets != IGNORE_INDEX
     indices = targets.where(counted, 0).unsqueeze(-1)
     weights = counted.float()
     if dft:
