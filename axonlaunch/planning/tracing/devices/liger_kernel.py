@@ -40,7 +40,7 @@ def linear_cross_entropy_sum(
         on_gpu: Whether products are written to existing memory, as Liger does on GPUs.
     """
     terms = label_smoothing, z_loss, dft, on_gpu
-    total: Tensor = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, terms)
+    total: Tensor = _linear_cross_entropy_sum(hidden, weight, bias, targets, terms)
     return total
 
 
@@ -54,7 +54,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         terms: tuple[float, float, bool, bool],
     ) -> Tensor:
-        *of_loss, on_gpu = terms
+        smoothing, z_loss, dft, on_gpu = terms
         needs_gradient, trains_head = hidden.requires_grad, weight.requires_grad
         # Rows per chunk, so that the logits are about as large as the hidden states.
         rows, (classes, width) = len(hidden), weight.shape
@@ -75,7 +75,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 logits = logits if bias is None else logits + bias
             else:
                 logits = torch.mm(hidden[part], weight.t(), out=buffer[: part.stop - start])
-            losses[part] = _to_gradient(logits, targets[part], counted[part], *of_loss)
+            losses[part] = _to_gradient(
+                logits, targets[part], counted[part], smoothing, z_loss, dft
+            )
             if not needs_gradient:
                 continue
             if is_in_place:
@@ -107,6 +109,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if tensor is not None:
                 tensor.mul_(gradient)
         return of_hidden, of_weight, *(of_bias or [None]), None, None
+
+
+_linear_cross_entropy_sum: Any = _LinearCrossEntropySum.apply
 
 
 def _to_gradient(
