@@ -47,10 +47,10 @@ def test_norms_computed_in_backward_equal_those_after_it_to_the_bit(
         trained = dict(engine.named_updated())
         for step in range(2):
             engine.backward(loader.batch(step))
-            known = norms.take()
-            assert len(known) == len(trained)
+            computed = norms.take()
+            assert len(computed) == len(trained)
             expected = gradient_norm(trained.values())
-            assert torch.equal(gradient_norm(trained.values(), known=known), expected)
+            assert torch.equal(gradient_norm(trained.values(), computed=computed), expected)
             torch.testing.assert_close(expected, engine.gradient_norm())
             engine.update()
 

@@ -68,21 +68,21 @@ class StandIn:
     def __call__(
         self, weight: Tensor, hidden: Tensor, targets: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return liger_kernel.linear_cross_entropy_sum(hidden, weight, bias, targets, **self._terms)
+        return liger_kernel.fused_cross_entropy_sum(hidden, weight, bias, targets, **self._terms)
 
 
 @pytest.fixture(params=["liger", "stand-in"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``train.loss_kernel=liger`` compute on the CPU."""
     if request.param == "liger":
-        if problem := liger_loss.library_problem("cpu"):
+        if problem := liger_loss.liger_problem("cpu"):
             pytest.skip(problem)
         return
     module: Any = ModuleType("liger_kernel.transformers")
     module.LigerFusedLinearCrossEntropyLoss = StandIn
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
-    monkeypatch.setattr("axonlaunch.preflight.devices.library_problem", lambda device: "")
+    monkeypatch.setattr("axonlaunch.preflight.devices.liger_problem", lambda device: "")
 
 
 @pytest.mark.usefixtures("kernel")
@@ -179,13 +179,13 @@ def test_layouts_equal_one_process_without_kernel(layout: list[str]) -> None:
 def test_unsupported_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], reason: str
 ) -> None:
-    monkeypatch.setattr("axonlaunch.preflight.devices.library_problem", lambda device: "")
+    monkeypatch.setattr("axonlaunch.preflight.devices.liger_problem", lambda device: "")
     with pytest.raises(ConfigError, match=rf"train\.loss_kernel=liger: .*{reason}"):
         run_config([*GPT, "strategy=single", LIGER, *overrides])
 
 
 def test_model_that_changes_its_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("axonlaunch.preflight.devices.library_problem", lambda device: "")
+    monkeypatch.setattr("axonlaunch.preflight.devices.liger_problem", lambda device: "")
     gemma = without_folder("gemma2", "strategy=single", final_logit_softcapping=0.1)
     with pytest.raises(ConfigError, match=r"changes its logits after lm_head \(.*tanh.*use null"):
         run_config([*gemma, "data.sequence_length=16", LIGER])
@@ -228,8 +228,8 @@ def test_missing_or_old_package_is_refused(
 def test_cpu_without_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.Needs, "problem", lambda needs: "")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "use null, or set TRITON_INTERPRET=1" in liger_loss.library_problem("cpu")
-    assert liger_loss.library_problem("cuda") == ""
+    assert "use null, or set TRITON_INTERPRET=1" in liger_loss.liger_problem("cpu")
+    assert liger_loss.liger_problem("cuda") == ""
 
 
 def test_step_time_is_not_predicted() -> None:
@@ -241,7 +241,7 @@ def test_step_time_is_not_predicted() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_traced_memory_equals_that_of_the_kernel(dtype: torch.dtype) -> None:
-    if problem := liger_loss.library_problem("cpu"):
+    if problem := liger_loss.liger_problem("cpu"):
         pytest.skip(problem)
     rows, width, classes = 128, 64, 512
 
@@ -259,7 +259,7 @@ def test_traced_memory_equals_that_of_the_kernel(dtype: torch.dtype) -> None:
 
     peak(liger_loss.linear_cross_entropy_sum)  # its first call allocates more
     of_kernel = peak(liger_loss.linear_cross_entropy_sum)
-    assert peak(liger_kernel.linear_cross_entropy_sum) == of_kernel
+    assert peak(liger_kernel.fused_cross_entropy_sum) == of_kernel
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor
 from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 
-def linear_cross_entropy_sum(
+def fused_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -27,24 +27,18 @@ def linear_cross_entropy_sum(
     dft: bool = False,
     on_gpu: bool = False,
 ) -> Tensor:
-    """Return the summed cross entropy of a linear head in fp32, 0-dim.
+    """Return what ``liger_loss.linear_cross_entropy_sum`` returns.
 
     Args:
-        hidden: Hidden states [N, hidden].
-        weight: Weight of the head [C, hidden].
-        bias: Bias of the head [C].
-        targets: Classes [N]; ``IGNORE_INDEX`` is not counted.
-        label_smoothing: See ``models.specs.loss.cross_entropy_sum``, also for the other two.
-        z_loss: Factor of the squared log of the softmax's denominator.
-        dft: Whether the loss of each target is multiplied by the target's probability.
+        hidden: See there, also for the others except the last.
         on_gpu: Whether products are written to existing memory, as Liger does on GPUs.
     """
     terms = label_smoothing, z_loss, dft, on_gpu
-    total: Tensor = _linear_cross_entropy_sum(hidden, weight, bias, targets, terms)
+    total: Tensor = _fused_cross_entropy_sum(hidden, weight, bias, targets, terms)
     return total
 
 
-class _LinearCrossEntropySum(torch.autograd.Function):
+class _FusedCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -111,7 +105,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return of_hidden, of_weight, *(of_bias or [None]), None, None
 
 
-_linear_cross_entropy_sum: Any = _LinearCrossEntropySum.apply
+_fused_cross_entropy_sum: Any = _FusedCrossEntropySum.apply
 
 
 def _to_gradient(
