@@ -21,9 +21,9 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.context.context import ContextAxis
+from axonlaunch.engines.data_parallel.arriving_gradients import HostNorms
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.data_parallel.host_norms import HostNorms
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.engine import StepResult
 from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad

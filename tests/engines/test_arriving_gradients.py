@@ -1,4 +1,4 @@
-"""Norms of gradients that arrive on the host during backward equal those computed after it."""
+"""Norms and updates of gradients as they arrive on the host equal those after backward."""
 
 from __future__ import annotations
 
@@ -15,35 +15,58 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from axonlaunch.comm import World
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.engines.data_parallel.arriving_gradients import (
+    HostNorms,
+    UpdateOnArrival,
+    host_norms_of,
+)
 from axonlaunch.engines.data_parallel.fsdp import FSDP
-from axonlaunch.engines.data_parallel.host_norms import HostNorms, host_norms_of
 from axonlaunch.engines.optimizer.clipping import gradient_norm
+from axonlaunch.models.tensors.dtensor_regions import full_tensor
 
 GPT = [
     *("model=gpt", "model.num_hidden_layers=2", "model.hidden_size=128"),
     *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"),
 ]
-OFFLOADED = [*GPT, "strategy=fsdp", "launch.nproc=2", "strategy.fsdp.cpu_offload=full"]
+FULL = ["strategy.fsdp.cpu_offload=full"]
+OFFLOADED = [*GPT, "strategy=fsdp", "launch.nproc=2", *FULL]
+IN_BACKWARD, NO_CLIP = "train.optimizer_in_backward=true", "train.grad_clip=null"
 GPU = torch.device("cuda", 0)
 
 
-def test_norms_computed_in_backward_equal_those_after_it_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied, reduce = SimpleNamespace(synchronize=lambda: None), FSDPParamGroup.post_backward
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+class Copied:
+    """The event after the copies of a unit's gradients, which ends at once."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def arriving(monkeypatch: pytest.MonkeyPatch) -> list[FSDPParamGroup]:
+    """Let gradients arrive as from a GPU; return the units in the order of their reduction."""
+    reduce, reduced = FSDPParamGroup.post_backward, []
 
     def reduce_as_on_gpu(group: FSDPParamGroup, *unused: Any) -> None:
         reduce(group, *unused)
+        reduced.append(group)
         for each in group.fsdp_params:
             if each.sharded_param.grad is not None:
-                each.grad_offload_event = copied  # type: ignore[assignment]
+                each.grad_offload_event = Copied()  # type: ignore[assignment]
 
     monkeypatch.setattr(FSDPParamGroup, "post_backward", reduce_as_on_gpu)
+    return reduced
+
+
+@pytest.mark.usefixtures("arriving")
+def test_norms_computed_in_backward_equal_those_after_it_to_the_bit() -> None:
     chosen = run_config(OFFLOADED)
 
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
-        norms = HostNorms(engine._parts.sharded)
+        norms = HostNorms(unit for module in engine._parts.sharded for unit in module.units())
         trained = dict(engine.named_updated())
         for step in range(2):
             engine.backward(loader.batch(step))
@@ -55,6 +78,60 @@ def test_norms_computed_in_backward_equal_those_after_it_to_the_bit(
             engine.update()
 
     World.mock(2).run(run)
+
+
+def trained(overrides: list[str]) -> list[Trained]:
+    """Return the losses and the parameters of every rank."""
+    chosen = run_config([*overrides, "train.grad_clip=null", "scheduler.warmup_steps=2"])
+
+    def run(world: World) -> Trained:
+        engine, loader = rank_engine(chosen, world)
+        losses = [float(engine.train_step(loader.batch(step)).loss) for step in range(3)]
+        return losses, {n: full_tensor(p).clone() for n, p in engine.named_parameters()}
+
+    return World.mock(2).run(run)
+
+
+@pytest.mark.usefixtures("arriving")
+def test_updates_of_arriving_gradients_equal_those_after_backward_to_the_bit() -> None:
+    expected = trained(OFFLOADED)
+    for (losses, state), (expected_losses, expected_state) in zip(
+        trained([*OFFLOADED, IN_BACKWARD]), expected, strict=True
+    ):
+        assert losses == expected_losses
+        assert [n for n, value in state.items() if not torch.equal(value, expected_state[n])] == []
+
+
+def test_a_unit_is_updated_after_its_copies_and_while_backward_goes_on(
+    arriving: list[FSDPParamGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = run_config([*GPT, "strategy=fsdp", "launch.nproc=1", *FULL, IN_BACKWARD, NO_CLIP])
+    updated = threading.Event()
+    events: list[str] = []
+    call_update, reduce = UpdateOnArrival._update_one, FSDPParamGroup.post_backward
+
+    def update(self: UpdateOnArrival, *arguments: Any) -> None:
+        events.append("updated")
+        call_update(self, *arguments)
+        updated.set()
+
+    def reduce_after_first_update(group: FSDPParamGroup, *unused: Any) -> None:
+        assert not arriving or updated.wait(60), "the first unit waits for the end of backward"
+        reduce(group, *unused)
+
+    monkeypatch.setattr(UpdateOnArrival, "_update_one", update)
+    monkeypatch.setattr(Copied, "synchronize", lambda copied: events.append("copied"))
+    monkeypatch.setattr(FSDPParamGroup, "post_backward", reduce_after_first_update)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.backward(loader.batch(0))
+        assert len(arriving) > 2
+        assert events[:2] == ["copied", "updated"]
+        engine.update()
+        assert events.count("updated") == len(dict(engine.named_updated()))
+
+    World.mock(1).run(run)
 
 
 def begun(copied: object, gradient: Tensor) -> tuple[HostNorms, nn.Parameter]:
