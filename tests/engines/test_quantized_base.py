@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from importlib import metadata
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_weights_that_cannot_be_quantized_or_divided_are_refused(
 
 
 def test_missing_or_old_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_blocks.metadata, "version", lambda name: "0.44.1")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.44.1")
     with pytest.raises(
         ConfigError, match=r"bitsandbytes 0\.44\.1 is installed, and 0\.48 or newer"
     ):
