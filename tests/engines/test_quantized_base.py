@@ -19,7 +19,6 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.adapters.quantized_base import quantized_names, recomputing_weights
 from axonlaunch.models.build import build_model, construct
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.models.tensors import packed_blocks
 from axonlaunch.models.tensors.packed_blocks import BLOCK_FORMATS, BlockFormat
 
 MODEL = [
