@@ -263,7 +263,8 @@ class TrainConfig:
     optimizer_in_backward: bool = False
     """update each parameter in backward when its gradient is complete, and free the gradient, so
     that the gradients of all parameters never exist together; for one device, tensor parallelism
-    and fsdp, with one micro-batch and without grad_clip
+    and fsdp, with one micro-batch and without grad_clip. With cpu_offload=full: update the
+    parameters of a unit on the host when their gradients have arrived there
     """
     loss: str | None = field(default=None, metadata={"names": LOSSES})
     """name of a registered loss, which receives the whole batch; null: the loss of the model"""

@@ -28,6 +28,7 @@ from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.values.optional_keys import balances_by_bias
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
+from axonlaunch.engines.data_parallel.arriving_gradients import host_norms_of
 from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.device_mesh import (
     expert_mesh,
@@ -37,7 +38,6 @@ from axonlaunch.engines.data_parallel.device_mesh import (
 )
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.data_parallel.host_norms import host_norms_of
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import (
     compile_blocks_whole,

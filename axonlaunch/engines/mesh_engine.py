@@ -21,9 +21,9 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.datasets.samples import CollatedSamples
 from axonlaunch.engines.context.context import ContextAxis
+from axonlaunch.engines.data_parallel.arriving_gradients import HostNorms
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.data_parallel.host_norms import HostNorms
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.engine import StepResult
 from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad
@@ -384,9 +384,9 @@ class MeshEngine:
         """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
         tensors, aliases = self._parts.update.tensors, self._parts.aliases
         counted = [t for n, t in tensors.items() if n not in aliases]
-        norms = self._parts.host_norms
-        known = None if norms is None else norms.take()
-        return gradient_norm(counted, across=self._pipeline, known=known)
+        host_norms = self._parts.host_norms
+        norms = None if host_norms is None else host_norms.take()
+        return gradient_norm(counted, across=self._pipeline, computed=norms)
 
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 skipped the update."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.run_precision import precision_of, with_precision
 from axonlaunch.config.precision import Float8Format
-from axonlaunch.engines.tensor.outputs.liger_loss import library_problem
+from axonlaunch.engines.tensor.outputs.liger_loss import liger_problem
 from axonlaunch.system import gpus
 from axonlaunch.system.node import host, limits
 
@@ -79,7 +79,7 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
         message = "the ranks compute on the CPU, which has one kernel; use auto"
         yield ConfigIssue("train.attention_kernel", message, kernel)
     loss_kernel = config.train.loss_kernel
-    if loss_kernel is not None and (problem := library_problem(launch.device)):
+    if loss_kernel is not None and (problem := liger_problem(launch.device)):
         yield ConfigIssue("train.loss_kernel", problem, loss_kernel)
     products = precision_of(config).products
     if isinstance(products, Float8Format) and launch.device == "cuda" and devices:

@@ -83,6 +83,23 @@ RUNS = {
         ]
         for strategy in ("single", "fsdp")
     },
+    "adapters on nf4": [
+        *(*LLAMA, BF16, "strategy=fsdp", "adapter=lora", "adapter.base=nf4"),
+        *("model.hidden_size=128", "model.intermediate_size=256"),
+    ],
+    "masters": [
+        *(*LLAMA, BF16, "strategy=fsdp", "train.param_dtype=bf16"),
+        "optimizer.master_weights=fp32",
+    ],
+    "states in 8 bits": [*LLAMA, BF16, "strategy=fsdp", "optimizer=adamw_8bit"],
+    "states in bf16": [*LLAMA, BF16, "strategy=fsdp", "optimizer.state_dtype=bf16"],
+    **{
+        f"products in {products}": [
+            *(*LLAMA, BF16, "train.compile=true", f"train.matmul_dtype={products}"),
+            *("model.hidden_size=128", "model.intermediate_size=256"),
+        ]
+        for products in ("fp8_tensorwise", "fp8_rowwise")
+    },
     "deterministic": [*LLAMA, BF16, "train.deterministic=true"],
     "saved in the background": [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"],
     "profiled": [*LLAMA, BF16, "train.profile={steps: [10, 12], memory: true}"],

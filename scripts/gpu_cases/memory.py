@@ -104,6 +104,24 @@ CASES: dict[str, tuple[int, list[str]]] = {
         for what in ("params", "optimizer_states", "full")
     },
 }
+QLORA = [
+    *(*LLAMA_8B, "strategy=single", FULL, "adapter=lora", "adapter.base=nf4"),
+    *("data.sequence_length=4096", "train.global_batch_size=1", "train.micro_batch_size=1"),
+]
+CASES |= {
+    "1.2B masters": (
+        1,
+        [
+            *(*LLAMA_1B, "strategy=fsdp", BF16, SELECTIVE, "train.param_dtype=bf16"),
+            "optimizer.master_weights=fp32",
+        ],
+    ),
+    "1.2B states in 8 bits": (
+        1,
+        [*LLAMA_1B, "strategy=fsdp", BF16, SELECTIVE, "optimizer=adamw_8bit"],
+    ),
+    "8B adapters on nf4": (1, QLORA),
+}
 CASES["1.2B fixed segments"] = CASES["1.2B"]
 if importlib.util.find_spec("liger_kernel"):
     LIGER = "train.loss_kernel=liger"

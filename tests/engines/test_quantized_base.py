@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from importlib import metadata
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.adapters.quantized_base import quantized_names, recomputing_weights
 from axonlaunch.models.build import build_model, construct
 from axonlaunch.models.facts.parameter_facts import TrainingShares
-from axonlaunch.models.tensors import packed_blocks
 from axonlaunch.models.tensors.packed_blocks import BLOCK_FORMATS, BlockFormat
 
 MODEL = [
@@ -161,7 +161,7 @@ def test_weights_that_cannot_be_quantized_or_divided_are_refused(
 
 
 def test_missing_or_old_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_blocks.metadata, "version", lambda name: "0.44.1")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.44.1")
     with pytest.raises(
         ConfigError, match=r"bitsandbytes 0\.44\.1 is installed, and 0\.48 or newer"
     ):

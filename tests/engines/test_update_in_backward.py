@@ -40,6 +40,7 @@ LAYOUTS = {
     "fsdp tensor": f"{GPT} strategy=fsdp strategy.tensor.degree=2 launch.nproc=4",
     "context": f"{GPT} strategy=fsdp strategy.context.degree=2 launch.nproc=2",
     "offloaded": f"{GPT} strategy=fsdp launch.nproc=2 train.activation_checkpointing=offload",
+    "on the host": f"{GPT} strategy=fsdp launch.nproc=2 strategy.fsdp.cpu_offload=full {MASTERS}",
     "experts": f"{DATA} model=moe_debug strategy=fsdp strategy.expert.degree=2 launch.nproc=2",
 }
 IN_BACKWARD = "train.optimizer_in_backward=true"

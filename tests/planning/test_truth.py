@@ -151,6 +151,7 @@ FREED_IN_BACKWARD = [
     f"strategy=fsdp train.precision=bf16 {IN_BACKWARD} {OFFLOADED_INPUTS}",
     f"strategy=tensor {IN_BACKWARD} train.global_batch_size=1",
     f"strategy=ddp model.num_hidden_layers=7 {OFFLOADED_INPUTS}",
+    f"{FSDP}.cpu_offload=full {IN_BACKWARD}",
     f"{FSDP}.cpu_offload=params {OFFLOADED_INPUTS}",
     "strategy=tensor strategy.tensor.sequence_parallel=true "
     "train.activation_checkpointing=selective_offload",

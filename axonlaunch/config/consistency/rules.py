@@ -228,8 +228,8 @@ def _update_in_backward(config: RunConfig) -> Iterator[ConfigIssue]:
     if strategy.data_parallel is not None:
         yield from _update_of_averages(strategy.data_parallel)
     offload = strategy.fsdp.cpu_offload
-    if data_parallel_facts(strategy).shards_parameters and offload != "none":
-        message = f"{key} updates where the gradients are computed; use none"
+    if data_parallel_facts(strategy).shards_parameters and offload not in ("none", "full"):
+        message = f"{key} updates where the parameters are; use none or full"
         yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
     if train.trace.steps:
         message = f"{key} frees gradients before they can be traced; use [], or false there"

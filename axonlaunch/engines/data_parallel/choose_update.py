@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.engines.data_parallel.arriving_gradients import UpdateOnArrival
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
@@ -44,9 +46,20 @@ def choose_update(
         units: Submodules whose parameters no other module uses, in the order of their forwards.
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
+    offload = CPUOffload.NONE
+    if layout.facts.shards_parameters:
+        offload = CPUOffload(config.strategy.fsdp.cpu_offload)
     if config.train.optimizer_in_backward:
         assert layout.micro_batches == layout.pipeline == 1
         assert replicas is None
+        if offload is CPUOffload.FULL:
+            return UpdateOnArrival(
+                config.optimizer,
+                trained,
+                units=[m for part in modules for m in part.modules() if isinstance(m, FSDPModule)],
+                parameters=facts,
+                seed=config.seed,
+            )
         return UpdateInBackward(config.optimizer, trained, parameters=facts, seed=config.seed)
     if layout.facts.divides_update:
         [axis] = layout.mesh_axes(layout.division().shard_axes)
@@ -61,16 +74,14 @@ def choose_update(
             units=units,
             seed=config.seed,
         )
-    if layout.facts.shards_parameters:
-        offload = CPUOffload(config.strategy.fsdp.cpu_offload)
-        if offload.streams_the_update:
-            states_on = device if offload is CPUOffload.PARAMS else HOST
-            return StreamedUpdate(
-                config.optimizer,
-                trained,
-                device=device,
-                states_on=states_on,
-                parameters=facts,
-                seed=config.seed,
-            )
+    if offload.streams_the_update:
+        states_on = device if offload is CPUOffload.PARAMS else HOST
+        return StreamedUpdate(
+            config.optimizer,
+            trained,
+            device=device,
+            states_on=states_on,
+            parameters=facts,
+            seed=config.seed,
+        )
     return Update(config.optimizer, trained, parameters=facts, seed=config.seed)

@@ -88,7 +88,7 @@ def gradient_norm(
     parameters: Iterable[Tensor],
     *,
     across: ProcessGroup | None = None,
-    known: Mapping[Tensor, Tensor] | None = None,
+    computed: Mapping[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the 2-norm of all gradients together, 0-dim fp32, the same on every rank.
 
@@ -99,15 +99,16 @@ def gradient_norm(
         parameters: Parameters whose gradients are included. A parameter that several ranks of
             ``across`` hold must be included on only one of them.
         across: Ranks that hold other parameters of the model, such as pipeline stages.
-        known: Norms of this rank's parts of gradients in host memory that were computed already.
+        computed: Norms of this rank's parts of gradients in host memory, by parameter, where
+            they are computed already.
     """
-    alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], dict[Tensor, Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            alike.setdefault(_division(parameter.grad), []).append(parameter)
+        if (gradient := parameter.grad) is not None:
+            alike.setdefault(_division(gradient), {})[parameter] = local_part(gradient)
     total: Tensor | None = None
-    for (mesh, axes), members in alike.items():
-        norms = torch.stack(_norms(members, known or {})).float()
+    for (mesh, axes), gradients in alike.items():
+        norms = torch.stack(_norms(gradients, computed or {})).float()
         square = torch.linalg.vector_norm(norms).square()
         for axis in axes:
             assert mesh is not None
@@ -121,16 +122,16 @@ def gradient_norm(
     return total.sqrt()
 
 
-def _norms(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """Return the 2-norm of this rank's part of each gradient."""
-    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+def _norms(by_parameter: dict[Tensor, Tensor], computed: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each parameter's gradient."""
+    gradients = [*by_parameter.values()]
     if gradients[0].device.type != "cpu":
         # In their type, the norm of fp16 gradients would overflow.
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         return list(torch._foreach_norm(gradients, 2, dtype))
     return [
-        norm_on_host(gradient) if (norm := known.get(parameter)) is None else norm
-        for parameter, gradient in zip(parameters, gradients, strict=True)
+        norm_on_host(gradient) if (norm := computed.get(parameter)) is None else norm
+        for parameter, gradient in by_parameter.items()
     ]
 
 

@@ -51,7 +51,11 @@ class UpdateInBackward(Update):
         for name, parameter in self._updated.items():
             optimizer, group = groups[parameter]
             step = partial(self._update_one, name, optimizer, group)
-            self.tensors[name].register_post_accumulate_grad_hook(step)
+            self._call_when_complete(self.tensors[name], step)
+
+    def _call_when_complete(self, tensor: Tensor, update_one: Callable[[Tensor], None]) -> None:
+        """Call the update of a tensor when its gradient is complete."""
+        tensor.register_post_accumulate_grad_hook(update_one)
 
     def begin_backward(self, *, rate: Callable[[float], float], step: int) -> None:
         """Prepare the updates of the next backward; takes the arguments of ``apply``."""

@@ -74,7 +74,7 @@ class FakeRank:
             initialize_weights=self._materialize,
             storing=self.storing,
             boundaries=self._boundaries,
-            loss_kernel=partial(liger_kernel.linear_cross_entropy_sum, on_gpu=for_gpu),
+            loss_kernel=partial(liger_kernel.fused_cross_entropy_sum, on_gpu=for_gpu),
         )
         config = with_values(reduced.config, {"train.matmul_start_step": 0})  # needs more memory
         if config.train.compile:

@@ -27,7 +27,7 @@ _LIGER = Needs("liger_kernel", "liger-kernel", _REQUIREMENT, oldest=(0, 8))
 _TRITON = Needs("triton", "triton", _REQUIREMENT)
 
 
-def library_problem(device: str) -> str:
+def liger_problem(device: str) -> str:
     """Return why Liger's kernels can't be used on a device; empty if they can."""
     if problem := _LIGER.problem() or _TRITON.problem():
         return problem

@@ -16,7 +16,7 @@ from torch import Tensor
 from axonlaunch.models.specs.model_spec import IGNORE_INDEX
 
 
-def linear_cross_entropy_sum(
+def fused_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -27,24 +27,18 @@ def linear_cross_entropy_sum(
     dft: bool = False,
     on_gpu: bool = False,
 ) -> Tensor:
-    """Return the summed cross entropy of a linear head in fp32, 0-dim.
+    """Return what ``liger_loss.linear_cross_entropy_sum`` returns.
 
     Args:
-        hidden: Hidden states [N, hidden].
-        weight: Weight of the head [C, hidden].
-        bias: Bias of the head [C].
-        targets: Classes [N]; ``IGNORE_INDEX`` is not counted.
-        label_smoothing: See ``models.specs.loss.cross_entropy_sum``, also for the other two.
-        z_loss: Factor of the squared log of the softmax's denominator.
-        dft: Whether the loss of each target is multiplied by the target's probability.
+        hidden: See there, also for the others except the last.
         on_gpu: Whether products are written to existing memory, as Liger does on GPUs.
     """
     terms = label_smoothing, z_loss, dft, on_gpu
-    total: Tensor = _LinearCrossEntropySum.apply(hidden, weight, bias, targets, terms)
+    total: Tensor = _fused_cross_entropy_sum(hidden, weight, bias, targets, terms)
     return total
 
 
-class _LinearCrossEntropySum(torch.autograd.Function):
+class _FusedCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,7 +48,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         terms: tuple[float, float, bool, bool],
     ) -> Tensor:
-        *of_loss, on_gpu = terms
+        smoothing, z_loss, dft, on_gpu = terms
         needs_gradient, trains_head = hidden.requires_grad, weight.requires_grad
         # Rows per chunk, so that the logits are about as large as the hidden states.
         rows, (classes, width) = len(hidden), weight.shape
@@ -65,6 +59,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
             of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         losses = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+        counted = targets != IGNORE_INDEX
         is_in_place = on_gpu and hidden.dtype == weight.dtype
         buffer = hidden.new_empty((chunk, classes)) if is_in_place and bias is None else None
         for start in range(0, rows, chunk):
@@ -74,7 +69,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 logits = logits if bias is None else logits + bias
             else:
                 logits = torch.mm(hidden[part], weight.t(), out=buffer[: part.stop - start])
-            losses[part] = _to_gradient(logits, targets[part], *of_loss)
+            losses[part] = _to_gradient(
+                logits, targets[part], counted[part], smoothing, z_loss, dft
+            )
             if not needs_gradient:
                 continue
             if is_in_place:
@@ -108,11 +105,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return of_hidden, of_weight, *(of_bias or [None]), None, None
 
 
+_fused_cross_entropy_sum: Any = _FusedCrossEntropySum.apply
+
+
 def _to_gradient(
-    logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, dft: bool
+    logits: Tensor, targets: Tensor, counted: Tensor, smoothing: float, z_loss: float, dft: bool
 ) -> Tensor:
     """Return the losses [N] of logits [N, C], which become their gradient in place."""
-    counted = targets != IGNORE_INDEX
     indices = targets.where(counted, 0).unsqueeze(-1)
     weights = counted.float()
     if dft:
