@@ -83,6 +83,10 @@ RUNS = {
         ]
         for strategy in ("single", "fsdp")
     },
+    "updated on the host in backward": [
+        *(*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"),
+        *("train.optimizer_in_backward=true", "train.grad_clip=null"),
+    ],
     "adapters on nf4": [
         *(*LLAMA, BF16, "strategy=fsdp", "adapter=lora", "adapter.base=nf4"),
         *("model.hidden_size=128", "model.intermediate_size=256"),

@@ -202,6 +202,7 @@ AXOLOTL_KEYS: Table = {
     "jagged_restart_*": missing("restarts of the schedule need scheduler=custom"),
     "kto_*": missing(reasons.NO_PREFERENCES, off=()),
     "liger_*": not_needed(reasons.EXACT_KERNEL),
+    "liger_fused_linear_cross_entropy": with_note("train.loss_kernel=liger uses this kernel"),
     "lisa_*": missing(_OTHER_METHOD),
     "llama4_linearized_experts": not_needed("adapter.targets=[experts.*] adapts packed experts"),
     "llmcompressor.*": missing(_SIMULATED, off=()),
