@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -63,8 +64,14 @@ class Needs:
 
         if self.is_missing:
             return str(self)
-        installed = metadata.version(self.package)
-        if tuple(int(part) for part in installed.split(".")[:2]) >= self.oldest:
+        if self.oldest == (0, 0):
+            return ""
+        try:
+            installed = metadata.version(self.package)
+        except metadata.PackageNotFoundError:  # a nightly build, under another name
+            return ""
+        numbers = re.findall(r"\d+", installed)[:2]  # "1.0rc1" is 1.0
+        if tuple(int(number) for number in numbers) >= self.oldest:
             return ""
         oldest = ".".join(map(str, self.oldest))
         return (

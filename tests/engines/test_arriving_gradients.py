@@ -54,6 +54,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch) -> list[FSDPParamGroup]:
         reduced.append(group)
         for each in group.fsdp_params:
             if each.sharded_param.grad is not None:
+                assert each.grad_offload_event is None  # torch still has the attribute
                 each.grad_offload_event = Copied()  # type: ignore[assignment]
 
     monkeypatch.setattr(FSDPParamGroup, "post_backward", reduce_as_on_gpu)
@@ -66,7 +67,8 @@ def test_norms_computed_in_backward_equal_those_after_it_to_the_bit() -> None:
 
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
-        norms = HostNorms(unit for module in engine._parts.sharded for unit in module.units())
+        units = [unit for module in engine._parts.sharded for unit in module.units()]
+        norms = HostNorms(units, device=world.device)
         trained = dict(engine.named_updated())
         for step in range(2):
             engine.backward(loader.batch(step))
@@ -93,10 +95,21 @@ def trained(overrides: list[str]) -> list[Trained]:
 
 
 @pytest.mark.usefixtures("arriving")
-def test_updates_of_arriving_gradients_equal_those_after_backward_to_the_bit() -> None:
-    expected = trained(OFFLOADED)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.precision=bf16", "train.param_dtype=bf16", "optimizer.master_weights=fp32"],
+        ["optimizer.state_dtype=bf16"],
+    ],
+    ids=["fp32", "masters", "rounded states"],
+)
+def test_updates_of_arriving_gradients_equal_those_after_backward_to_the_bit(
+    overrides: list[str],
+) -> None:
+    expected = trained([*OFFLOADED, *overrides])
     for (losses, state), (expected_losses, expected_state) in zip(
-        trained([*OFFLOADED, IN_BACKWARD]), expected, strict=True
+        trained([*OFFLOADED, *overrides, IN_BACKWARD]), expected, strict=True
     ):
         assert losses == expected_losses
         assert [n for n, value in state.items() if not torch.equal(value, expected_state[n])] == []
@@ -134,8 +147,41 @@ def test_a_unit_is_updated_after_its_copies_and_while_backward_goes_on(
     World.mock(1).run(run)
 
 
+@pytest.mark.usefixtures("arriving")
+def test_finish_waits_for_updates_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = run_config([*GPT, "strategy=fsdp", "launch.nproc=1", *FULL, IN_BACKWARD, NO_CLIP])
+    copy_ends = threading.Event()
+
+    def wait(copied: Copied) -> None:
+        if threading.current_thread().name.startswith("axonlaunch-host"):  # not backward itself
+            assert copy_ends.wait(60)
+
+    monkeypatch.setattr(Copied, "synchronize", wait)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.backward(loader.batch(0))
+        threading.Timer(0.2, copy_ends.set).start()
+        engine._parts.update.finish()
+        assert [n for n, p in engine.named_updated() if p.grad is not None] == []
+
+    World.mock(1).run(run)
+
+
+def test_a_thread_waits_for_events_on_its_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    norms = HostNorms([], device=torch.device("cuda", 3))
+    norms._begin(Copied(), [])
+    norms._worker.submit(lambda: None).result(60)
+    assert used == [3]
+
+
 def begun(copied: object, gradient: Tensor) -> tuple[HostNorms, nn.Parameter]:
-    norms, parameter = HostNorms([]), nn.Parameter(torch.zeros_like(gradient))
+    norms, parameter = (
+        HostNorms([], device=torch.device("cpu")),
+        nn.Parameter(torch.zeros_like(gradient)),
+    )
     parameter.grad = gradient
     norms._begin(copied, [parameter])
     return norms, parameter

@@ -37,9 +37,14 @@ from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
 class HostNorms:
     """Norms of the gradients that arrived on the host in a backward of one micro-batch."""
 
-    def __init__(self, units: Iterable[FSDPModule]) -> None:
-        """Observe the backward of sharded units with parameters on the host."""
-        self._worker = _worker()
+    def __init__(self, units: Iterable[FSDPModule], *, device: torch.device) -> None:
+        """Observe the backward of sharded units.
+
+        Args:
+            units: Units with parameters on the host.
+            device: Device that computes.
+        """
+        self._worker = _worker(device)
         self._arrived: dict[Tensor, _Arrived] = {}
         for unit in units:
             call_after_reduction(unit, self._begin)
@@ -105,6 +110,7 @@ class UpdateOnArrival(UpdateInBackward):
         tensors: Mapping[str, Tensor],
         *,
         units: Iterable[FSDPModule],
+        device: torch.device,
         parameters: Mapping[str, ParameterFacts] | None = None,
         seed: int = 0,
     ) -> None:
@@ -114,10 +120,11 @@ class UpdateOnArrival(UpdateInBackward):
             config: Configuration of the optimizer.
             tensors: Shards by parameter name, on the host.
             units: Sharded units of the parameters.
+            device: Device that computes.
             parameters: Facts about the parameters, see ``Update``.
             seed: Seed of random numbers, see ``Update``.
         """
-        self._worker = _worker()
+        self._worker = _worker(device)
         self._updates: list[Future[None]] = []
         self._steps: dict[Tensor, Callable[[Tensor], None]] = {}
         super().__init__(config, tensors, parameters=parameters, seed=seed)
@@ -128,13 +135,22 @@ class UpdateOnArrival(UpdateInBackward):
         self, *, rate: Callable[[float], float], step: int = 1, skip: Tensor | None = None
     ) -> None:
         """Wait for the updates of the backward, and do those that remain."""
-        updates, self._updates = self._updates, []
-        for update in updates:
-            update.result()
+        self.finish()
         for tensor, update_one in self._steps.items():
             if tensor.grad is not None:
                 update_one(tensor)
         super().apply(rate=rate, step=step, skip=skip)
+
+    def finish(self) -> None:
+        """Wait for the updates of the backward."""
+        updates, self._updates = self._updates, []
+        for update in updates:
+            update.result()
+
+    def forget_gradients(self) -> None:
+        """Wait for the updates of the backward, and free the other gradients."""
+        self.finish()
+        super().forget_gradients()
 
     def _call_when_complete(self, tensor: Tensor, update_one: Callable[[Tensor], None]) -> None:
         self._steps[tensor] = update_one
@@ -152,8 +168,14 @@ def _update_after(copied: Any, steps: Iterable[Callable[[], None]]) -> None:
         step()
 
 
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="axonlaunch-host")
+def _worker(device: torch.device) -> ThreadPoolExecutor:
+    """Return one thread that waits for events of a device."""
+    name = "axonlaunch-host"
+    if device.type == "cpu":
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    # A new thread uses device 0, where its first wait would allocate some 500 MB for each rank.
+    use_device, index = torch.accelerator.set_device_index, device.index or 0
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=use_device, initargs=(index,))
 
 
 def host_norms_of(
@@ -176,4 +198,5 @@ def host_norms_of(
     is_single = layout.micro_batches == layout.pipeline == 1
     if not (arrives and is_needed and is_single):
         return None
-    return HostNorms(unit for module in sharded for unit in module.units())
+    units = (unit for module in sharded for unit in module.units())
+    return HostNorms(units, device=device)

@@ -57,6 +57,7 @@ def choose_update(
                 config.optimizer,
                 trained,
                 units=[m for part in modules for m in part.modules() if isinstance(m, FSDPModule)],
+                device=device,
                 parameters=facts,
                 seed=config.seed,
             )
