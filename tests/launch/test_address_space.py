@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.M
     assert hints.hint(report, loaded).endswith(
         "; 700 MiB were available (a cgroup, as of a container or a job, limits all processes to "
         "3 GiB)"
+    )
+    gpu = config.with_values(loaded, {"launch.device": "cuda"})
+    killed = replace(report, reason="killed by SIGKILL; the kernel ended it because memory ran out")
+    assert hints.hint(killed, gpu).startswith(
+        "the memory of the host ran out, not that of a GPU (a cgroup, as of a container or a job, "
+        "limits all processes to 3 GiB); use fewer data.workers, "
     )
 
 

@@ -146,9 +146,7 @@ def test_a_failing_worker_ends_the_run_with_its_sample(
     assert "SampleError: data=custom (images_of_a_test:Images): " in ran.stderr
     assert "sample 40" in ran.stderr
     assert message in " ".join(ran.stderr.replace("│", " ").split())
-    if fault == "kill":
-        assert "Traceback" not in ran.stderr
-    else:
+    if fault != "kill":
         assert "images_of_a_test.py" in ran.stderr
         assert "in fail" in ran.stderr
     images.wait_until_gone(seconds=5)

@@ -38,6 +38,8 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     """
     cause, _, rest = report.cause.partition(" ")
     if cause == "memory":
+        if config.launch.device == "cuda" and report.reason.startswith("killed by SIGKILL"):
+            return _host_memory()
         return _memory(report, config, context)
     if cause == "disk":
         folder, _ = free_bytes(Path(config.run_dir))
@@ -106,6 +108,22 @@ def _bus_error(config: RunConfig) -> str:
     )
 
 
+def _host_memory() -> str:
+    return (
+        f"the memory of the host ran out, not that of a GPU{_cgroup_limit()}; use fewer "
+        "data.workers, or keep less there: strategy.fsdp.cpu_offload=none, and no "
+        "train.activation_checkpointing=offload"
+    )
+
+
+def _cgroup_limit() -> str:
+    """Return the memory limit of this process's cgroups in parentheses; empty without."""
+    allowed = cgroup_memory.limit_bytes()
+    if allowed is None:
+        return ""
+    return f" (a cgroup, as of a container or a job, limits all processes to {size(allowed)})"
+
+
 def _memory(report: Report, config: RunConfig, context: ForkServerContext | None) -> str:
     """Compare the memory that the largest rank needs with the available memory.
 
@@ -119,9 +137,8 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
             f" (ulimit -v limits the address space of a process to {size(limit)}, including its "
             "libraries and threads; ulimit -v unlimited removes the limit)"
         )
-    allowed = cgroup_memory.limit_bytes()
-    if allowed is not None and config.launch.device != "cuda":
-        note += f" (a cgroup, as of a container or a job, limits all processes to {size(allowed)})"
+    if config.launch.device != "cuda":
+        note += _cgroup_limit()
     if context is None:
         return f"axonlaunch estimate shows what each rank needs{note}"
     hardware = config.hardware or HardwareConfig(name="device")

@@ -33,7 +33,6 @@ from axonlaunch.comm.connection.rendezvous import RankEnvironment
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
-from axonlaunch.data.reading.sample_error import SampleError
 from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.events import Listener, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
@@ -231,8 +230,7 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
     rank = spec.rank
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
-    is_of_process = isinstance(error, SampleError) and error.__cause__ is None  # not user code's
-    if isinstance(error, _PLAIN) or is_of_process:
+    if isinstance(error, _PLAIN):
         text = None
     reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
     cause = _cause(error)
