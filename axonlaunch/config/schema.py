@@ -263,8 +263,8 @@ class TrainConfig:
     optimizer_in_backward: bool = False
     """update each parameter in backward when its gradient is complete, and free the gradient, so
     that the gradients of all parameters never exist together; for one device, tensor parallelism
-    and fsdp, with one micro-batch and without grad_clip. With cpu_offload=full: update the
-    parameters of a unit on the host when their gradients have arrived there
+    and fsdp, with one micro-batch and without grad_clip. With cpu_offload=full, the host updates
+    parameters when their gradients have arrived, and keeps those that wait for their update
     """
     loss: str | None = field(default=None, metadata={"names": LOSSES})
     """name of a registered loss, which receives the whole batch; null: the loss of the model"""
@@ -297,7 +297,7 @@ class TrainConfig:
     """
     loss_kernel: Literal["liger"] | None = None
     """kernels of another package that compute the output head, the loss and their gradients in one
-    pass, without all logits. liger: Liger-Kernel's, on GPUs; null: torch's kernels
+    pass, without all logits. liger: those of Liger-Kernel, on GPUs; null: kernels of torch
     """
     compile: bool = False
     """apply torch.compile to each block, and to the loss if ranks have full logits"""

@@ -378,6 +378,7 @@ class Planned:
         training: Duration and cost of training; None if no number of tokens was given.
         saved_bytes: Bytes of a checkpoint.
         numerics: Descriptions of the settings that change the numerics of the run.
+        rank_factor: Factor of ``step_s`` by which layouts are ranked; above 1 with offload.
     """
 
     overrides: list[str]
@@ -395,6 +396,12 @@ class Planned:
     training: TrainingForecast | None = None
     saved_bytes: int = 0
     numerics: list[str] = field(default_factory=list)
+    rank_factor: float = 1.0
+
+    @property
+    def ranked_s(self) -> float:
+        """Seconds by which layouts are ranked."""
+        return self.step_s * self.rank_factor
 
     @property
     def fits(self) -> bool:
@@ -414,7 +421,7 @@ class Plan:
     Attributes:
         workload: Workload of a step, without the searched settings.
         searched: Number of layouts considered.
-        candidates: Estimated layouts, with the fastest fitting layout first.
+        candidates: Estimated layouts in their rank, with the first one that fits at the front.
         assumed: Figures of the hardware that are not published, and the assumed values.
         untraced: Number of layouts that may fit and be faster than the first one by formulas, but
             were not traced.

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 STUBS = {
     "scripts/install": "exit 0",
     "scripts/system-packages": "exit 0",
+    "scripts/kernels": "exit 0",
     "scripts/chaos": "echo 1 case passed",
     ".venv/bin/ruff": "exit 0",
     ".venv/bin/mypy": "exit 0",

@@ -15,10 +15,11 @@ from axonlaunch import config
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import broken_world_rules, find_rule_violations
 from axonlaunch.config.consistency.run_nodes import RunNodes
-from axonlaunch.planning.search.candidates import Candidate, _Pipelines, candidates
+from axonlaunch.planning.search.candidates import OFFLOAD_GAIN, Candidate, _Pipelines, candidates
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.search.planned_layouts import _overrides
-from axonlaunch.planning.search.preselection import with_memory
+from axonlaunch.planning.search.preselection import preselect, with_memory
+from axonlaunch.planning.search.rounds import _remaining
 
 TINY = [
     "model.hidden_size=32",
@@ -118,7 +119,7 @@ def test_candidates_can_divide_the_loss() -> None:
         is_split = c.layout.schedule == "zbv_zero_bubble"  # both halves would recompute
         assert c.logits_bytes == (0 if is_split else 16 * tokens * 4096 / c.layout.tensor)
         chunked = c.with_chunks()
-        assert chunked.divides_loss
+        assert chunked.settings["train.loss_chunk"] == 1024
         assert chunked.family == c.family
         assert chunked.config.train.loss_chunk == 1024
         assert find_rule_violations(chunked.config) == []
@@ -134,8 +135,21 @@ def test_loss_is_divided_only_if_all_logits_do_not_fit() -> None:
     large = dataclasses.replace(listed(*LONG)[0], logits_bytes=7.0)
     for memory, is_divided in ((10.0, False), (9.0, True), (4.0, True), (3.0, False), (2.0, False)):
         chosen, size = with_memory(large, formulas, memory=memory)
-        assert chosen.divides_loss == is_divided
+        assert (chosen.settings["train.loss_chunk"] is not None) == is_divided
         assert size == (4.0 if is_divided else 10.0)
+    hardware: Any = None  # nothing is timed
+    [smallest] = preselect([large], formulas={(): formulas}, hardware=hardware, memory=0.0)
+    assert (smallest.candidate.settings["train.loss_chunk"], smallest.bytes) == (1024, 4.0)
+
+
+def test_estimated_layout_is_tried_again_only_with_its_loss_in_chunks() -> None:
+    large = dataclasses.replace(listed(*LONG)[0], logits_bytes=7.0)
+    small = dataclasses.replace(large, logits_bytes=0.0)
+    chunked = large.with_chunks()
+    assert [*_remaining([large], [])] == [large]
+    assert [*_remaining([large], [large.settings])] == [chunked]
+    assert [*_remaining([large, chunked], [chunked.settings])] == []
+    assert [*_remaining([small], [small.settings])] == []
 
 
 def test_candidates_offload_only_with_host_memory() -> None:
@@ -149,6 +163,8 @@ def test_candidates_offload_only_with_host_memory() -> None:
     assert modes == {"none", "selective", "full", "offload"}
     for c in choices:
         assert find_rule_violations(c.config) == []
+        kinds = (c.offload != "none") + (c.settings["train.activation_checkpointing"] == "offload")
+        assert c.rank_factor == 1 + kinds * OFFLOAD_GAIN
 
 
 def test_candidates_keep_tensor_parallelism_in_node() -> None:

@@ -17,6 +17,7 @@ from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.engines.pipeline.split import balance
 from axonlaunch.planning.memory.pipeline_ranks import stage_layers
 from axonlaunch.planning.search import rounds
+from axonlaunch.planning.search.candidates import OFFLOAD_GAIN
 from axonlaunch.planning.search.keys import SEARCHED
 
 __all__ = ["found"]
@@ -30,6 +31,25 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert len(plan.candidates) <= rounds.TRIED
 
 
+def choice(step_s: float, *, rank_factor: float = 1.0) -> Any:
+    candidate = SimpleNamespace(rank_factor=rank_factor)
+    return SimpleNamespace(step_s=step_s, ranked_s=step_s * rank_factor, candidate=candidate)
+
+
+@pytest.mark.parametrize(("offloaded_s", "first"), [(0.97, 1.0), (0.94, 0.94)])
+def test_layout_that_offloads_is_ranked_first_only_if_it_is_much_faster(
+    monkeypatch: pytest.MonkeyPatch, offloaded_s: float, first: float
+) -> None:
+    monkeypatch.setattr(
+        rounds,
+        "_trace",
+        lambda choices, **_: [(c, SimpleNamespace(step_s=c.step_s)) for c in choices],
+    )
+    choices = [choice(1.0), choice(offloaded_s, rank_factor=1 + OFFLOAD_GAIN)]
+    order = rounds.TracedOrder(choices, hardware=HardwareConfig(name="own"))
+    assert next(iter(order))[1].step_s == first
+
+
 def test_search_traces_only_layouts_that_may_be_next(monkeypatch: pytest.MonkeyPatch) -> None:
     traced_times = {1.0: 2.0, 2.0: 1.7, 3.0: 3.1, 10.0: 10.0}  # by the time of the formula
     traced: list[float] = []
@@ -40,7 +60,7 @@ def test_search_traces_only_layouts_that_may_be_next(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rounds, "_trace", trace)
     monkeypatch.setattr(rounds.forked_map, "share_of_cores", lambda: 1)
-    choices: Any = [SimpleNamespace(step_s=seconds) for seconds in traced_times]
+    choices: Any = [choice(seconds) for seconds in traced_times]
     order = iter(rounds.TracedOrder(choices, hardware=HardwareConfig(name="own")))
     assert [speed.step_s for _, speed in islice(order, 2)] == [1.7, 2.0]
     assert traced == [1.0, 2.0]

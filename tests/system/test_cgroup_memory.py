@@ -73,3 +73,18 @@ def test_memory_of_a_node_is_at_most_what_cgroups_allow(monkeypatch: pytest.Monk
     monkeypatch.setattr(cgroup_memory, "free_limit_bytes", lambda: 0)
     assert host.memory_bytes() == 12345
     assert host.free_memory_bytes() == 0
+
+
+def test_earlier_kills_are_forgotten_and_new_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, kills = [0.0], [1]
+    monkeypatch.setattr(cgroup_memory, "oom_kills", lambda: kills[0])
+    monkeypatch.setattr(cgroup_memory.time, "monotonic", lambda: now[0])
+    recent = cgroup_memory.RecentKills()
+    assert not recent.exist()
+    kills[0] = 2
+    for now[0] in (6.0, 7.0):
+        recent.tick()
+        assert recent.exist()
+    for now[0] in (12.0, 18.0):
+        recent.tick()
+    assert not recent.exist()

@@ -154,7 +154,7 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
 
     console.print(f"[bold]{plan.workload.model}[/bold]: {plan.workload}")
     console.print(
-        f"{plan.searched:,} layouts searched in {seconds:.0f} s; the fastest that fit come first\n"
+        f"{plan.searched:,} layouts searched in {seconds:.0f} s; the best that fit come first\n"
     )
     for note in plan_table.notes(plan):
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)

@@ -20,6 +20,7 @@ from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.data_parallel import DEFAULT
 from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, divisors, one_of
 from axonlaunch.config.schema import ExpertConfig, PipelineConfig, RunConfig
+from axonlaunch.config.values.optional_keys import num_experts
 
 EXPERT_DEGREE = "strategy.expert.degree"
 
@@ -134,11 +135,11 @@ def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigI
     if degree == 1 or ranks % degree == 0 or not shards:
         return []
     legal = expert_degrees_of_ranks(config, world_size=world_size)
-    experts = getattr(config.model, "num_experts", None)  # models of libraries are not read here
+    experts = num_experts(config.model)
     if experts is not None:
         use = one_of([count for count in legal if experts % count == 0])
     else:
-        use = f"{one_of(legal)}, if it also divides the number of experts"
+        use = f"{one_of(legal)}; the degree must also divide the number of experts"
     message = (
         f"{experts or 'the'} experts are split among the {ranks} ranks that share one copy of the "
         f"parameters; use {use}"

@@ -33,6 +33,12 @@ def vocabulary_size(data: Any) -> int | None:
     return size
 
 
+def num_experts(model: Any) -> int | None:
+    """Return ``model.num_experts``; None without experts, and for models of libraries."""
+    number: int | None = getattr(model, "num_experts", None)
+    return number
+
+
 def chat_template_of(data: Any) -> str | None:
     """Return ``data.chat_template``; None for the template of the tokenizer."""
     template: str | None = getattr(data, "chat_template", None)

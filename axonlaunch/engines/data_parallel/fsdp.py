@@ -314,7 +314,7 @@ class FSDP(nn.Module):
         return self.module
 
     def units(self) -> list[FSDPModule]:
-        """Return the root and its blocks, each of which is gathered at once."""
+        """Return the root and its blocks; the parameters of each are gathered together."""
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 

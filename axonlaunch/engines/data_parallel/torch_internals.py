@@ -127,7 +127,7 @@ def reduce_gradients_to(module: FSDPModule, dtype: torch.dtype) -> None:
 
 
 def call_after_reduction(module: FSDPModule, function: Callable[[Any, list[Tensor]], None]) -> None:
-    """Call a function whenever copies of a unit's reduced gradients to the host have begun.
+    """Call a function after each reduction of a unit that began copies of gradients to the host.
 
     Args:
         module: A sharded unit.

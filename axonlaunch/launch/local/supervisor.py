@@ -29,7 +29,8 @@ from axonlaunch.launch.failures.report import (
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
-from axonlaunch.system.node import cgroup_memory, host
+from axonlaunch.system.node import host
+from axonlaunch.system.node.cgroup_memory import RecentKills
 from axonlaunch.system.processes.forked_process import ForkedProcess
 from axonlaunch.system.text.streams import silence
 
@@ -112,7 +113,7 @@ class Supervisor:
     others: RemoteNodes | None = None
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
-    _oom_kills: int = field(default_factory=lambda: cgroup_memory.oom_kills())
+    _kills: RecentKills = field(default_factory=RecentKills)
 
     def run(self) -> Outcome:
         """Supervise the ranks until every process has ended, and return the outcome."""
@@ -154,6 +155,7 @@ class Supervisor:
             if (crash := self._failure()) is not None:
                 return Outcome(crash=crash)
             self.tick()
+            self._kills.tick()
             if len(self._signals) > handled:
                 handled += 1
                 if handled > 1:
@@ -248,7 +250,7 @@ class Supervisor:
         """Return the report of a rank that sent none; the kernel may have killed it for memory."""
         status = rank.process.exitcode
         report = self._report(rank, "signal", exit_reason(status))
-        if status != -signal.SIGKILL or cgroup_memory.oom_kills() == self._oom_kills:
+        if status != -signal.SIGKILL or not self._kills.exist():
             return report
         reason = "killed by SIGKILL; the kernel ended it because memory ran out"
         available = host.memory_bytes() // len(self.ranks)

@@ -89,4 +89,6 @@ def why_slower(first: Planned, second: Planned) -> str:
         if seconds > _MIN_SHARE * first.step_s
     ]
     slower = second.step_s / first.step_s - 1
+    if slower < 0 and second.rank_factor > first.rank_factor:
+        return f"{-slower:.1%} faster, too little for what it offloads"
     return f"{slower:.1%} slower: " + (", ".join(largest[:3]) or "small differences in all parts")

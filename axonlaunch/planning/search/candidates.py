@@ -55,6 +55,12 @@ _WORTH = 0.99
 """Longest time of a pipeline for which it is listed, relative to one with fewer stages per rank."""
 _RECOMPUTATION = ("none", "selective", "full")
 _OFFLOADED_INPUTS = "offload"
+OFFLOAD_GAIN = 0.05
+"""Share of the step time that a layout must gain by each kind of offload to be ranked first.
+
+It is a choice: predictions are off by more, and copies to the host also depend on its memory, its
+cores and its other processes, which no figure of the hardware describes.
+"""
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
 """Defaults of the settings that are valid only for sharded parameters."""
 
@@ -90,9 +96,10 @@ class Candidate:
         return str(self.settings.get(keys.OFFLOAD, "none"))
 
     @property
-    def divides_loss(self) -> bool:
-        """Whether the loss is computed in chunks of tokens."""
-        return self.settings[keys.LOSS_CHUNK] is not None
+    def rank_factor(self) -> float:
+        """Factor of the step time by which layouts are ranked: each kind of offload adds to it."""
+        kinds = (self.offload != "none") + self.config.train.offloads_inputs
+        return 1.0 + kinds * OFFLOAD_GAIN
 
     def with_chunks(self) -> Candidate:
         """Return the layout with its loss in chunks, which compute logits twice."""
@@ -225,7 +232,7 @@ def _cuts_numbers(
 def _divisible_vocabulary(config: RunConfig, spec: ModelSpec, model: nn.Module) -> int:
     """Return the number of classes of each token, or 0 if no loss is computed in chunks of them."""
     train = config.train
-    if train.loss_chunk or train.loss or config.sequence_length is None or spec.head is None:
+    if train.defers_head or train.loss or config.sequence_length is None or spec.head is None:
         return 0
     head = spec.head_of(model)
     return 0 if head is None else linear_layer_sizes(head)[1]

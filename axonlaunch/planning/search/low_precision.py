@@ -108,12 +108,12 @@ def faster_ones(lower: Iterable[Planned], exact: Iterable[Planned]) -> list[Plan
     A layout that changes numerics and is not faster would be useless.
     """
     limit = worthwhile_time(exact)
-    return [planned for planned in lower if planned.fits and planned.step_s < limit]
+    return [planned for planned in lower if planned.fits and planned.ranked_s < limit]
 
 
 def worthwhile_time(exact: Iterable[Planned]) -> float:
-    """Return the seconds of a step from which lower precision is useless; infinite if none fits."""
-    return _WORTH * min((planned.step_s for planned in exact if planned.fits), default=math.inf)
+    """Return the ranked seconds from which lower precision is useless; infinite if none fits."""
+    return _WORTH * min((planned.ranked_s for planned in exact if planned.fits), default=math.inf)
 
 
 def _possible_changes(

@@ -48,6 +48,7 @@ def planned_layout(
         verdict=_verdict(result, config),
         tokens_per_s_per_device=speed.tokens_per_s_per_device,
         step_s=speed.step_s,
+        rank_factor=candidate.rank_factor,
         mfu=speed.mfu,
         breakdown=speed.breakdown,
         host_memory=host_memory(candidate.config, result),

@@ -26,6 +26,11 @@ class Preselected:
     step_s: float
     bytes: float
 
+    @property
+    def ranked_s(self) -> float:
+        """Seconds by which layouts are ranked, see ``Candidate.rank_factor``."""
+        return self.step_s * self.candidate.rank_factor
+
 
 def preselect(
     layouts: Iterable[Candidate],
@@ -47,8 +52,10 @@ def preselect(
         candidate, size = with_memory(listed, model, memory=memory)
         layout = candidate.layout
         if size > memory:
-            if smallest is None or size < smallest.bytes:
-                smallest = Preselected(candidate, math.inf, size)
+            if smallest is None or size - candidate.logits_bytes < smallest.bytes:
+                candidate, size = _smaller(candidate, model, size=size)
+                if smallest is None or size < smallest.bytes:
+                    smallest = Preselected(candidate, math.inf, size)
             continue
         group = (candidate.family, candidate.offload)
         counts[group] += 1
@@ -67,7 +74,7 @@ def preselect(
         assert smallest is not None
         return [smallest]
     chosen = map(_fastest_and_smaller, families.values())
-    return [choice for pair in sorted(chosen, key=lambda pair: pair[0].step_s) for choice in pair]
+    return [choice for pair in sorted(chosen, key=lambda pair: pair[0].ranked_s) for choice in pair]
 
 
 def with_memory(
@@ -76,15 +83,24 @@ def with_memory(
     """Return a layout and its bytes by formulas, with its loss in chunks if it fits only then."""
     size = formulas.process_bytes(candidate.config, candidate.layout)
     if memory < size <= memory + candidate.logits_bytes:
+        chunked, smaller = _smaller(candidate, formulas, size=size)
+        if smaller <= memory:
+            return chunked, smaller
+    return candidate, size
+
+
+def _smaller(candidate: Candidate, formulas: Formulas, *, size: float) -> tuple[Candidate, float]:
+    """Return a layout and its bytes by formulas, with its loss in chunks if that is less."""
+    if candidate.logits_bytes:
         chunked = candidate.with_chunks()
         smaller = formulas.process_bytes(chunked.config, chunked.layout)
-        if smaller <= memory:
+        if smaller < size:
             return chunked, smaller
     return candidate, size
 
 
 def _fastest_and_smaller(family: Sequence[Preselected]) -> list[Preselected]:
     """Return the fastest layout of a family, and the fastest one with less memory, if any."""
-    fastest = min(family, key=lambda choice: choice.step_s)
+    fastest = min(family, key=lambda choice: choice.ranked_s)
     smaller = [choice for choice in family if choice.bytes < fastest.bytes]
-    return [fastest, *sorted(smaller, key=lambda choice: choice.step_s)[: _CHANCES - 1]]
+    return [fastest, *sorted(smaller, key=lambda choice: choice.ranked_s)[: _CHANCES - 1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
@@ -19,6 +19,7 @@ from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Planned
+from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.candidates import Candidate
 from axonlaunch.planning.search.low_precision import faster_ones
 from axonlaunch.planning.search.planned_layouts import planned_layout
@@ -79,7 +80,7 @@ def estimate_in_rounds(
         memory: Bytes of device memory that an estimate may use.
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
-        useless: Seconds of a step from which layouts are not estimated.
+        useless: Ranked seconds of a step from which layouts are not estimated.
 
     Raises:
         ConfigError: No layout of the first round can be run or traced.
@@ -98,7 +99,7 @@ def estimate_in_rounds(
             order = TracedOrder(_valid(preselected, check), hardware=config.hardware)
             fastest = iter(order)
             if math.isfinite(useless):
-                fastest = takewhile(lambda pair: pair[1].step_s < useless, order)
+                fastest = takewhile(lambda pair: ranked_s(*pair) < useless, order)
             estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
             if plans:
@@ -106,8 +107,7 @@ def estimate_in_rounds(
             raise
         plans = [*estimates.values(), *plans]
         untraced = _faster_untraced(preselected, order, estimates)
-        estimated = [choice.candidate.settings for choice in estimates]
-        layouts = [candidate for candidate in layouts if candidate.settings not in estimated]
+        layouts = [*_remaining(layouts, [choice.candidate.settings for choice in estimates])]
         if (
             any(planned.fits for planned in plans)
             or math.isinf(preselected[0].step_s)
@@ -127,8 +127,26 @@ def merge_found(exact: Found, lower: Found) -> Found:
     if not any(planned.fits for planned in [*exact.plans, *lower.plans]):
         return Found(exact.plans + lower.plans, exact.limit, exact.untraced)
     chosen = faster_ones(lower.plans, exact.plans)
-    plans = sorted([*chosen, *exact.plans], key=lambda planned: (not planned.fits, planned.step_s))
+    both = [*chosen, *exact.plans]
+    plans = sorted(both, key=lambda planned: (not planned.fits, planned.ranked_s))
     return Found(plans, exact.limit, lower.untraced if chosen else exact.untraced)
+
+
+def _remaining(
+    layouts: Iterable[Candidate], estimated: Collection[Mapping[str, Any]]
+) -> Iterator[Candidate]:
+    """Yield layouts that were not estimated, and those with a loss in chunks if they may be less.
+
+    Args:
+        layouts: Layouts with all logits at once.
+        estimated: Settings of the estimated layouts.
+    """
+    for candidate in layouts:
+        if candidate.settings not in estimated:
+            if {**candidate.settings, keys.LOSS_CHUNK: keys.CHUNK} not in estimated:
+                yield candidate
+        elif candidate.logits_bytes:
+            yield candidate.with_chunks()
 
 
 def _faster_untraced(
@@ -136,11 +154,11 @@ def _faster_untraced(
     order: TracedOrder,
     estimates: Mapping[Preselected, Planned],
 ) -> int:
-    """Return how many untraced layouts may be faster than the fastest one that fits.
+    """Return how many untraced layouts may be ranked before all that fit.
 
     Their times by formulas are corrected by the median ratio of the traced layouts.
     """
-    fitting = [planned.step_s for planned in estimates.values() if planned.fits]
+    fitting = [planned.ranked_s for planned in estimates.values() if planned.fits]
     if not fitting:
         return 0
     checked = [choice.candidate.settings for choice in order.valid]
@@ -148,7 +166,7 @@ def _faster_untraced(
     unchecked = preselected[len(is_checked) - is_checked[::-1].index(True) :]
     ratio = statistics.median(speed.step_s / choice.step_s for choice, speed in order.traced)
     untraced = [*order.waiting, *unchecked]
-    return sum(choice.step_s * ratio < min(fitting) for choice in untraced)
+    return sum(choice.ranked_s * ratio < min(fitting) for choice in untraced)
 
 
 def _valid(
@@ -176,8 +194,13 @@ def _valid(
     return valid
 
 
+def ranked_s(choice: Preselected, speed: Throughput) -> float:
+    """Return the seconds by which a traced layout is ranked, see ``Candidate.rank_factor``."""
+    return speed.step_s * choice.candidate.rank_factor
+
+
 class TracedOrder:
-    """Layouts by the time of their traced step, fastest first.
+    """Layouts in their rank by the time of the traced step.
 
     A layout is traced only if it may be the next one: if its time by formulas, times
     ``_LEAST_RATIO``, is below that of all traced ones. Layouts that cannot be traced are left out.
@@ -197,7 +220,7 @@ class TracedOrder:
             hardware: Description of the devices.
         """
         self.valid = valid
-        self.waiting = sorted(valid, key=lambda choice: choice.step_s)
+        self.waiting = sorted(valid, key=lambda choice: choice.ranked_s)
         self.traced: list[tuple[Preselected, Throughput]] = []
         self._hardware = hardware
         self._earlier: list[tuple[Any, Any]] = []
@@ -211,9 +234,9 @@ class TracedOrder:
         errors: list[ConfigError] = []
         ready: list[tuple[Preselected, Throughput]] = []
         while ready or self.waiting:
-            best = min(ready, key=lambda pair: pair[1].step_s, default=None)
+            best = min(ready, key=lambda pair: ranked_s(*pair), default=None)
             if best is not None and (
-                not self.waiting or self.waiting[0].step_s * _LEAST_RATIO >= best[1].step_s
+                not self.waiting or self.waiting[0].ranked_s * _LEAST_RATIO >= ranked_s(*best)
             ):
                 ready.remove(best)
                 yield best

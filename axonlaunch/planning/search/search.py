@@ -118,10 +118,8 @@ def search_layouts(
 
         def expects_fit(run: RunConfig, count: int, settings: Mapping[str, Any]) -> bool:
             sizes = formulas[()] if run is config else Formulas.of(run)
-            return any(
-                with_memory(c, sizes, memory=found.limit)[1] <= found.limit
-                for c in list_layouts(run, count, settings)
-            )
+            listed = _without_refused_chunks([*list_layouts(run, count, settings)], check)
+            return any(with_memory(c, sizes, memory=found.limit)[1] <= found.limit for c in listed)
 
         issue = refusals.none_fits(
             config,

@@ -6,6 +6,7 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -17,6 +18,8 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 _KILLS = {_V2: "memory.events", _V1: "memory.oom_control"}
 """Files with the number of killed processes, by version."""
+_RECENT_S = 5.0
+"""Seconds between two counts of killed processes."""
 
 
 def limit_bytes(root: Path = _ROOT) -> int | None:
@@ -46,6 +49,28 @@ def oom_kills(root: Path = _ROOT) -> int:
             continue
         return kills
     return 0
+
+
+class RecentKills:
+    """Whether the kernel has lately killed a process of this cgroup for memory.
+
+    Earlier kills, such as of a data process, don't explain the end of another process.
+    """
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self._older = self._newer = oom_kills()
+        self._read_at = time.monotonic()
+
+    def tick(self) -> None:
+        """Forget kills that are older than a few seconds; to be called often."""
+        if time.monotonic() - self._read_at > _RECENT_S:
+            self._older, self._newer = self._newer, oom_kills()
+            self._read_at = time.monotonic()
+
+    def exist(self) -> bool:
+        """Return whether there was one in the last seconds, or since the count began."""
+        return oom_kills() > self._older
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

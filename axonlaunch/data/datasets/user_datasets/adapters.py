@@ -94,7 +94,7 @@ def _adapt(
     num_classes: int | None,
     refusal: Refusal,
 ) -> UserDataset:
-    members = OptionalMembers.of(dataset)
+    members = OptionalMembers(dataset)
     if not (missing := missing_members(dataset)):
         return BatchedDataset(dataset, members)
     share = _EVAL_FRACTION if eval_fraction is None else eval_fraction
@@ -190,7 +190,7 @@ class BatchedDataset(UserDataset):
     """A user's dataset that returns whole batches, with the interface ``Dataset``."""
 
     def __init__(self, dataset: Any, members: OptionalMembers) -> None:
-        self._dataset, self._info = dataset, members.info
+        self._dataset, self._members = dataset, members
         self.kind = dataset.kind
         self.num_samples = dataset.num_samples
         self.num_eval_samples = dataset.num_eval_samples
@@ -201,7 +201,7 @@ class BatchedDataset(UserDataset):
     @property
     def info(self) -> DatasetInfo:
         """Optional facts, of the dataset if it has them."""
-        return self._info
+        return self._members.info
 
     def encode(self, text: str) -> list[int]:
         """Convert text to tokens; only if ``is_text``."""

@@ -7,9 +7,8 @@ passes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Sized
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from axonlaunch.data.datasets.dataset import DatasetInfo
 
@@ -27,53 +26,76 @@ class MapStyle(Protocol):
         """Return a sample."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptionalMembers:
     """What a user's dataset offers beside its samples. A missing member is None or its default.
 
-    Attributes:
-        held_out: Held-out samples, a map-style dataset; not checked.
-        num_classes: Size of the target space: ``num_classes`` or ``vocab_size``, or the length of
-            ``classes``, as in torchvision.
-        set_epoch: Sets the number of the next pass over a stream.
-        state_dict: Returns the position of a stream.
-        load_state_dict: Returns to a position of a stream.
-        info: Optional facts of a dataset that returns whole batches.
-        is_text: Whether ``encode`` and ``decode`` are supported.
+    A member is read when it is used: some datasets compute theirs from all samples.
     """
 
-    held_out: Any
-    num_classes: int | None
-    set_epoch: Callable[[int], object] | None
-    state_dict: Callable[[], Any] | None
-    load_state_dict: Callable[[Any], object] | None
-    info: DatasetInfo
-    is_text: bool
+    def __init__(self, dataset: Any) -> None:
+        """Describe a dataset, whose class need not derive from one of axonlaunch."""
+        self._dataset = dataset
 
-    @classmethod
-    def of(cls, dataset: Any) -> Self:
-        """Read the members of a dataset, whose class need not derive from one of axonlaunch."""
-        return cls(
-            held_out=_read(lambda: dataset.held_out, default=None),
-            num_classes=_num_classes(dataset),
-            set_epoch=_read(lambda: dataset.set_epoch, default=None),
-            state_dict=_read(lambda: dataset.state_dict, default=None),
-            load_state_dict=_read(lambda: dataset.load_state_dict, default=None),
-            info=_read(lambda: dataset.info, default=DatasetInfo()),
-            is_text=_read(lambda: dataset.is_text, default=False),
-        )
+    @property
+    def held_out(self) -> Any:
+        """Held-out samples, a map-style dataset; not checked."""
+        return _read(lambda: self._dataset.held_out, default=None)
+
+    @property
+    def num_classes(self) -> int | None:
+        """Size of the target space.
+
+        It is ``num_classes`` or ``vocab_size``, or the length of ``classes``, as in torchvision.
+        """
+        for read in (lambda: self._dataset.num_classes, lambda: self._dataset.vocab_size):
+            if isinstance(number := _read(read, default=None), int):
+                return number
+        classes = _read(lambda: self._dataset.classes, default=None)
+        return len(classes) if isinstance(classes, Sized) else None
+
+    @property
+    def set_epoch(self) -> Callable[[int], object] | None:
+        """Sets the number of the next pass over a stream."""
+        return _read(lambda: self._dataset.set_epoch, default=None)
+
+    @property
+    def state_dict(self) -> Callable[[], Any] | None:
+        """Returns the position of a stream."""
+        return _read(lambda: self._dataset.state_dict, default=None)
+
+    @property
+    def load_state_dict(self) -> Callable[[Any], object] | None:
+        """Returns to a position of a stream."""
+        return _read(lambda: self._dataset.load_state_dict, default=None)
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts of a dataset that returns whole batches."""
+        return _read(lambda: self._dataset.info, default=DatasetInfo())
+
+    @property
+    def is_text(self) -> bool:
+        """Whether ``encode`` and ``decode`` are supported."""
+        return _read(lambda: self._dataset.is_text, default=False)
 
 
 def missing_members(dataset: Any) -> list[str]:
-    """Return the required members of ``Dataset`` that an object does not have."""
+    """Return the required members of ``Dataset`` that an object does not have.
+
+    ``num_classes`` is read last, and only if nothing else is missing, because some datasets of
+    single samples compute it from all of them.
+    """
     required: tuple[Callable[[], Any], ...] = (
         lambda: dataset.kind,
         lambda: dataset.num_samples,
         lambda: dataset.num_eval_samples,
-        lambda: dataset.num_classes,
         lambda: dataset.sample_shape,
         lambda: dataset.samples,
     )
+    return _missing(required) or _missing([lambda: dataset.num_classes])
+
+
+def _missing(required: Iterable[Callable[[], Any]]) -> list[str]:
     missing = []
     for read in required:
         try:
@@ -81,14 +103,6 @@ def missing_members(dataset: Any) -> list[str]:
         except AttributeError as error:
             missing.append(error.name or str(error))
     return missing
-
-
-def _num_classes(dataset: Any) -> int | None:
-    for read in (lambda: dataset.num_classes, lambda: dataset.vocab_size):
-        if isinstance(number := _read(read, default=None), int):
-            return number
-    classes = _read(lambda: dataset.classes, default=None)
-    return len(classes) if isinstance(classes, Sized) else None
 
 
 def _read(read: Callable[[], _Value], *, default: _Value) -> _Value:
