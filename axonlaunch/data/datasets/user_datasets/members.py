@@ -56,17 +56,24 @@ class OptionalMembers:
     @property
     def set_epoch(self) -> Callable[[int], object] | None:
         """Sets the number of the next pass over a stream."""
-        return _read(lambda: self._dataset.set_epoch, default=None)
+        function: Callable[[int], object] | None = _read(
+            lambda: self._dataset.set_epoch, default=None
+        )
+        return function
 
     @property
     def state_dict(self) -> Callable[[], Any] | None:
         """Returns the position of a stream."""
-        return _read(lambda: self._dataset.state_dict, default=None)
+        function: Callable[[], Any] | None = _read(lambda: self._dataset.state_dict, default=None)
+        return function
 
     @property
     def load_state_dict(self) -> Callable[[Any], object] | None:
         """Returns to a position of a stream."""
-        return _read(lambda: self._dataset.load_state_dict, default=None)
+        function: Callable[[Any], object] | None = _read(
+            lambda: self._dataset.load_state_dict, default=None
+        )
+        return function
 
     @property
     def info(self) -> DatasetInfo:
