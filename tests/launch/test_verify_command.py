@@ -19,8 +19,8 @@ from axonlaunch.engines import mesh_engine
 
 right = mesh_engine.gradient_norm
 
-def gradient_norm(parameters, *, across=None):
-    norm = right(parameters, across=across)
+def gradient_norm(parameters, **options):
+    norm = right(parameters, **options)
     return norm * dist.get_world_size()
 
 mesh_engine.gradient_norm = gradient_norm
