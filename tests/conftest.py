@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="run one case of each test of one process"
     )
+    parser.addoption("--part", metavar="K/N", default="1/1", help="run the K-th of N equal parts")
 
 
 _SERVER = pytest.StashKey[served.Server]()
@@ -74,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         single = [item for item in chosen if not item.get_closest_marker("processes")]
         chosen = [*{_test(item): item for item in reversed(single)}.values()]
+    part, parts = map(int, config.getoption("--part").split("/"))
+    chosen = chosen[part - 1 :: parts]
     selected = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = chosen
