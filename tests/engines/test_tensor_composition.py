@@ -187,5 +187,10 @@ def test_blocks_compile_on_gloo_with_inductor_under_fully_shard(tmp_path: Path) 
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=110)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
