@@ -91,7 +91,8 @@ def test_quantization_aware_training_rounds_as_one_process(layout: str) -> None:
 def test_quantization_that_begins_at_a_later_step_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     quantized = ["train.matmul_dtype=qat_int8_int4", "train.matmul_group_size=16"]
-    later = [*overrides, *quantized, "train.matmul_start_step=1"]
+    # Adam would turn a number that is rounded to its other neighbor into an update of full size.
+    later = [*overrides, *quantized, "train.matmul_start_step=1", "optimizer=sgd"]
     assert_trains_as_one_process([*MODELS["gpt"], *later], ranks)
 
 
