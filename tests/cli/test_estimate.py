@@ -275,6 +275,8 @@ def test_loads_of_experts_are_listed_with_their_verdicts() -> None:
     text = shown(routed, width=120)
     assert re.search(r"balanced +1 x balanced .* fits", text)
     assert re.search(r"worst +all that can .* 70 GiB +too large: 15.5 GiB more than fits", text)
+    narrow = shown(routed, width=80)
+    assert re.search(r"worst +all that can .* 70 GiB +too large: 15.5 GiB more", narrow)
     balanced, worst = estimate_to_json(routed)["routings"]
     assert (balanced["load"], balanced["verdict"], balanced["change"]) == (1.0, "fits", None)
     assert (worst["load"], worst["process_bytes"]) == (None, 70 * GIB)

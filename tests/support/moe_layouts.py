@@ -32,7 +32,7 @@ def ranks_of(axis: str, degree: int) -> int:
     """Return the fewest ranks with this expert degree; all axes together need 8."""
     if axis == "all":
         return 8
-    return degree * (2 if axis in ("hsdp", "1f1b", "zbv") else 1)
+    return degree * (2 if axis in ("fsdp", "hsdp", "1f1b", "zbv") else 1)
 
 
 EXPERTS = {

@@ -99,7 +99,7 @@ def _experts(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, message, degree)
     if degree % strategy.tensor.degree:
         message = (
-            f"ranks that share a layer must share its experts; use a multiple of "
+            f"ranks that share a layer must share its experts; use 1, or a multiple of "
             f"strategy.tensor.degree={strategy.tensor.degree}"
         )
         yield ConfigIssue(key, message, degree)
@@ -132,7 +132,7 @@ def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigI
     """Return the problem if the expert degree does not divide the ranks of a replica."""
     degree, ranks = config.strategy.expert.degree, _ranks_of_a_copy(config, world_size=world_size)
     shards = data_parallel_facts(config.strategy).shards_parameters
-    if degree == 1 or ranks % degree == 0 or not shards:
+    if degree == 1 or ranks % degree == 0 or not shards or degree % config.strategy.tensor.degree:
         return []
     legal = expert_degrees_of_ranks(config, world_size=world_size)
     experts = num_experts(config.model)

@@ -65,6 +65,10 @@ class ConfigIssue:
         return f"{self.key}{shown}: {self.message}"
 
 
+class PlainError(Exception):
+    """An error whose message says what went wrong; reports leave out its traceback."""
+
+
 class ConfigError(ValueError):
     """Invalid configuration; ``problems`` lists all problems."""
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import exchange_rows
+from axonlaunch.config.problems.errors import PlainError
 
 
-class InvalidRouteError(RuntimeError):
+class InvalidRouteError(PlainError, RuntimeError):
     """A router chose an expert that does not exist, or gave it a weight that is not finite.
 
     Attributes:

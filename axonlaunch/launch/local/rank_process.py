@@ -33,6 +33,7 @@ from axonlaunch.comm.connection.rendezvous import RankEnvironment
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.problems.errors import PlainError
 from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.events import Listener, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
@@ -58,6 +59,7 @@ _PLAIN = (
     checkpoint.CorruptCheckpointError,
     SaveError,
     NotFiniteError,
+    PlainError,
     ConfigError,
     ForgedMessageError,
     UnreachableRankError,

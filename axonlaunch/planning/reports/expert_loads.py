@@ -31,7 +31,8 @@ def routing_forecast(config: RunConfig, estimate: Estimate) -> RoutingForecast:
         )
     return RoutingForecast(
         routing=config.estimate.routing,
-        load=None if math.isinf(load) else load,
+        # Balanced, each rank has one part in ``degree``; it can't have more than all of them.
+        load=None if math.isinf(load) else min(load, config.strategy.expert.degree),
         estimate=estimate,
         verdict=fits,
     )

@@ -69,7 +69,7 @@ def build_routing_table(forecast: Forecast) -> Table:
     for name, justify in (("routing", "left"), ("tokens", "right"), ("peak", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("process", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("")  # the only one that may be wrapped
     for routed in forecast.routings:
         load = "all that can" if routed.load is None else f"{routed.load:g} x balanced"
         table.add_row(

@@ -43,8 +43,8 @@ class RouterWatch:
             if self._steps[name] == _PERSISTENT:
                 yield (
                     f"the router of {name.rpartition('.')[0] or name} has collapsed: one expert "
-                    f"computes {load.share:.0%} of the tokens; model.balance_rate (with "
-                    "model.balance=bias) or model.router_aux_loss balances experts"
+                    f"computes {load.share:.0%} of the tokens; a higher model.balance_rate "
+                    "(with model.balance=bias) or model.router_aux_loss balances experts"
                 )
 
 
