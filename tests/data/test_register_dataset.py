@@ -320,7 +320,7 @@ def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
             "builtins:object",
             "returned object, which is neither a map-style dataset (__len__ and __getitem__), nor "
             "a stream (__iter__), nor an axonlaunch Dataset: it has no kind, num_samples, "
-            "num_eval_samples, num_classes, sample_shape, samples",
+            "num_eval_samples, sample_shape, samples, num_classes",
         ),
         ("builtins:dict", "its dataset is empty"),
         (

@@ -7,6 +7,7 @@ passes on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -89,8 +90,8 @@ class OptionalMembers:
 def missing_members(dataset: Any) -> list[str]:
     """Return the required members of ``Dataset`` that an object does not have.
 
-    ``num_classes`` is read last, and only if nothing else is missing, because some datasets of
-    single samples compute it from all of them.
+    ``num_classes`` is read only if nothing else is missing, because some datasets of single samples
+    compute it from all of them.
     """
     required: tuple[Callable[[], Any], ...] = (
         lambda: dataset.kind,
@@ -99,7 +100,10 @@ def missing_members(dataset: Any) -> list[str]:
         lambda: dataset.sample_shape,
         lambda: dataset.samples,
     )
-    return _missing(required) or _missing([lambda: dataset.num_classes])
+    if not (missing := _missing(required)):
+        return _missing([lambda: dataset.num_classes])
+    has_classes = inspect.getattr_static(dataset, "num_classes", None) is not None
+    return missing if has_classes else [*missing, "num_classes"]
 
 
 def _missing(required: Iterable[Callable[[], Any]]) -> list[str]:
