@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
@@ -13,7 +12,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.data_parallel.arriving_gradients import UpdateOnArrival
-from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload, sharded_units
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.in_backward import UpdateInBackward
@@ -56,7 +55,7 @@ def choose_update(
             return UpdateOnArrival(
                 config.optimizer,
                 trained,
-                units=[m for part in modules for m in part.modules() if isinstance(m, FSDPModule)],
+                units=[unit for part in modules for unit in sharded_units(part)],
                 device=device,
                 parameters=facts,
                 seed=config.seed,

@@ -107,6 +107,11 @@ class ShardedExperts:
     gradient_ranks: int
 
 
+def sharded_units(module: nn.Module) -> list[FSDPModule]:
+    """Return the units of a sharded module; the parameters of each are gathered together."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
 class FSDP(nn.Module):
     """A module with parameters sharded over a mesh, as DTensors.
 
@@ -315,7 +320,7 @@ class FSDP(nn.Module):
 
     def units(self) -> list[FSDPModule]:
         """Return the root and its blocks; the parameters of each are gathered together."""
-        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        return sharded_units(self.module)
 
 
 def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:

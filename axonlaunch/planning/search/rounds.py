@@ -99,7 +99,7 @@ def estimate_in_rounds(
             order = TracedOrder(_valid(preselected, check), hardware=config.hardware)
             fastest = iter(order)
             if math.isfinite(useless):
-                fastest = takewhile(lambda pair: ranked_s(*pair) < useless, order)
+                fastest = takewhile(lambda pair: _ranked_s(*pair) < useless, order)
             estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
             if plans:
@@ -194,7 +194,7 @@ def _valid(
     return valid
 
 
-def ranked_s(choice: Preselected, speed: Throughput) -> float:
+def _ranked_s(choice: Preselected, speed: Throughput) -> float:
     """Return the seconds by which a traced layout is ranked, see ``Candidate.rank_factor``."""
     return speed.step_s * choice.candidate.rank_factor
 
@@ -234,9 +234,9 @@ class TracedOrder:
         errors: list[ConfigError] = []
         ready: list[tuple[Preselected, Throughput]] = []
         while ready or self.waiting:
-            best = min(ready, key=lambda pair: ranked_s(*pair), default=None)
+            best = min(ready, key=lambda pair: _ranked_s(*pair), default=None)
             if best is not None and (
-                not self.waiting or self.waiting[0].ranked_s * _LEAST_RATIO >= ranked_s(*best)
+                not self.waiting or self.waiting[0].ranked_s * _LEAST_RATIO >= _ranked_s(*best)
             ):
                 ready.remove(best)
                 yield best
