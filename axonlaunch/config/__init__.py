@@ -42,19 +42,19 @@ __all__ = [
     "ConfigError",
     "ConfigIssue",
     "RunConfig",
-    "to_interpolations",
     "compose",
     "composer_of",
     "flatten",
     "import_code",
     "load",
-    "suggest_run_folder",
     "parse_frozen",
-    "read",
-    "with_values",
+    "read_frozen",
+    "suggest_run_folder",
+    "to_interpolations",
     "to_tree",
     "to_yaml",
     "type_config",
+    "with_values",
 ]
 
 

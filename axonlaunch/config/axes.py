@@ -1,7 +1,8 @@
 """Table of the kinds of parallelism with a degree: tensor, pipeline and context parallelism.
 
 Code that treats these axes alike loops over ``AXES``. The two data axes have no entry, because
-their sizes follow from the number of remaining ranks.
+their sizes follow from the number of remaining ranks. The expert axis has none either, because it
+regroups the ranks of other axes for the parameters of experts.
 """
 
 from __future__ import annotations

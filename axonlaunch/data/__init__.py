@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from axonlaunch.data.datasets.dataset import Dataset
     from axonlaunch.data.shards.encoding import OnProgress
 
-__all__ = ["DATASETS", "build", "register_dataset"]
+__all__ = ["DATASETS", "build_dataset", "register_dataset"]
 
 
 def build_dataset(

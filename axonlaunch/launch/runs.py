@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.values.url import is_url
 from axonlaunch.launch import run_dir
@@ -167,8 +168,7 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
     names = {launcher_of(run.config): run.config.launch for run in runs}
     for name, launch in names.items():
         if not launcher(name).sweeps and len(runs) > 1:
-            message = "a sweep runs on one node; use 1, or start its runs one by one"
-            raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
+            raise ConfigError([_refused_sweep(name, launch)])
         if runs[0].options.render and not launcher(name).renders:
             message = (
                 "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
@@ -180,6 +180,14 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
     if len(names) > 1:
         message = "all runs of a sweep need the same launcher; start the others separately"
         raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+
+
+def _refused_sweep(name: str, launch: LaunchConfig) -> ConfigIssue:
+    if launch.name == name:
+        message = "launches no sweeps; start the runs one by one"
+        return ConfigIssue("launch.name", message, name)
+    message = "a sweep runs on one node; use 1, or start its runs one by one"
+    return ConfigIssue("launch.nnodes", message, launch.nnodes)
 
 
 def print_comparison(runs: Sequence[Run], results: Sequence[RunResult]) -> None:

@@ -46,8 +46,13 @@ NCCL_RING = 688 * MIB
 """Memory of an NCCL communicator with more than two ranks.
 
 Source: 4 A100 with NVLink, NVIDIA/nccl#964. On 8 H100 a process held 1.06 GB outside torch's
-allocator, compared with 1.17 GB for this constant and the context, and 4.34 GB after an all-to-all,
-which no layout of this program uses, NVIDIA/nccl#1685.
+allocator, compared with 1.17 GB for this constant and the context, NVIDIA/nccl#1685.
+"""
+NCCL_PEER = 447 * MIB
+"""Memory of NCCL's 32 channels to another GPU of a node, which the first all-to-all connects.
+
+Source: on 8 H100 a process held 1.06 GB before an all-to-all and 4.34 GB after it,
+NVIDIA/nccl#1685. These are 3.28 GB for 7 other GPUs.
 """
 COLLECTIVE_S = 6.6e-6
 """Seconds of an empty collective.

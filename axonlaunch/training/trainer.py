@@ -126,6 +126,7 @@ class LoopParts:
         resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
         blocks: Blocks of the model on this rank, whose times are compared across ranks with GPUs.
         metrics: Metrics of evaluations, in the order in which the engine returns their sums.
+        higher_is_better: Whether a higher value of ``train.best_metric`` is better.
         callbacks: Callbacks of the user.
     """
 
@@ -142,13 +143,8 @@ class LoopParts:
     resumed: Checkpoint | None = None
     blocks: Sequence[nn.Module] = ()
     metrics: Sequence[Metric] = ()
+    higher_is_better: bool = False
     callbacks: Callbacks = field(default_factory=Callbacks)
-
-    @property
-    def is_higher_better(self) -> bool:
-        """Whether a higher value of ``train.best_metric`` is better."""
-        named = {metric.name: metric.higher_is_better for metric in self.metrics}
-        return named.get(self.config.best_metric, False)
 
 
 def fit(parts: LoopParts) -> Finished:
@@ -470,7 +466,7 @@ class _Loop:
 
 def _progress(parts: LoopParts) -> _Progress:
     """Return the values at the start of a run, or those in the resumed checkpoint."""
-    history, resumed = EvaluationHistory(higher_is_better=parts.is_higher_better), parts.resumed
+    history, resumed = EvaluationHistory(higher_is_better=parts.higher_is_better), parts.resumed
     if resumed is None:
         return _Progress(evaluations=history)
     if resumed.best_metric == parts.config.best_metric:  # values of another one do not compare

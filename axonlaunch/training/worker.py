@@ -125,6 +125,7 @@ def run(
         resumed=resumed.checkpoint,
         blocks=[block for module in engine.modules for block in blocks_of(module).values()],
         metrics=build_metrics(config),
+        higher_is_better=is_best_highest(config.metrics, config.train.best_metric),
         callbacks=build_callbacks(config, world),
     )
     kernels = attention_kernels(config.train, world.device)

@@ -64,7 +64,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     memory = cuda_process.peak_device_memory(
         replayed,
         peak_bytes=rank.peak_bytes,
-        groups=cuda_process.communicator_sizes(reduced.layout),
+        communicators=cuda_process.communicators_of(config, reduced.layout),
     )
     return {
         "allocated": rank.peak_bytes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import pkgutil
 import subprocess
 import sys
 
@@ -19,6 +21,16 @@ def test_every_public_name_is_listed_once_sorted_and_there() -> None:
 
 def test_every_name_of_the_comm_package_is_public() -> None:
     assert set(comm_names) <= set(ax.__all__)
+
+
+def test_every_name_that_a_package_lists_is_there() -> None:
+    packages = (
+        each.name for each in pkgutil.walk_packages(ax.__path__, "axonlaunch.") if each.ispkg
+    )
+    for module in map(importlib.import_module, packages):
+        names = getattr(module, "__all__", [])
+        assert [name for name in names if not hasattr(module, name)] == [], module
+        assert names == sorted(set(names)), module
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 from functools import partial
@@ -15,6 +16,7 @@ from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, load, to_yaml, with_values
 from axonlaunch.config.composition.hydra_files import HydraFiles
+from axonlaunch.config.options.launch import LAUNCHERS
 from axonlaunch.launch import run_dir, runs
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.kubernetes.checks import with_folder_of_pods
@@ -104,6 +106,15 @@ def test_unsupported_launcher_options_are_refused_first(
         prepare_runs(sweep)
     [issue] = raised.value.problems
     assert str(issue).startswith(problem)
+
+
+def test_a_launcher_that_launches_no_sweeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = dataclasses.replace(LAUNCHERS.facts("slurm"), sweeps=False)
+    monkeypatch.setattr(LAUNCHERS, "facts", lambda name: slurm)
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
+    run = Run(overrides=SLURM, composed=None, config=load(SLURM), options=options)
+    with pytest.raises(ConfigError, match=r"^launch.name=slurm: launches no sweeps; start"):
+        prepare_runs([run, run])
 
 
 @pytest.mark.parametrize("variables", [{}, TASK_OF_NODE], ids=["by hand", "a task per node"])

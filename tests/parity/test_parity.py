@@ -32,7 +32,7 @@ from support.parity_table import (
         for case in sorted(combinations_in_tests(), key=Combination.reference)
     ],
 )
-def test_it_trains_as_one_process_does(combination: Combination) -> None:
+def test_combined_layouts_train_as_one_process_does(combination: Combination) -> None:
     common = [*combination.model_overrides, f"train.global_batch_size={BATCH}"]
     overrides = [*common, *combination.overrides]
     assert_trains_as_one_process(overrides, combination.layout.ranks, steps=combination.steps)

@@ -51,7 +51,7 @@ LAYOUTS = {
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_it_trains_as_one_process_does(model: str, layout: str) -> None:
+def test_uneven_vocabulary_trains_as_one_process_does(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     assert_trains_as_one_process([*MODELS[model], *overrides], ranks)
 

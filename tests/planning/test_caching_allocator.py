@@ -14,9 +14,10 @@ from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
+    Communicators,
     DeviceRequests,
     communicator_bytes,
-    communicator_sizes,
+    communicators_of,
     cublas_workspaces,
     non_allocator_bytes,
     peak_device_memory,
@@ -169,7 +170,9 @@ def test_reserved_memory_is_never_below_allocated(text: str, capacity: int | Non
 def test_estimate_includes_cuda_context_and_communicators() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB)
     memory = peak_device_memory(
-        replay(recorded, workspaces=[10 * MIB] * 2), peak_bytes=50 * MIB, groups=(1, 2, 8)
+        replay(recorded, workspaces=[10 * MIB] * 2),
+        peak_bytes=50 * MIB,
+        communicators=Communicators((1, 2, 8)),
     )
     assert memory.allocator == 50 * MIB
     assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING + 4 * MIB
@@ -177,18 +180,26 @@ def test_estimate_includes_cuda_context_and_communicators() -> None:
 
 def test_nccl_memory_equals_measurements() -> None:
     """On 8 H100 a process held 1.06 GB outside of the allocator, NVIDIA/nccl#1685."""
-    assert non_allocator_bytes((8,)) == pytest.approx(1.06e9, rel=0.15)
+    before = non_allocator_bytes(Communicators([8]))
+    assert before == pytest.approx(1.06e9, rel=0.15)
+    # After an all-to-all with the 7 other GPUs it held 4.34 GB.
+    after = non_allocator_bytes(Communicators([8], exchange_peers=[7]))
+    assert after - before == pytest.approx(4.34e9 - 1.06e9, rel=0.01)
     # Measured on 4 A100: the first two ranks, then all ranks, NVIDIA/nccl#964.
-    assert (communicator_bytes((2,)), communicator_bytes((4,))) == (544 * MIB, 688 * MIB)
+    assert communicator_bytes(Communicators([2])) == 544 * MIB
+    assert communicator_bytes(Communicators([4])) == 688 * MIB
 
 
 def test_measured_context_memory_overrides_defaults() -> None:
     own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
-    assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
+    assert non_allocator_bytes(Communicators((1, 2, 8)), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
-    assert non_allocator_bytes((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
+    communicators = non_allocator_bytes(Communicators((1, 2, 8)), only_context)
+    assert communicators == 600 * MIB + NCCL_PAIR + NCCL_RING
     replayed = replay(DeviceRequests([Change(0, 30 * MIB)]))
-    memory = peak_device_memory(replayed, peak_bytes=30 * MIB, groups=(2,), hardware=own)
+    memory = peak_device_memory(
+        replayed, peak_bytes=30 * MIB, communicators=Communicators([2]), hardware=own
+    )
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
 
 
@@ -205,22 +216,50 @@ def test_cublas_workspace_is_counted_per_thread(overrides: list[str], mib: float
     assert cublas_workspaces(estimate_config([*overrides, "launch.nproc=1"])) == [mib * MIB] * 2
 
 
+EXPERT = "strategy.expert.degree"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "sizes"),
+    ("overrides", "communicators"),
     [
-        (["strategy=ddp", "launch.nproc=8"], [8]),
-        (["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"], [8, 2, 4]),
-        (["strategy=fsdp", "strategy.tensor.degree=2", "launch.nproc=8"], [8, 4, 2]),
-        (["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=8"], [8, 2]),
-        (["strategy=single", "launch.nproc=1"], []),
+        (["strategy=ddp", "launch.nproc=8"], Communicators([8])),
+        (
+            ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"],
+            Communicators([8, 2, 4]),
+        ),
+        (
+            ["strategy=fsdp", "strategy.tensor.degree=2", "launch.nproc=8"],
+            Communicators([8, 4, 2]),
+        ),
+        (
+            ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=8"],
+            Communicators([8, 2]),
+        ),
+        (["strategy=single", "launch.nproc=1"], Communicators()),
+        (
+            ["strategy=fsdp", f"{EXPERT}=4", "model=moe_debug", "launch.nproc=8"],
+            Communicators([8, 2, 4], [3]),
+        ),
+        (
+            ["strategy=fsdp", f"{EXPERT}=8", "model=moe_debug", "launch.nproc=8"],
+            Communicators([8], [7]),
+        ),
+        (
+            ["strategy=fsdp", "optimizer=muon", "launch.nnodes=2", "launch.nproc=4"],
+            Communicators([8], [3]),
+        ),
+        (
+            ["strategy=fsdp", "optimizer=muon", "launch.nproc=8", "hardware=rtx4090"],
+            Communicators([8]),
+        ),
     ],
 )
-def test_communicators_of_rank_are_world_axes_and_context(
-    overrides: list[str], sizes: list[int]
+def test_communicators_of_rank_follow_from_meshes_and_exchanges(
+    overrides: list[str], communicators: Communicators
 ) -> None:
     config = estimate_config(["model=llama_debug", "train.global_batch_size=8", *overrides])
     layout = Layout.of(config, world_size=num_ranks(config))
-    assert communicator_sizes(layout) == sizes
+    assert communicators_of(config, layout) == communicators
 
 
 def test_the_block_at_the_end_of_a_growing_segment_is_taken_last() -> None:
@@ -346,7 +385,7 @@ def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.Monk
 def test_peak_outside_recording_is_added() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
     replayed = replay(recorded, workspaces=[10 * MIB] * 2)
-    full = peak_device_memory(replayed, peak_bytes=55 * MIB, groups=())
+    full = peak_device_memory(replayed, peak_bytes=55 * MIB, communicators=Communicators())
     assert full.allocator == 55 * MIB
 
 

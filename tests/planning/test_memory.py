@@ -13,7 +13,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory.cuda_process import non_allocator_bytes
+from axonlaunch.planning.memory.cuda_process import Communicators, non_allocator_bytes
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
 pytestmark = pytest.mark.processes
@@ -99,7 +99,7 @@ def test_fitting_estimate_equals_full_estimate(overrides: list[str]) -> None:
 @pytest.mark.slow
 def test_estimate_stops_early_if_tensors_do_not_fit(recorded: list[int]) -> None:
     chosen = run(*PIPELINE)
-    tensors = estimate(chosen).peak_bytes + non_allocator_bytes([4])
+    tensors = estimate(chosen).peak_bytes + non_allocator_bytes(Communicators([4]))
     recorded.clear()
     assert estimate_fitting(chosen, memory=tensors - 1) is None
     assert recorded == []

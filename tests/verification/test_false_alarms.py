@@ -118,7 +118,7 @@ def unused() -> nn.Module:
     ],
     ids=lambda overrides: " ".join(overrides[-3:]),
 )
-def test_it_passes(overrides: list[str]) -> None:
+def test_verify_of_right_code_passes(overrides: list[str]) -> None:
     verdict = verify(overrides)
     assert verdict.failure is None
     assert verdict.passed, (verdict.reason, verdict.differences)

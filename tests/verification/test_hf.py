@@ -51,7 +51,9 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_it_passes(kind: str, overrides: list[str], changes: dict[str, Any]) -> None:
+def test_verify_of_hugging_face_models_passes(
+    kind: str, overrides: list[str], changes: dict[str, Any]
+) -> None:
     verdict = verify(kind, *overrides, **changes)
     assert verdict.failure is None
     assert verdict.passed, verdict.differences

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.launch.commands.dry_run import DryRun
-    from axonlaunch.launch.commands.node_shares import NodeShare
+    from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
+    from axonlaunch.launch.launcher import LaunchOptions
+    from axonlaunch.launch.request import Request
+    from axonlaunch.launch.runs import RunResult
 
 MOST_SAMPLES = 1000
 """Largest number of runs of a sweep."""
@@ -134,7 +137,6 @@ def command(
         from axonlaunch.launch.environment.launcher_process import LauncherProcess
         from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.request import Request
-        from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
 
         request = Request(
             overrides=overrides or [],
@@ -160,9 +162,6 @@ def command(
             )
             summaries = [summary] if summary else []
         else:
-            # The first process of a container ignores signals without a handler. Ranks save first:
-            # their supervisor has another handler.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
             options = LaunchOptions(
                 fork_server=server(),
                 started=STARTED,
@@ -170,25 +169,7 @@ def command(
                 render=render,
                 identity=launcher.identity,
             )
-            # Hide torch's warnings about unknown connections to its store. Ranks still print
-            # theirs, because the server started before.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            runs = load_runs(request, environment.for_node(), options)
-            shares: Sequence[NodeShare] = ()
-            if parallel is not None:
-                from axonlaunch.launch.commands.parallel_sweep import launch_at_once, share_node
-
-                runs, shares = share_node(runs, at_once=parallel, server=server)
-            runs = prepare_runs(runs)
-            if shares:
-                results = launch_at_once(runs, shares, request)
-            else:
-                results = []
-                for run in runs:
-                    results.append(run.launch())
-                    if results[-1].is_last:
-                        break
-            print_comparison(runs, results)
+            results = _launch_runs(request, environment.for_node(), options)
             status = _status_of([result.status for result in results])
             summaries = [result.summary for result in results if result.summary is not None]
     if as_json:
@@ -197,6 +178,44 @@ def command(
         elif summaries:  # only the first process of a run has a summary
             print_json(summaries[0])
     raise typer.Exit(status)
+
+
+def _launch_runs(
+    request: Request, environment: ClusterEnvironment, options: LaunchOptions
+) -> list[RunResult]:
+    """Launch the runs of a command line, and print their comparison.
+
+    Returns:
+        The results of the runs that were launched.
+
+    Raises:
+        ConfigError: A run can't be launched; nothing was started.
+    """
+    from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
+
+    # The first process of a container ignores signals without a handler. Ranks save first: their
+    # supervisor has another handler.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Hide torch's warnings about unknown connections to its store. Ranks still print theirs,
+    # because the server started before.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    runs = load_runs(request, environment, options)
+    if request.parallel is not None:
+        from axonlaunch.launch.commands.parallel_sweep import launch_at_once, share_node
+
+        runs, shares = share_node(
+            runs, at_once=request.parallel, server=lambda: options.fork_server
+        )
+        runs = prepare_runs(runs)
+        results = launch_at_once(runs, shares, request)
+    else:
+        runs, results = prepare_runs(runs), []
+        for run in runs:
+            results.append(run.launch())
+            if results[-1].is_last:
+                break
+    print_comparison(runs, results)
+    return results
 
 
 def _status_of(statuses: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from axonlaunch.config.values.hub_reference import parse_hub_reference
 from axonlaunch.config.values.split_text import parse_splits
 
 _LIMIT = "data.limit takes the first rows of any file"
+_NOT_OF_HUB = "applies only to data sets of the Hub, and"
 _OF_HUB_DATA = ("subset", "split", "validation_split")
 FIELDS = (
     *("messages", "role", "content", "prompt", "completion", "instruction", "input", "output"),
@@ -96,7 +97,7 @@ class HeldOutConfig:
         if self.files and not _has_hub_data(self.files):
             for name in ("split", "subset"):
                 if getattr(self, name) is not None:
-                    yield name, f"is of data sets of the Hub, and there is none; {_LIMIT}"
+                    yield name, f"{_NOT_OF_HUB} data.held_out.files names none; {_LIMIT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ class TextRowsConfig:
         if not _has_hub_data([*self.files, *files]):
             for name, value in {**splits, "subset": self.subset}.items():
                 if value is not None:
-                    yield name, f"is of data sets of the Hub, and data.files has none; {_LIMIT}"
+                    yield name, f"{_NOT_OF_HUB} data.files names none; {_LIMIT}"
 
     @property
     def held_out_files(self) -> HeldOutConfig:

@@ -199,7 +199,7 @@ class Formulas:
         if not on_gpu:
             return tensors
         other_bytes = cuda_process.non_allocator_bytes(
-            cuda_process.communicator_sizes(layout), config.hardware
+            cuda_process.communicators_of(config, layout), config.hardware
         )
         return _RESERVED_RATIO * tensors + sum(cuda_process.cublas_workspaces(config)) + other_bytes
 

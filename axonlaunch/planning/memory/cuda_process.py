@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.axes import LIKE_DATA
+from axonlaunch.config.axes import DP_REPLICATE, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.measured_constants import (
@@ -21,6 +22,7 @@ from axonlaunch.planning.measured_constants import (
     CUDA_CONTEXT,
     DETERMINISTIC_WORKSPACE,
     NCCL_PAIR,
+    NCCL_PEER,
     NCCL_RING,
     SYMMETRIC_PAGE,
 )
@@ -59,6 +61,20 @@ class DeviceMemory:
     def process(self) -> int:
         """Total memory of the process, as in nvidia-smi."""
         return self.allocator + self.context + self.communicators + self.symmetric
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """NCCL communicators of a rank.
+
+    Attributes:
+        sizes: Number of ranks in each.
+        exchange_peers: Number of ranks with which the rank exchanges all-to-all over NVLink, in
+            each communicator that does so.
+    """
+
+    sizes: Sequence[int] = field(default_factory=list)
+    exchange_peers: Sequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ def peak_device_memory(
     replayed: ReplayedRequests,
     *,
     peak_bytes: int,
-    groups: Iterable[int],
+    communicators: Communicators,
     hardware: HardwareConfig | None = None,
 ) -> DeviceMemory:
     """Return the peak device memory of a process.
@@ -123,13 +139,13 @@ def peak_device_memory(
         replayed: Peaks of the requests of the rank.
         peak_bytes: Peak of the rank's tensors and workspaces. If the replayed peak is lower, for
             example because an extended recording lacks some buckets, the difference is added.
-        groups: Sizes of the process groups of the rank.
+        communicators: Communicators of the rank.
         hardware: Description of the device; None uses constants measured on other devices.
     """
     return DeviceMemory(
         allocator=replayed.reserved + max(0, peak_bytes - replayed.live),
         context=context_bytes(hardware),
-        communicators=communicator_bytes(groups, hardware),
+        communicators=communicator_bytes(communicators, hardware),
         symmetric=replayed.symmetric,
     )
 
@@ -140,9 +156,11 @@ def cublas_workspaces(config: RunConfig) -> list[int]:
     return [DETERMINISTIC_WORKSPACE if config.train.deterministic else size] * CUBLAS_THREADS
 
 
-def non_allocator_bytes(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
+def non_allocator_bytes(
+    communicators: Communicators, hardware: HardwareConfig | None = None
+) -> int:
     """Return the device memory of the CUDA context and NCCL, outside torch's allocator."""
-    return context_bytes(hardware) + communicator_bytes(groups, hardware)
+    return context_bytes(hardware) + communicator_bytes(communicators, hardware)
 
 
 def context_bytes(hardware: HardwareConfig | None = None) -> int:
@@ -152,28 +170,55 @@ def context_bytes(hardware: HardwareConfig | None = None) -> int:
     return int(hardware.context_mib * MIB)
 
 
-def communicator_bytes(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
-    """Return the bytes that NCCL needs for process groups of these sizes."""
-    sizes = [size for size in groups if size > 1]
+def communicator_bytes(communicators: Communicators, hardware: HardwareConfig | None = None) -> int:
+    """Return the bytes that NCCL needs for communicators."""
+    sizes = [size for size in communicators.sizes if size > 1]
+    exchanges = sum(communicators.exchange_peers) * NCCL_PEER
     if hardware is None or hardware.communicator_mib is None:
-        return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in sizes)
-    return len(sizes) * int(hardware.communicator_mib * MIB)
+        return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in sizes) + exchanges
+    return len(sizes) * int(hardware.communicator_mib * MIB) + exchanges
 
 
-def communicator_sizes(layout: Layout) -> list[int]:
-    """Return the number of ranks in each communicator of a rank.
+def communicators_of(config: RunConfig, layout: Layout) -> Communicators:
+    """Return the NCCL communicators of a rank.
 
     - The world: torch creates its communicator when the device is known, in a pipeline with the
       first reduction.
     - Each axis of the mesh with more than one rank. A single such axis is the world.
     - Each axis that is merged into a data axis, which includes its ranks as well.
+    - Axes of the experts' mesh, except for one that is the world.
 
     Not included are communicators between neighboring pipeline stages, which only carry messages,
     because NCCL's memory for them is not known.
+
+    Args:
+        config: Configuration of the run.
+        layout: Layout of the run, which may be another one than the configuration's.
     """
     axis_sizes = [size for size in layout.mesh_sizes().values() if size > 1]
-    sizes = [*axis_sizes] if len(axis_sizes) < 2 else [math.prod(axis_sizes), *axis_sizes]
-    return [*sizes, *(layout.axes[name] for name in LIKE_DATA if layout.axes[name] > 1)]
+    world_size = math.prod(axis_sizes)
+    sizes = [*axis_sizes] if len(axis_sizes) < 2 else [world_size, *axis_sizes]
+    sizes += [layout.axes[name] for name in LIKE_DATA if layout.axes[name] > 1]
+    if layout.expert > 1:
+        of_experts = [layout.expert_axes[name] for name in (DP_REPLICATE, EXPERT_SHARD, EXPERT)]
+        sizes += [size for size in of_experts if 1 < size < world_size]
+    return Communicators(sizes, _exchange_peers(config, layout))
+
+
+def _exchange_peers(config: RunConfig, layout: Layout) -> list[int]:
+    """Return the number of ranks in a node with which a rank exchanges all-to-all, by axis.
+
+    An expert axis sends tokens to experts. Muon gathers each matrix on one rank of each axis that
+    shards it.
+    """
+    if config.hardware is not None and config.hardware.link not in (None, "nvlink"):
+        return []
+    in_node = RunNodes.of_devices(config, math.prod(layout.axes.values())).ranks
+    sizes_and_strides = [(layout.expert, 1)]
+    if config.optimizer.name == "muon":
+        sizes_and_strides += [(layout.tensor, 1), (layout.parameter_shards, layout.tensor)]
+    peers = [min(size, max(1, in_node // stride)) - 1 for size, stride in sizes_and_strides]
+    return [number for number in peers if number]
 
 
 def record(

@@ -78,7 +78,9 @@ def estimate_fitting(
     stage_traces = [StageTrace.of(reduced, pp_rank, exact=False) for pp_rank in pp_ranks]
     run = _Run(reduced, stage_traces, until=until)
     run.trace(run.first_two)
-    other_bytes = cuda_process.non_allocator_bytes(run.groups, config.hardware) if run.on_gpu else 0
+    other_bytes = (
+        cuda_process.non_allocator_bytes(run.communicators, config.hardware) if run.on_gpu else 0
+    )
     if run.highest(run.first_two).peak_bytes + other_bytes > memory:
         return None
     return run.estimate()
@@ -112,9 +114,9 @@ class _Run:
         return cuda_attention.runs_on_gpu(self.reduced.config)
 
     @property
-    def groups(self) -> list[int]:
-        """Number of ranks in each communicator of a rank."""
-        return cuda_process.communicator_sizes(self.reduced.layout)
+    def communicators(self) -> cuda_process.Communicators:
+        """NCCL communicators of a rank."""
+        return cuda_process.communicators_of(self.reduced.config, self.reduced.layout)
 
     @property
     def workspaces(self) -> list[int]:
@@ -170,7 +172,7 @@ class _Run:
             device = cuda_process.peak_device_memory(
                 self.results["process", pp_rank],
                 peak_bytes=highest.peak_bytes,
-                groups=self.groups,
+                communicators=self.communicators,
                 hardware=hardware,
             )
             reserved, process_bytes = device.allocator, device.process
@@ -202,8 +204,8 @@ def _recording_run(
     stage = StageTrace.of(reduced, pp_rank, exact=False)
     config, memory = reduced.config, None
     if config.hardware is not None and config.hardware.memory_bytes is not None:
-        groups = cuda_process.communicator_sizes(reduced.layout)
-        other_bytes = cuda_process.non_allocator_bytes(groups, config.hardware)
+        communicators = cuda_process.communicators_of(config, reduced.layout)
+        other_bytes = cuda_process.non_allocator_bytes(communicators, config.hardware)
         memory = max(0, config.hardware.memory_bytes - other_bytes)
 
     def record_and_replay() -> cuda_process.ReplayedRequests:
