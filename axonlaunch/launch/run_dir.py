@@ -111,7 +111,7 @@ def open_run_dir(
     except OSError as error:
         path = "runs" if config.run_dir == "auto" else config.run_dir
         raise _cannot_create(error, Path(path)) from None
-    with _hold(folder), _lock_checkpoints(config, makes=not is_submitted):
+    with _hold(folder), _lock_checkpoints(config, creates=not is_submitted):
         if not is_submitted:  # the nodes of a job have other cores
             config = _with_threads(config, sharing, announce)
         requested, config = config.checkpoint.resume, _with_resume(config)
@@ -140,11 +140,11 @@ def open_run_dir(
         yield config
 
 
-def _lock_checkpoints(config: RunConfig, *, makes: bool = False) -> AbstractContextManager[None]:
+def _lock_checkpoints(config: RunConfig, *, creates: bool = False) -> AbstractContextManager[None]:
     """Lock the folder of a run's checkpoints, for all starts of the run by its scheduler."""
     scheduled = submission_of(os.environ) or socket.gethostname()
     owner = f"{scheduled} {Path(config.run_dir).absolute()}"
-    return lock_checkpoints(config, owner=owner, makes=makes)
+    return lock_checkpoints(config, owner=owner, creates=creates)
 
 
 @contextmanager

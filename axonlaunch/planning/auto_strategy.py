@@ -57,14 +57,14 @@ def load_auto_strategy(
         )
 
     composed, config = compose_and_type(overrides)
-    as_asked = composed
+    as_given = composed
     if asks_for_hardware(config):
         overrides = with_found_hardware(
             overrides, config, context=server(), config_dirs=config_dirs
         )
         composed, config = compose_and_type(overrides)
     if not config.strategy.auto:
-        return as_asked, config
+        return as_given, config
     context = server()
     devices = device_names(context, config)
     nproc = resolved(config, accelerators=len(devices)).launch.nproc
@@ -89,4 +89,4 @@ def load_auto_strategy(
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = compose_and_type([*overrides, *layout])
     planned = {"strategy.auto": False, "launch.nproc": nproc}
-    return as_asked, configuration.with_values(config, planned)
+    return as_given, configuration.with_values(config, planned)

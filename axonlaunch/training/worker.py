@@ -306,7 +306,7 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             storage.root(config),
             engine.state_dict,
             world=world,
-            passes_over=config.checkpoint.fallback,
+            skip_corrupt=config.checkpoint.fallback,
         )
     elif (saved := find_for_all(storage.storage_path(resume), world=world)) is not None:
         resumed = Resumed(

@@ -26,11 +26,11 @@ def folder() -> Path:
     return storage_path(f"memory://bucket-{uuid.uuid4().hex}/run")
 
 
-def refused(folder: Path, owner: str, *, makes: bool = True) -> str:
+def refused(folder: Path, owner: str, *, creates: bool = True) -> str:
     """Return the error of a run that keeps its checkpoints in a folder; empty if it may."""
     config = load([f"checkpoint.path={folder}", "run_dir=/runs/other"])
     try:
-        with lock_checkpoints(config, owner=owner, makes=makes):
+        with lock_checkpoints(config, owner=owner, creates=creates):
             return ""
     except ConfigError as error:
         (problem,) = error.problems
@@ -49,18 +49,18 @@ def of_killed_run(folder: Path, owner: str) -> None:
     bucket_lease._Lease(folder, owner, "/runs/first").take()
 
 
-@pytest.mark.parametrize("makes", [True, False], ids=["start", "check"])
+@pytest.mark.parametrize("creates", [True, False], ids=["start", "check"])
 def test_second_run_in_a_leased_bucket_is_refused_until_the_first_one_ends(
-    folder: Path, makes: bool
+    folder: Path, creates: bool
 ) -> None:
     with hold_lease(folder, owner="first", run_dir="/runs/first"):
         content = json.loads((folder / LEASE).read_text())
-        assert refused(folder, "second", makes=makes) == (
+        assert refused(folder, "second", creates=creates) == (
             f"checkpoint.path={folder}: the run of /runs/first on {content['host']} keeps its "
             "checkpoints there; wait for it, or use another. If it was killed, wait 5 minutes, or "
             f"delete {folder}/lease.json"
         )
-    assert refused(folder, "second", makes=makes) == ""
+    assert refused(folder, "second", creates=creates) == ""
     assert [*folder.iterdir()] == []
 
 

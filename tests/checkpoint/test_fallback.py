@@ -36,12 +36,14 @@ def save(run_dir: Path, *steps: int, keep: int = 9) -> None:
     World.mock(RANKS).run(on_rank)
 
 
-def resume(run_dir: Path, *, passes_over: bool = True) -> tuple[int | None, set[float], list[str]]:
+def resume(run_dir: Path, *, skip_corrupt: bool = True) -> tuple[int | None, set[float], list[str]]:
     """Return the step that all ranks resumed from, their values, and the checkpoints set aside."""
 
     def on_rank(world: World) -> tuple[int | None, set[float], list[str]]:
         state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(64) for rank in range(RANKS)}}
-        loaded = fallback.load_newest(run_dir, lambda: state, world=world, passes_over=passes_over)
+        loaded = fallback.load_newest(
+            run_dir, lambda: state, world=world, skip_corrupt=skip_corrupt
+        )
         values = {float(v) for t in loaded.state.get("model", {}).values() for v in t}
         step = None if loaded.checkpoint is None else loaded.checkpoint.step
         return step, values, [*loaded.aside]
@@ -146,7 +148,7 @@ def test_damage_is_an_error_without_fallback(run_dir: Path) -> None:
     with pytest.raises(
         RankFailedError, match=r"resume from the previous one with checkpoint\.resume="
     ):
-        resume(run_dir, passes_over=False)
+        resume(run_dir, skip_corrupt=False)
     assert fallback.put_aside_before(run_dir) == {}
 
 

@@ -81,7 +81,7 @@ def newest_valid(path: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 
 def load_newest(
-    run_dir: Path, state: Callable[[], dict[str, Any]], *, world: World, passes_over: bool
+    run_dir: Path, state: Callable[[], dict[str, Any]], *, world: World, skip_corrupt: bool
 ) -> Resumed:
     """Load a run's newest valid checkpoint into a state of this layout; a collective call.
 
@@ -92,16 +92,16 @@ def load_newest(
         state: Returns the state to fill. A failed attempt may fill it partly; the next attempt
             calls it again.
         world: World of the ranks that load.
-        passes_over: Whether corrupt checkpoints are set aside; otherwise they are an error.
+        skip_corrupt: Whether corrupt checkpoints are set aside; otherwise they are an error.
 
     Raises:
-        CorruptCheckpointError: The newest checkpoint is corrupt and ``passes_over`` is false, or no
-            checkpoint is valid.
+        CorruptCheckpointError: The newest checkpoint is corrupt and ``skip_corrupt`` is false, or
+            no checkpoint is valid.
         OSError: The checkpoints can't be listed or read.
     """
     aside: list[str] = []
     while True:
-        chosen = _choose(run_dir, aside, passes_over=passes_over) if world.is_main else 0
+        chosen = _choose(run_dir, aside, skip_corrupt=skip_corrupt) if world.is_main else 0
         step = reader.sum_of_ranks(chosen, world=world)
         if step < 0:
             return Resumed(None, {}, tuple(aside))
@@ -113,7 +113,7 @@ def load_newest(
                 )
             loaded = reader.load_checkpoint(checkpoint, state(), world=world)
         except CorruptCheckpointError as error:
-            if not passes_over or checkpoint is None:
+            if not skip_corrupt or checkpoint is None:
                 raise
             if world.is_main:
                 _remember(checkpoint.path, error.reason.removeprefix(f"{checkpoint.path}: "), aside)
@@ -121,15 +121,15 @@ def load_newest(
             return Resumed(checkpoint, loaded, tuple(aside))
 
 
-def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
+def _choose(run_dir: Path, aside: list[str], *, skip_corrupt: bool) -> int:
     """Return the step of the newest valid checkpoint; -1 without a checkpoint.
 
     Raises:
-        CorruptCheckpointError: All checkpoints are corrupt, or ``passes_over`` is false and the
+        CorruptCheckpointError: All checkpoints are corrupt, or ``skip_corrupt`` is false and the
             newest one is corrupt.
     """
     checkpoint, faults = newest_valid(run_dir)
-    if faults and (checkpoint is None or not passes_over):
+    if faults and (checkpoint is None or not skip_corrupt):
         reasons = "; ".join(f"{path} {reason}" for path, reason in faults.items())
         raise CorruptCheckpointError(f"{reasons}; {instead(checkpoint)}")
     for folder, reason in faults.items():

@@ -24,13 +24,13 @@ from axonlaunch.system.storage.files import folder_lock, is_locked, read_text
 
 
 @contextmanager
-def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> Iterator[None]:
+def lock_checkpoints(config: RunConfig, *, owner: str, creates: bool = False) -> Iterator[None]:
     """Lock the folder in which a run keeps its checkpoints; in a bucket, take its lease.
 
     Args:
         config: Configuration of the run; ``run_dir`` is resolved, or the folder will be new.
         owner: Identifies the run in all of its starts, as for ``hold_lease``.
-        makes: Whether to create a missing folder, or the lease; otherwise a missing folder is not
+        creates: Whether to create a missing folder, or the lease; otherwise a missing folder is not
             locked, and it is only checked that no other run has the lease.
 
     Raises:
@@ -46,7 +46,7 @@ def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> I
         if folder is not None and is_remote(folder):
             with reaching(folder):
                 try:
-                    if makes:
+                    if creates:
                         stack.enter_context(hold_lease(folder, owner=owner, run_dir=config.run_dir))
                     else:
                         refuse_leased(folder, owner=owner)
@@ -58,11 +58,11 @@ def lock_checkpoints(config: RunConfig, *, owner: str, makes: bool = False) -> I
                     problem = ConfigIssue(key, message, value, is_transient=True)
                     raise ConfigError([problem]) from None
                 except Exception:
-                    if makes:  # otherwise preflight reports it
+                    if creates:  # otherwise preflight reports it
                         raise
         elif folder is not None:
             try:
-                if makes:
+                if creates:
                     folder.mkdir(parents=True, exist_ok=True)
                 if folder.is_dir():
                     stack.enter_context(folder_lock(folder.resolve()))

@@ -103,7 +103,7 @@ def main(
                     if summary is None:
                         proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if summary is not None:
-                    _launch_nothing(peers, status=0)
+                    peers.call_off({"status": 0})
                     text = run_dir.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
@@ -121,7 +121,7 @@ def main(
                 hosts = [member["host"] for member in members or ()]
                 log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
             except ConfigError as error:
-                _launch_nothing(peers, status=exit_status(error.problems))
+                peers.call_off({"status": exit_status(error.problems)})
                 raise
             peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:
@@ -144,13 +144,6 @@ def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
     if environment.rank == 0 or environment.local_rank != 0:
         return
     checks.fetch_model_and_data(config)
-
-
-def _launch_nothing(peers: Coordinator, *, status: int) -> None:
-    """Make the other ranks exit with a status before the run begins."""
-    peers.publish("frozen", {"status": status})
-    peers.watch()
-    peers.leave()
 
 
 def _run(

@@ -130,6 +130,16 @@ class Coordinator:
         """Publish a value for the other members. Only member 0 calls this."""
         self.channel.put(key, {"nonces": self._nonces, "value": value})
 
+    def call_off(self, reason: dict[str, Any]) -> None:
+        """Tell the others, instead of the configuration, why no rank starts; then leave.
+
+        Args:
+            reason: Message that they get as ``frozen``.
+        """
+        self.publish("frozen", reason)
+        self.watch()
+        self.leave()
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Tell members that wait for a value that member 0 lives, until the block ends.

@@ -455,7 +455,7 @@ class NodeMembership:
             check_agreement(met)
             if self._frozen is None and (summary := run_dir.finished_summary(shared)) is not None:
                 self.summary = summary
-                _launch_nothing(peers, finished=run_dir.finished_text(shared, summary))
+                peers.call_off({"finished": run_dir.finished_text(shared, summary)})
                 self._console.log(run_dir.finished_text(shared, summary))
                 return
             if self._frozen is None:
@@ -468,7 +468,7 @@ class NodeMembership:
                     )
                 )
         except ConfigError as error:
-            _launch_nothing(peers, problems=_to_message(error.problems))
+            peers.call_off({"problems": _to_message(error.problems)})
             raise
         log_event(self._frozen, "nodes", {"hosts": [about["host"] for about in met]})
         frozen = {
@@ -531,10 +531,3 @@ class NodeMembership:
 def _to_message(problems: list[ConfigIssue]) -> list[tuple[str, bool]]:
     """Return problems as text, with whether they are transient, for a message to other nodes."""
     return [(str(problem), problem.is_transient) for problem in problems]
-
-
-def _launch_nothing(peers: Coordinator, **why: Any) -> None:
-    """Publish to the other nodes the reason why no rank is started."""
-    peers.publish("frozen", why)
-    peers.watch()
-    peers.leave()

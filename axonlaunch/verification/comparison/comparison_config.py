@@ -84,14 +84,16 @@ def _batch(config: RunConfig) -> dict[str, Any]:
     if configured != "auto":
         size = configured
     if layout.pipeline > 1:
-        per_round = _round(layout) if pipeline.microbatches == "auto" else pipeline.microbatches
+        per_round = (
+            _round_size(layout) if pipeline.microbatches == "auto" else pipeline.microbatches
+        )
         settings["strategy.pipeline.microbatches"] = per_round
     settings["train.micro_batch_size"] = size
     batch = layout.data_ranks * size * per_round * _ACCUMULATION
     return {**settings, "train.global_batch_size": batch}
 
 
-def _round(layout: Layout) -> int:
+def _round_size(layout: Layout) -> int:
     """Return the number of micro-batches of the shortest round that fills the pipeline."""
     rule, stages = SCHEDULES[layout.schedule], layout.num_stages
     counts = range(stages, 4 * stages + 1)

@@ -53,21 +53,21 @@ STEPS_OF_MASKS = 2
 
 
 def prepared_engine(
-    config: RunConfig, world: World, *, drops: bool = False
+    config: RunConfig, world: World, *, keeps_dropout: bool = False
 ) -> tuple[Engine, Loader]:
     """Build this rank's engine with initial weights, and its loader.
 
     Args:
         config: Configuration of the layout.
         world: World of the layout; all ranks must call this.
-        drops: Whether dropout keeps its configured rates; otherwise it is turned off.
+        keeps_dropout: Whether dropout keeps its configured rates; otherwise it is turned off.
     """
     engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
     named, saved = [name for name, _ in engine.named_parameters()], engine.model_state_dict()
     comparison_inputs.move_vectors((name, saved[name]) for name in dict.fromkeys(named))
     engine.load_model_state_dict(saved)
-    if not drops:
+    if not keeps_dropout:
         comparison_inputs.Dropout(engine.modules)
     return engine, loader
 
@@ -130,7 +130,7 @@ def _masks(config: RunConfig, world: World) -> list[Draw]:
 
     An evaluation precedes the second step, to check that training draws masks again after it.
     """
-    engine, loader = prepared_engine(config, world, drops=True)
+    engine, loader = prepared_engine(config, world, keeps_dropout=True)
     recorder = MaskRecorder(engine.modules, rank=world.rank)
     for number in range(STEPS_OF_MASKS):
         recorder.step = number + 1
@@ -152,7 +152,7 @@ class _LayoutRun:
         self._config, self._world = config, world
         self._reference, self._plan = reference, plan
         self.draws: list[Draw] = []
-        engine, self._loader = prepared_engine(config, world, drops=True)
+        engine, self._loader = prepared_engine(config, world, keeps_dropout=True)
         self._engine = self._compare_engine(engine, done=0)
         self._resumed: checkpoint.Checkpoint | None = None
 

@@ -160,7 +160,7 @@ class _Writer:
         return [text if isinstance(text, BadRow) else next(written) for text in texts]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        text = self._render(messages, None, asks=True)
+        text = self._render(messages, None, is_asked=True)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
@@ -177,7 +177,7 @@ class _Writer:
             ValueError: The template rejects a question and an answer.
         """
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "OK"}
-        prompt = self._render([question], None, asks=True)
+        prompt = self._render([question], None, is_asked=True)
         at_end, before_others = (
             text[_common_prefix(prompt, text) :].partition("OK")[2]
             for text in (
@@ -331,7 +331,7 @@ class _Writer:
             )
         previous, message = chat.messages[:number], chat.messages[number]
         end, closing = self._ends
-        start = _common_prefix(self._render(previous, chat, asks=True), text)
+        start = _common_prefix(self._render(previous, chat, is_asked=True), text)
         added = self._render([*previous, message], chat)[start:].removesuffix(closing)
         rest = text[start:]
         length = len(added) if rest.startswith(added) else _longest_overlap(added, rest)
@@ -361,7 +361,9 @@ class _Writer:
         template: str = self._tokenizer.get_chat_template(tools=tools)
         return template if self._day is None else with_date(template, self._day)
 
-    def _render(self, messages: Sequence[Message], chat: Chat | None, *, asks: bool = False) -> str:
+    def _render(
+        self, messages: Sequence[Message], chat: Chat | None, *, is_asked: bool = False
+    ) -> str:
         """Render messages.
 
         Raises:
@@ -374,7 +376,7 @@ class _Writer:
                 tools=tools,
                 chat_template=self._template(tools),
                 tokenize=False,
-                add_generation_prompt=asks,
+                add_generation_prompt=is_asked,
                 **({} if chat is None else chat.options),
             )
         except Exception as error:  # templates may raise any exception

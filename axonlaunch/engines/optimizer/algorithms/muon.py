@@ -21,8 +21,8 @@ from torch.optim import Muon
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.optimizer.algorithms.owned_matrices import (
     OwnedMatrices,
-    alike,
     divisions_of_matrix,
+    indices_by_axes,
     only_plain_tensors,
 )
 
@@ -56,7 +56,7 @@ class ShardedMuon(Muon):
                 for p in group["params"]
                 if p.grad is not None and (p.ndim > 2 or isinstance(p, DTensor))
             ]
-            for indices in alike(others):
+            for indices in indices_by_axes(others):
                 self._update(group, [others[index] for index in indices])
         return loss
 

@@ -74,7 +74,7 @@ def divisions_of_matrix(tensor: Tensor) -> list[Division]:
     return [replace(each, dim=each.dim - first) for each in divisions(tensor) if each.dim >= first]
 
 
-def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def indices_by_axes(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the indices of tensors whose matrices are sharded over the same axes of a mesh."""
     by_division: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
