@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from axonlaunch.launch.commands.python_api import (
         RunFailedError as RunFailedError,
         estimate as estimate,
+        export as export,
         load as load,
         plan as plan,
         sample as sample,
@@ -224,6 +225,7 @@ _NAMES_BY_MODULE = {
     "axonlaunch.launch.commands.python_api": (
         "RunFailedError",
         "estimate",
+        "export",
         "load",
         "plan",
         "sample",

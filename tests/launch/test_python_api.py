@@ -8,6 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import served as programs
 from support.command import FAULTS, TINY
 from support.served import Server
@@ -37,15 +39,26 @@ def run_script(text: str, folder: Path, server: Server) -> str:
 TRAINS = """
 import json
 from pathlib import Path
-summary = ax.train(ax.load([*TINY, "name=done"]))
+summary = ax.train(ax.load([*TINY, "name=done", "checkpoint.every=3"]))
 assert summary == json.loads(Path("runs/done/summary.json").read_text())
 assert (summary["status"], summary["steps"]) == ("done", 6)
 print("trained once")
+files = ax.export("runs/done", "exported", dtype="bf16")
+print([str(file) for file in files])
+try:
+    ax.export("runs/done", "exported", dtype="fp8")
+except ax.ConfigError as error:
+    print(error)
 """
 
 
-def test_train_in_script_without_main_guard_returns_summary(tmp_path: Path, server: Server) -> None:
-    assert run_script(TRAINS, tmp_path, server).count("trained once") == 1
+def test_script_without_main_guard_trains_once_and_exports(tmp_path: Path, server: Server) -> None:
+    printed = run_script(TRAINS, tmp_path, server)
+    assert printed.count("trained once") == 1
+    assert "['exported/model.safetensors', 'exported/config.json'" in printed
+    assert "dtype=fp8: is not supported; use fp32, bf16 or fp16" in printed
+    weights = load_file(tmp_path / "exported/model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
 FAILS = """

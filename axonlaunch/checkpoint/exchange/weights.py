@@ -171,7 +171,7 @@ def export_weights(
     folder: Path,
     *,
     dtype: torch.dtype | None,
-    file_bytes: int,
+    file_bytes: int = 5 * 10**9,
     merge: bool = False,
 ) -> list[str]:
     """Write the weights of a checkpoint as safetensors; an adapter is written as PEFT's folder.

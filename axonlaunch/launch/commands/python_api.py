@@ -1,8 +1,8 @@
-"""The commands as functions for scripts and notebooks: load, train, estimate, verify, plan, sample.
+"""Commands as functions for scripts and notebooks, from ``load`` and ``train`` to ``export``.
 
 Importing this module imports no torch. Work with torch is done in processes forked from a server,
 which each call starts and ends. They do not import the caller's script, so the script needs no
-``if __name__ == "__main__"``. Only ``sample`` computes in the caller's process.
+``if __name__ == "__main__"``. Only ``sample`` and ``export`` work in the caller's process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.accelerators import count_accelerators
@@ -273,6 +274,52 @@ def sample(
         seed=seed,
         trusted=trust,
     )
+
+
+@config_errors()
+def export(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    merge: bool = False,
+    trust: bool = False,
+) -> list[Path]:
+    """Write trained weights as safetensors files, as ``axonlaunch checkpoint export`` does.
+
+    transformers loads the new folder of a run with ``model=hf``, and PEFT that of an adapter.
+
+    Args:
+        folder: Run with a checkpoint, or one of its checkpoints.
+        out: Folder to create; it may exist if it is empty.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None keeps the dtype of each tensor.
+        merge: Whether to write the full model with the adapter merged into it, instead of the
+            adapter alone.
+        trust: Whether to import the Python code that the run's configuration names.
+
+    Returns:
+        The written files.
+
+    Raises:
+        ConfigError: The folder has no checkpoint, ``out`` is not empty, or the configuration names
+            code and ``trust`` is false.
+    """
+    import torch
+
+    from axonlaunch.checkpoint import find_checkpoint
+    from axonlaunch.checkpoint.exchange.weights import export_weights
+
+    if dtype is not None and dtype not in NUMBER_FORMATS:
+        message = f"is not supported; use {one_of([*NUMBER_FORMATS])}"
+        raise ConfigError([ConfigIssue("dtype", message, dtype)])
+    checkpoint = find_checkpoint(Path(folder))
+    if checkpoint is None:
+        message = f"{folder}: contains no checkpoint; give a run or a checkpoint"
+        raise ConfigError([ConfigIssue("", message)])
+    config = configuration.read_frozen(checkpoint.path.parent.parent, trusted=trust)
+    kind = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
+    written = export_weights(checkpoint, config, Path(out), dtype=kind, merge=merge)
+    return [Path(out, name) for name in written]
 
 
 def _check_again(config: object) -> RunConfig:
