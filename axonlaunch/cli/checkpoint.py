@@ -219,7 +219,7 @@ def _dtypes() -> list[str]:
     cls=Command,
     help="Export weights as safetensors files. With model=hf, transformers can load the folder.",
 )
-def export(
+def export_run(
     run_dir: RunDir,
     out: Annotated[
         Path | None,

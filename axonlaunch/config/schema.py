@@ -72,10 +72,6 @@ class DDPConfig:
     """copy rank 0's buffers (running statistics of BatchNorm) to every rank before each forward;
     non-persistent buffers (tables of positions) are equal on all ranks anyway
     """
-    gradient_as_bucket_view: bool = True
-    """let gradients be views into the buckets, which saves one copy of them (only for ddp with
-    sync=overlapped; zero1 frees sent gradients)
-    """
 
 
 @dataclass(frozen=True, kw_only=True)

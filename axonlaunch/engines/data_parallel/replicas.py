@@ -116,7 +116,6 @@ def make_replicas(
         sync=sync,
         bucket_size_mb=ddp.bucket_size_mb,
         broadcast_buffers=ddp.broadcast_buffers,
-        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         reduce_dtype=None if gradient_dtypes == {reduce_dtype} else reduce_dtype,
         scatters_rows=scatters_rows,
         waits_in_backward=divisor(degrees_of(strategy), "sequences") == 1,

@@ -127,9 +127,8 @@ def _replicated_moments(
     before_loss = accumulated if layout.pipeline == 1 or layout.rounds > 1 else 0.0
     if _has_buckets(config, layout):
         # Gradients that accumulate without communication are separate from the buckets.
-        is_separate = accumulated or not config.strategy.ddp.gradient_as_bucket_view
-        before_loss = accumulated if is_separate else 1.0
-        accumulated, buckets = (accumulated, gradients) if is_separate else (1.0, 0.0)
+        before_loss = accumulated or 1.0
+        accumulated, buckets = (accumulated, gradients) if accumulated else (1.0, 0.0)
     cast, cast_ends = _cast_bytes(config, total, ends, shares)
 
     def moment(fraction: float, temporary: float = 0.0) -> dict[Category, float]:
