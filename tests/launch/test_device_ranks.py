@@ -22,7 +22,7 @@ from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.hints import hint
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.launch.local import rank_process
+from axonlaunch.launch.local import rank_error, rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.system.authentication import Credentials
@@ -158,8 +158,8 @@ TYPES, OTHER = ("error", "types"), ("error", "")
 def test_failure_text_separates_local_and_peer_failures(
     error: Exception, kind: str, cause: str
 ) -> None:
-    assert ("connection" if rank_process._is_connection(error) else "error") == kind
-    assert rank_process._cause(error) == cause
+    assert ("connection" if rank_error._is_connection(error) else "error") == kind
+    assert rank_error._cause(error) == cause
 
 
 def test_a_model_that_mixes_types_gets_a_hint_at_bf16() -> None:

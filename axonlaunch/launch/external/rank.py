@@ -38,6 +38,7 @@ from axonlaunch.launch.failures.report import Crash
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.local.rank_error import report_of
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_event, log_of
@@ -181,7 +182,7 @@ def _run(
         finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
         world.close()
     except BaseException as error:
-        peers.report(rank_process.report_of(error, spec))
+        peers.report(report_of(error, spec))
         traceback.print_exception(error)
         threading.Event().wait()  # the watching thread ends the process
         raise AssertionError("unreachable") from error
