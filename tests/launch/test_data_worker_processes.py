@@ -143,10 +143,13 @@ def test_a_failing_worker_ends_the_run_with_its_sample(
     seconds = ["launch.timeout_s=30"] if fault == "hang" else []
     ran = images("train", *RUN, *chosen, *seconds, status=1)
     assert ran.stderr.count("failed first") == 1
-    assert "SampleError: data=custom (images_of_a_test:Images): " in ran.stderr
+    kind = "WorkerDiedError" if fault == "kill" else "SampleError"
+    assert f"{kind}: data=custom (images_of_a_test:Images): " in ran.stderr
     assert "sample 40" in ran.stderr
     assert message in " ".join(ran.stderr.replace("│", " ").split())
-    if fault != "kill":
+    if fault == "kill":
+        assert "Traceback" not in ran.stderr
+    else:
         assert "images_of_a_test.py" in ran.stderr
         assert "in fail" in ran.stderr
     images.wait_until_gone(seconds=5)

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from axonlaunch.data.reading.progress import ProgressTable, end_task, record_in
 from axonlaunch.data.reading.sample_error import (
     SampleError,
+    WorkerDiedError,
     WorkerFailure,
     WorkerTracebackError,
     naming,
@@ -250,7 +251,7 @@ class WorkerProcesses(Generic[_Task, _Result]):
         faulthandler.register(_STACK_SIGNAL, file=self._stacks[worker], all_threads=False)
         record_in(self._progress, worker)
 
-    def _death(self) -> SampleError | None:
+    def _death(self) -> WorkerDiedError | None:
         """Return the error of the first dead worker; None if all are alive.
 
         A connection to a worker breaks a moment before the worker has an exit status.
@@ -264,7 +265,8 @@ class WorkerProcesses(Generic[_Task, _Result]):
             if status is None:
                 continue
             sample = self._progress.read(worker).sample or "its first sample"
-            return SampleError(f"{self.description}: the process that read {sample} {_end(status)}")
+            what = f"the process that read {sample} {_end(status)}"
+            return WorkerDiedError(f"{self.description}: {what}")
         return None
 
     def _hanging(self) -> tuple[str, str]:

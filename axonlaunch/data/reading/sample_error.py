@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from axonlaunch.config.problems.errors import ConfigError, failure_text
+from axonlaunch.config.problems.errors import ConfigError, PlainError, failure_text
 
 
 class SampleError(RuntimeError):
     """A sample could not be read. The cause is the exception of the user's code, or its text."""
+
+
+class WorkerDiedError(SampleError, PlainError):
+    """A process that reads samples ended before the rank did."""
 
 
 class WorkerTracebackError(Exception):
