@@ -192,7 +192,8 @@ def state_rounding(
     rounded = {
         name: floors.get(name.rpartition(".")[2], 0.0)
         for name, state in reference.states.items()
-        if (_is_quantized(state) if is_quantized else state.itemsize < FP32.nbytes)
+        if state.numel()
+        and (_is_quantized(state) if is_quantized else state.itemsize < FP32.nbytes)
     }
     return StateRounding(reference, rounded, spacing=spacing, of_largest=of_largest)
 
