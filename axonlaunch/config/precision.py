@@ -288,6 +288,12 @@ def quantizes_states(optimizer: Any) -> bool:
     return getattr(optimizer, "state_dtype", None) == EIGHT_BITS
 
 
+def rounds_states(optimizer: Any) -> bool:
+    """Return whether an optimizer's states are rounded after each update, to 16 or to 8 bits."""
+    stored = state_format(optimizer)
+    return quantizes_states(optimizer) or (stored is not None and stored.is_low)
+
+
 def update_format(optimizer: Any) -> NumberFormat | None:
     """Return the format in which an optimizer updates; None for the format of each parameter."""
     return None if state_format(optimizer) is None else FP32

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from support.configured import run_config
 from support.parity_table import BATCH, MODELS, Combination, combinations_in_tests
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from axonlaunch.verification.comparison import compare
 from axonlaunch.verification.comparison.comparison_config import harder_config
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import compare_tensors
+from axonlaunch.verification.references.plain_rounding import StateRounding, round_states
 from axonlaunch.verification.references.reference_runs import run_references
+from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.references.tolerances import Tolerances, floors
 from axonlaunch.verification.result import ParityResult
 
@@ -24,7 +30,10 @@ LOWER = ["train.precision=bf16", "train.param_dtype=bf16"]
 FP16 = ["train.precision=fp16", "train.param_dtype=fp16"]
 OWN = ["model=custom", "data=digits"]
 WIDE = ["model.hidden_size=128", "model.num_hidden_layers=2"]
-SMALL = ["model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"]
+GPT = [
+    *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
+    *("data=synthetic_tokens", "data.sequence_length=16"),
+]
 
 
 def verify(overrides: list[str], *, steps: int = 6) -> ParityResult:
@@ -85,7 +94,7 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
         [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],
         # Its updates round to bf16, even in a run in fp32.
-        ["data=synthetic_tokens", "data.sequence_length=16", *FSDP, "optimizer=muon", *SMALL],
+        [*GPT, *FSDP, "optimizer=muon"],
         [*MODELS["mlp"], *FSDP, "optimizer=lion"],
         [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
         [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
@@ -96,8 +105,8 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *ZERO1, *LOWER, "optimizer.master_weights=fp32", "train.grad_dtype=fp32"],
         [*MODELS["mlp"], *FSDP, *LOWER, "optimizer.master_weights=fp32", "optimizer=lion"],
         [*MODELS["gpt"], *TENSOR, *FP16, "optimizer.master_weights=fp32"],
-        [*MODELS["mlp"], *FSDP, "optimizer.state_dtype=bf16"],
-        [*MODELS["gpt"], *ZERO1, *WIDE, "optimizer=adamw_8bit"],
+        [*GPT, *FSDP, "optimizer.state_dtype=bf16"],
+        [*GPT, *TENSOR, "optimizer=adamw_8bit"],
         [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "optimizer=lion_8bit"],
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
         [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=fp8_tensorwise"],
@@ -178,3 +187,30 @@ def test_forty_steps_at_a_large_rate_pass() -> None:
     overrides = ["optimizer.lr=0.03", "model.num_hidden_layers=2", "data.sequence_length=8"]
     verdict = verify([*MODELS["gpt"], *TENSOR, *overrides], steps=40)
     assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-4])
+@pytest.mark.parametrize("exponent", [1, 2], ids=["normal", "squared"])
+def test_rounded_states_differ_by_the_derived_size(exponent: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(2**14, generator=generator) ** exponent
+    noise = torch.randn(state.shape, generator=generator) * state.square().mean().sqrt()
+    one, other = (_round_at_random(values) for values in (state, state + share * noise))
+    reference = Reference([], {}, {}, {}, {"weight.exp_avg": one}, {})
+    rounding = StateRounding(
+        reference, {"weight.exp_avg": 0.0}, spacing=2.0**-7, of_largest=2.0**-7
+    )
+    derived = rounding.of_state("weight.exp_avg", share, count=state.numel())
+    assert derived / 10 < _difference(other, one) < derived
+    assert derived < _difference(state.bfloat16().float(), one)  # rounding to nearest is found
+
+
+def _round_at_random(values: Tensor) -> Tensor:
+    weight, state = nn.Parameter(torch.zeros_like(values)), values.clone()
+    optimizer = SimpleNamespace(state={weight: {"exp_avg": state}})
+    round_states(cast("Optimizer", optimizer), {id(weight): "weight"}, seed=0, step=1)
+    return state
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return compare_tensors((0, "state", ""), actual, expected, floor=0.0).relative

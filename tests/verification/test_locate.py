@@ -9,11 +9,13 @@ import pytest
 import torch
 from support.configured import run_config
 from support.parity_table import MODELS
+from torch import nn
 
 import axonlaunch as ax
 from axonlaunch.comm.averaging import gradient_bucket
 from axonlaunch.engines.tensor.parallel_layers import layers
 from axonlaunch.verification.locating import locate
+from axonlaunch.verification.locating.recorded_steps import RecordedSteps
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 Patch = pytest.MonkeyPatch
@@ -130,3 +132,14 @@ def test_first_difference_is_named_with_ranks_and_factor(
 ) -> None:
     fault(monkeypatch)
     assert str(first(overrides)) == said
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.1), nn.Linear(16, 10))
+
+
+def test_outputs_of_a_model_with_dropout_are_compared_in_each_step() -> None:
+    chosen = ["model=custom", f"model.target={__name__}:dropping", "data=digits", *DDP]
+    recorded = RecordedSteps(run_config([*chosen, "train.global_batch_size=8"]))
+    compared = [(q.step, q.name) for q in recorded.quantities() if q.kind == "output" and q.pairs]
+    assert {(step, name) for step in (1, 2) for name in ("1", "2", "3")} <= {*compared}

@@ -1,5 +1,7 @@
 """The reference's rounding of optimizer states and of factors of products, on full tensors.
 
+``StateRounding`` bounds the differences that the rounding of states causes.
+
 It is written from the definitions. The hash of bf16 is computed in 64 bits, modulo 2^32.
 bitsandbytes quantizes blocks of the flat tensor. Products in 8 bits, and those of
 quantization-aware training, are products of rounded numbers; in the latter, gradients pass the
@@ -8,6 +10,7 @@ rounding inside of the range.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,13 +22,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from axonlaunch.config.precision import Float8Format, MatmulFormat, QuantizedFormat
+from axonlaunch.config import RunConfig
+from axonlaunch.config.precision import (
+    FP32,
+    Float8Format,
+    MatmulFormat,
+    QuantizedFormat,
+    quantizes_states,
+    rounds_states,
+    state_format,
+)
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.tensors.packed_blocks import state_values
+from axonlaunch.verification.references.reference_values import Reference
+from axonlaunch.verification.result import PARAMETER_FLOOR
 
 _MODULUS = 2**32
 _BLOCK, _LEAST_QUANTIZED = 64, 4096
 _POSITIVE = "exp_avg_sq"
+_CODE_SPACING, _LARGEST_SPACING = 2.0**-5, 2.0**-6
+"""Distance of most 8-bit codes, relative to a block's root mean square and to its largest value.
+
+There are 64 codes between 0.1 and 1 of the scale, the largest value, which is 2.5 times the root
+mean square of 64 normal numbers.
+"""
 _COUNTERS = ("step", "mu_product")
 """Scalar states, which are in fp32 even if the parameter is a scalar too."""
 
@@ -61,9 +81,7 @@ def quantize_states(optimizer: Optimizer) -> None:
 
     for parameter, states in optimizer.state.items():
         for key, value in states.items():
-            is_large = parameter.ndim > 1 and parameter.numel() >= _LEAST_QUANTIZED
-            is_whole = is_large and parameter.shape[-1] % _BLOCK == 0
-            if not is_whole or not is_like_parameter(key, value, parameter):
+            if not _is_quantized(value) or not is_like_parameter(key, value, parameter):
                 continue
             make: Any = functional.create_dynamic_map  # untyped in bitsandbytes
             code = make(signed=key != _POSITIVE).to(value.device)
@@ -73,11 +91,117 @@ def quantize_states(optimizer: Optimizer) -> None:
             value.copy_(kept.view(value.shape))
 
 
+def _is_quantized(state: Tensor) -> bool:
+    """Return whether a state with the shape of its parameter is stored in 8 bits."""
+    is_large = state.ndim > 1 and state.numel() >= _LEAST_QUANTIZED
+    return is_large and state.shape[-1] % _BLOCK == 0
+
+
 def saved_values(key: str, state: Tensor) -> Tensor:
     """Return the values of a saved state, given the key that ends with its name."""
     if state.dtype is not torch.uint8:
         return state
     return state_values(state, is_positive=key.endswith(f".{_POSITIVE}"))
+
+
+class StateRounding:
+    """Bounds the differences that the rounding of optimizer states causes.
+
+    Rounding errors change an unrounded state by a share ``d`` of its size. A fraction
+    ``d / spacing`` of its elements is then rounded to another neighbor, at a distance of
+    ``spacing``, so that the root mean square of the differences is ``sqrt(spacing * d)``. A single
+    element can always be among them, also the largest one. An element of an update changes by the
+    share by which its state changes.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        floors: Mapping[str, float],
+        *,
+        spacing: float,
+        of_largest: float,
+    ) -> None:
+        """Measure the states, and how far updates move the parameters.
+
+        Args:
+            reference: Values of one process.
+            floors: Lower bound for the size of elements of each rounded state, by name.
+            spacing: Distance of two neighbors relative to the root mean square.
+            of_largest: Distance of two neighbors at the largest element, relative to it.
+        """
+        self._spacing, self._of_largest = spacing, of_largest
+        self._peaks: dict[str, float] = {}
+        for name, floor in floors.items():
+            state = reference.states[name]
+            self._peaks[name] = float(state.abs().max()) / max(_size(state) + floor, 1e-300)
+        self._moves: dict[tuple[int, str], tuple[float, float]] = {}
+        after = (reference.saved_step, reference.parameters), (len(reference.steps), reference.end)
+        for step, parameters in after:
+            for name, end in parameters.items():
+                if end.is_floating_point() and end.numel():
+                    moved = end.float() - reference.start[name].float()
+                    largest, size = float(moved.abs().max()), _size(end) + PARAMETER_FLOOR
+                    self._moves[step, name] = _size(moved) / size, largest / size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._peaks
+
+    def of_state(self, name: str, unrounded: float, *, count: int) -> float:
+        """Return the relative difference of a rounded state.
+
+        Args:
+            name: Name of the state.
+            unrounded: Relative difference before rounding.
+            count: Number of elements that are compared.
+        """
+        one = self._of_largest * self._peaks[name] / math.sqrt(count)
+        return math.sqrt(self._spacing * unrounded) + one
+
+    def of_parameter(self, name: str, step: int, unrounded: float, *, count: int) -> float:
+        """Return the relative difference of a parameter that its rounded states cause.
+
+        Args:
+            name: Name of the parameter.
+            step: Number of updates.
+            unrounded: Relative difference of its states before rounding.
+            count: Number of elements that are compared.
+        """
+        mean, largest = self._moves.get((step, name), (0.0, 0.0))
+        one = self._spacing * largest / math.sqrt(count)
+        return math.sqrt(self._spacing * unrounded) * mean + one
+
+
+def state_rounding(
+    config: RunConfig, reference: Reference, *, floors: Mapping[str, float]
+) -> StateRounding | None:
+    """Return the effect of rounded states in a run; None if its states are not rounded.
+
+    Args:
+        config: Configuration of the layout.
+        reference: Values of one process.
+        floors: Lower bound for the size of elements, by kind of state.
+    """
+    if not rounds_states(config.optimizer):
+        return None
+    is_quantized, stored = quantizes_states(config.optimizer), state_format(config.optimizer)
+    if is_quantized or stored is None:
+        spacing, of_largest = _CODE_SPACING, _LARGEST_SPACING
+    else:
+        spacing = of_largest = 2 * stored.roundoff
+    rounded = {
+        name: floors.get(name.rpartition(".")[2], 0.0)
+        for name, state in reference.states.items()
+        if state.numel()
+        and (_is_quantized(state) if is_quantized else state.itemsize < FP32.nbytes)
+    }
+    return StateRounding(reference, rounded, spacing=spacing, of_largest=of_largest)
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the root mean square of the elements."""
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return float(norm) / math.sqrt(tensor.numel())
 
 
 def _rounded(values: Tensor, numbers: Tensor) -> Tensor:

@@ -333,6 +333,7 @@ class PlainRun:
             _refuse("" if number else self._lookahead(batch))
         return comparison_inputs.make_uneven(batch, step=number, custom_loss=self._custom_loss)
 
+    @torch.no_grad()
     def _num_masks(self, batch: AnyBatch) -> int:
         """Count the masks that a forward in training draws with dropout on."""
         recorder, buffers = MaskRecorder([], rank=0), clone_buffers(self.model)

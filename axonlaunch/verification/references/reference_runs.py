@@ -16,6 +16,7 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.optimization.optimizer import MuonConfig
+from axonlaunch.config.precision import rounds_states
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.plain_model import preserving_global_state
 from axonlaunch.verification.references.reference import NoReferenceError, PlainRun
@@ -31,7 +32,8 @@ be 50 times that of another.
 """
 _FEW_PARAMETERS = 2**20
 _ROUNDS_OTHERWISE = 2.0**-20
-"""Relative perturbation of weights of rounded products, 8 times fp32's epsilon.
+"""Relative perturbation of weights if factors of products or states are rounded: 8 times fp32's
+epsilon.
 
 A sum in another order, 1e-7, changes the rounding of one in 10^6 factors by 6%, which changes the
 rounding of others. In a small model this happens in some layouts only, and should then happen in
@@ -120,8 +122,10 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _machine_epsilon(config: RunConfig) -> float:
     """Return the machine epsilon of the lowest precision in use.
 
-    If factors of products are rounded, it is at least a size that changes the rounding of some.
+    If factors of products or states are rounded, it is at least a size that changes the rounding
+    of some.
     """
     precision = precision_of(config)
-    least = 0.0 if precision.products is None else _ROUNDS_OTHERWISE
+    rounds = precision.products is not None or rounds_states(config.optimizer)
+    least = _ROUNDS_OTHERWISE if rounds else 0.0
     return max(2 * precision.lowest.roundoff, least)

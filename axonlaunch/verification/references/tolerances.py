@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.run_precision import precision_of
-from axonlaunch.config.precision import quantizes_states, state_format
 from axonlaunch.verification.references.differences import (
     Difference,
     compare_numbers,
     compare_tensors,
 )
+from axonlaunch.verification.references.plain_rounding import StateRounding, state_rounding
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.result import (
     GRADIENT_FLOOR as GRADIENT_FLOOR,
@@ -34,6 +35,8 @@ from axonlaunch.verification.result import (
 
 TIMES = {False: 8.0, True: 4.0}
 """Allowed multiple of the measured noise, in fp32 (False) and in lower precision (True).
+
+Rounded states count as lower precision, because their noise is that of larger perturbations.
 
 A layout sums partial results in a different order and can therefore round more.
 """
@@ -77,12 +80,6 @@ _JUMP = 4.0
 
 This happens in some steps only, and can also happen in the layout.
 """
-_CODE_SPACING = 2.0**-5
-"""Distance of most 8-bit codes relative to the root mean square of a block.
-
-There are 64 codes between 0.1 and 1 of the scale, which is 2.5 times the root mean square of 64
-normal numbers.
-"""
 _ONLY_ROUNDING = 0.5
 """Relative difference of a first-step gradient that shows it to consist of rounding errors.
 
@@ -116,19 +113,14 @@ class Tolerances:
         self.base = tolerance_of(config)
         self._rounds_factors = precision_of(config).products is not None
         self._is_low = self.base > 1e-4 or self._rounds_factors
-        self._times = TIMES[self._is_low]
         self._lags_at = len(reference.steps) if reference.buffers and not self._is_low else None
         self._sizes = {name: start.numel() for name, start in reference.start.items()}
         self._has_same_operations = _has_same_operations(config, reference)
-        stored = state_format(config.optimizer)
-        self._state_spacing = 2 * stored.roundoff if stored is not None and stored.is_low else 0.0
-        """Relative distance of the numbers to which states are rounded; 0 if they aren't.
-
-        Where a state differs by a share d of its size, it is rounded to another neighbor with the
-        probability d / spacing, so the root mean square of differences is sqrt(d * spacing).
-        """
-        if quantizes_states(config.optimizer):
-            self._state_spacing = _CODE_SPACING
+        self._state_rounding: StateRounding | None = None
+        if not _is_fp64(reference):
+            floors_of = state_floors(reference.states)
+            self._state_rounding = state_rounding(config, reference, floors=floors_of)
+        self._times = TIMES[self._is_low or self._state_rounding is not None]
         self._noise: dict[tuple[int, str, str], float] = {}
         median_noise: dict[tuple[int, str], list[float]] = {}
         for other in others:
@@ -160,8 +152,14 @@ class Tolerances:
         }
         _make_monotonic(self._noise)
         _make_monotonic(self._median_noise)
-        # Over many fp32 steps the noise of references differs, independent of ReLU units.
-        has_jumps = self._is_low or len(reference.steps) <= FEW_STEPS
+        self._largest_noise: dict[int, float] = {}
+        for (step, kind, _), of_tensor in self._noise.items():
+            if kind == "gradient":
+                self._largest_noise[step] = max(of_tensor, self._largest_noise.get(step, 0.0))
+        # Independent of ReLU units, the noise of references differs over many fp32 steps, and if a
+        # state is rounded to another neighbor in only one of them.
+        has_few_steps = len(reference.steps) <= FEW_STEPS and self._state_rounding is None
+        has_jumps = self._is_low or has_few_steps
         of_gradients = [median_noise[key] for key in self._median_noise if key[1] == "gradient"]
         if has_jumps and any(max(of) > _JUMP * min(of) for of in of_gradients):
             self._use_largest_noise_in_every_step()
@@ -204,12 +202,40 @@ class Tolerances:
             kind = "state" if section == "optimizer" else "parameter"
             if (difference.step, "buffer", name) in self._noise:
                 kind = "buffer"
-        if kind == "state" and self._state_spacing:
-            base = max(base, math.sqrt(self._state_spacing * base))
         rounding = self._times * self._rounding(difference.step, kind, name)
         if self._has_same_operations:
             rounding = min(rounding, _MAX_SAME_OPERATIONS)
-        return max(base, rounding)
+        measured = max(base, rounding)
+        if self._state_rounding is None or kind not in ("gradient", "parameter", "state"):
+            return measured
+        quantity = replace(difference, kind=kind, name=name)
+        return self._with_rounded_states(quantity, self._state_rounding, measured)
+
+    def _with_rounded_states(
+        self, difference: Difference, rounded: StateRounding, measured: float
+    ) -> float:
+        """Return the tolerance of a gradient, a parameter or a state if states are rounded.
+
+        In fp32, these differences are due to single elements, which can be rounded to another
+        neighbor in any state. Later gradients then have the largest noise of all gradients.
+
+        Args:
+            difference: Difference of the quantity.
+            rounded: Effect of the rounding.
+            measured: Tolerance by the measured noise of this quantity.
+        """
+        step, kind, name = difference.step, difference.kind, difference.name
+        parameter = name.rpartition(".")[0] if kind == "state" else name
+        unrounded = max(self.base, self._times * self._rounding(step, "gradient", parameter))
+        if kind == "state" and name in rounded:
+            least = measured if self._is_low else unrounded
+            return max(least, rounded.of_state(name, unrounded, count=difference.count))
+        if self._is_low:
+            return measured
+        if kind == "parameter":
+            moved = rounded.of_parameter(name, step, unrounded, count=difference.count)
+            return max(measured, self.base + moved)
+        return max(measured, self._times * self._largest_noise.get(step, 0.0))
 
     def allows(self, difference: Difference) -> bool:
         """Return whether rounding explains a difference."""
@@ -280,11 +306,14 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_mixed = is_mixed and is_trained_in_fp32 and precision.products is None
     divides_only_samples = max(layout.degrees.values()) == 1
     is_like_plain = not train.compile and not train.defers_head and config.launch.backend == "mock"
-    is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0
-    is_like_plain = is_like_plain and not is_fp64 and not reference.rereads_parameters
+    is_like_plain = is_like_plain and not _is_fp64(reference) and not reference.rereads_parameters
     is_like_plain = is_like_plain and not reference.num_experts  # computed one after another
     return is_mixed and divides_only_samples and is_like_plain and is_power
+
+
+def _is_fp64(reference: Reference) -> bool:
+    return any(p.dtype is torch.float64 for p in reference.start.values())
 
 
 def _relative_noise(
