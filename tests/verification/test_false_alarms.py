@@ -24,7 +24,6 @@ LOWER = ["train.precision=bf16", "train.param_dtype=bf16"]
 FP16 = ["train.precision=fp16", "train.param_dtype=fp16"]
 OWN = ["model=custom", "data=digits"]
 WIDE = ["model.hidden_size=128", "model.num_hidden_layers=2"]
-QLORA = ["adapter=lora", "adapter.rank=64", "optimizer=adamw_8bit"]
 SMALL = ["model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"]
 
 
@@ -100,13 +99,15 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *FSDP, "optimizer.state_dtype=bf16"],
         [*MODELS["gpt"], *ZERO1, *WIDE, "optimizer=adamw_8bit"],
         [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "optimizer=lion_8bit"],
-        [*MODELS["gpt"], *FSDP, *WIDE, *QLORA, "adapter.base=nf4"],
-        [*MODELS["gpt"], *ZERO1, *WIDE, *QLORA, "adapter.base=int8"],
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
         [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=fp8_tensorwise"],
         [*MODELS["gpt"], *FSDP, *WIDE, *LOWER, "train.matmul_dtype=fp8_rowwise"],
         [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=qat_int8_int4"],
         [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "train.matmul_dtype=qat_int8_int4"],
+        [
+            *(*MODELS["gpt"], *FSDP, *WIDE, "train.precision=bf16", "optimizer=adamw_8bit"),
+            *("adapter=lora", "adapter.rank=64", "adapter.base=nf4"),
+        ],
         # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
         # fraction.
         [
