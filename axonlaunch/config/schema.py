@@ -46,6 +46,10 @@ _NO_GRAPHS = (
     "gradients over several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
     "max-autotune-no-cudagraphs"
 )
+_NO_CUT_CROSS_ENTROPY = (
+    "kernels of cut-cross-entropy are not offered, because they were not compared with those of "
+    "torch; use liger, or null with train.loss_chunk=1024, which save the memory of logits too"
+)
 
 ActivationCheckpointing = Literal["none", "full", "selective", "offload", "selective_offload"]
 _RECOMPUTATION: dict[ActivationCheckpointing, Literal["none", "full", "selective"]] = {
@@ -291,7 +295,10 @@ class TrainConfig:
     """number of tokens per chunk in which the output head and the loss are computed, and recomputed
     in backward, so that only the logits of one chunk exist at a time; null: no chunks
     """
-    loss_kernel: Literal["liger"] | None = None
+    loss_kernel: Literal["liger"] | None = field(
+        default=None,
+        metadata={"refused": dict.fromkeys(("cut_cross_entropy", "cce"), _NO_CUT_CROSS_ENTROPY)},
+    )
     """kernels of another package that compute the output head, the loss and their gradients in one
     pass, without all logits. liger: those of Liger-Kernel, on GPUs; null: kernels of torch
     """

@@ -39,7 +39,7 @@ LAYOUTS = {
     "fsdp": (2, "strategy=fsdp"),
     "recomputed": (2, "strategy=fsdp train.activation_checkpointing=full adapter.rslora=true"),
     "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2 adapter.base=int8"),
-    "tensor": (2, "strategy=tensor adapter.dora=true"),
+    "tensor": (2, "strategy=tensor adapter.dora=true optimizer=adamw_8bit"),
     "pipeline": (2, "strategy=pipeline adapter.dora=true adapter.base=int8"),
     "hybrid": (8, "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2"),
     "offload": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),

@@ -5,18 +5,21 @@ A step that makes the host wait raises, losses equal a CPU's, staged memory is p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from support.configured import run_config
 from support.rank_engine import rank_engine
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from axonlaunch.checkpoint.saving.staging import HostCopies
 from axonlaunch.comm import World
 from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.doctor.gpus import link_report
+from axonlaunch.engines.data_parallel.arriving_gradients import UpdateOnArrival
 from axonlaunch.models.build import spec_for
 from axonlaunch.training.ending.stop_vote import StopVote
 from axonlaunch.training.measuring.device_use import DeviceUse
@@ -29,6 +32,8 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 LLAMA = ["model=llama_debug", "data=synthetic_tokens", "data.sequence_length=64"]
+STEPS = 6
+"""Steps of training with offload."""
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp"],
@@ -84,12 +89,36 @@ def test_in_fp32_losses_are_those_of_a_cpu(world: World, model: str) -> None:
 
 @pytest.mark.parametrize("offload", ["params", "optimizer_states", "full"])
 def test_offloaded_training_equals_cpu(world: World, offload: str) -> None:
-    overrides = ["strategy=fsdp", f"strategy.fsdp.cpu_offload={offload}", "optimizer.lr=0.01"]
-    here = losses(world, *overrides, steps=6, may_wait=True)
-    on_cpu = World.mock(1).run(
-        lambda cpu: losses(cpu, "strategy=single", "optimizer.lr=0.01", steps=6)
-    )
-    assert here == pytest.approx(on_cpu[0], rel=1e-4)
+    check_offloaded(world, [f"strategy.fsdp.cpu_offload={offload}"])
+
+
+def test_training_with_updates_on_arrival_equals_cpu(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, units = UpdateOnArrival._begin, []
+
+    def begin_update(update: UpdateOnArrival, copied: Any, parameters: Sequence[Tensor]) -> None:
+        units.append(parameters)
+        begin(update, copied, parameters)
+
+    monkeypatch.setattr(UpdateOnArrival, "_begin", begin_update)
+    on_arrival = ["strategy.fsdp.cpu_offload=full", "train.optimizer_in_backward=true"]
+    check_offloaded(world, on_arrival, "train.grad_clip=null")
+    assert len(units) > STEPS, "gradients did not arrive by themselves"
+
+
+def check_offloaded(world: World, offload: Sequence[str], *overrides: str) -> None:
+    """Fail if losses with offload differ from those of one process on a CPU.
+
+    Args:
+        world: World with a GPU.
+        offload: Settings of the offload.
+        overrides: Settings of both runs.
+    """
+    common = ("optimizer.lr=0.01", *overrides)
+    here = losses(world, "strategy=fsdp", *offload, *common, steps=STEPS, may_wait=True)
+    [on_cpu] = World.mock(1).run(lambda cpu: losses(cpu, "strategy=single", *common, steps=STEPS))
+    assert here == pytest.approx(on_cpu, rel=1e-4)
 
 
 @pytest.mark.usefixtures("world")

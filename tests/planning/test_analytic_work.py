@@ -391,6 +391,16 @@ def test_analytic_memory_of_low_precision_is_close_to_trace(numerics: str, layou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", ["train.loss_chunk=256", "train.loss_kernel=liger"])
+def test_analytic_memory_without_all_logits_is_close_to_trace(loss: str) -> None:
+    """With all logits, the run would need twice the memory."""
+    large = ["model.vocab_size=16384", "data.vocab_size=16384", "train.micro_batch_size=16"]
+    chosen = estimate_config([*MODEL, *large, "strategy=single", "launch.nproc=1", loss])
+    reported = highest_peak(analytic.Formulas.of(chosen), chosen)
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.08)
+
+
+@pytest.mark.slow
 def test_analytic_work_of_model_with_minimum_batch() -> None:
     overrides = [
         "model=custom",

@@ -113,6 +113,10 @@ def unused() -> nn.Module:
         [*MODELS["gpt"], *FSDP, *WIDE, *LOWER, "train.matmul_dtype=fp8_rowwise"],
         [*MODELS["gpt"], *TENSOR, *WIDE, "train.matmul_dtype=qat_int8_int4"],
         [*MODELS["gpt"], *TENSOR, *WIDE, *LOWER, "train.matmul_dtype=qat_int8_int4"],
+        [
+            *(*MODELS["gpt"], *FSDP, *WIDE, "train.precision=bf16", "optimizer=adamw_8bit"),
+            *("adapter=lora", "adapter.rank=64", "adapter.base=nf4"),
+        ],
         # With 24 units of ReLU and 8 samples, one unit that rounding turns on is a large
         # fraction.
         [

@@ -14,6 +14,19 @@ from axonlaunch.config.registry import Entry, Needs, RegisteredConfig, Registry
 
 MOST_LAYERS = 10_000
 """Largest number of layers; every layer is built, on ``meta`` at least, before any estimate."""
+_FLASH_IN_TORCH = (
+    "FlashAttention is used as a kernel of torch; use auto, with train.attention_kernel=flash to "
+    "allow no other kernel"
+)
+_NO_FLASH_4 = (
+    "kernels of FlashAttention 4 are not offered, because they were not compared with those of "
+    "torch; use auto or flex"
+)
+_FLASH_KERNELS = {
+    **dict.fromkeys(("flash", "flash2", "flash_attention_2", "flash_attention_3"), _FLASH_IN_TORCH),
+    **dict.fromkeys(("fa4", "flash4", "flash_attention_4"), _NO_FLASH_4),
+}
+"""Reasons by the names that other tools have for kernels of FlashAttention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +262,9 @@ class TransformersModel:
     """folder with a config.json, or model id on the Hugging Face Hub; null: only model.config"""
     config: dict[str, Any] = field(default_factory=dict)
     """nested overrides of keys in config.json; model_type is required without a path"""
-    attention: Literal["auto", "sdpa", "flex", "eager"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "eager"] = field(
+        default="auto", metadata={"refused": _FLASH_KERNELS}
+    )
     """implementation of attention; auto: chosen by transformers"""
     revision: str | None = None
     """branch, tag or commit of the model id; null: the main branch"""

@@ -16,8 +16,17 @@ FOREIGN_OPTIONS = {
     "optimizer=adamw_torch": "adamw",
     "optimizer=adamw_torch_8bit": "adamw_8bit",
     "optimizer=adamw_torch_fused": "adamw",
-    "optimizer=paged_adamw_32bit": "adamw",
-    "optimizer=paged_adamw_8bit": "adamw_8bit",
+    "optimizer=lion_32bit": "lion",
+    **{
+        f"optimizer=paged_{name}": f"{meant} with strategy.fsdp.cpu_offload=optimizer_states"
+        for name, meant in {
+            "adamw": "adamw",
+            "adamw_32bit": "adamw",
+            "adamw_8bit": "adamw_8bit",
+            "lion_32bit": "lion",
+            "lion_8bit": "lion_8bit",
+        }.items()
+    },
     "strategy=context_parallel": "strategy.context.degree=2",
     "strategy=data_parallel": "ddp",
     "strategy=deepspeed": "zero1, zero2 or fsdp",

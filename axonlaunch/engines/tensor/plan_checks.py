@@ -289,14 +289,19 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
 def broken_rows(module: nn.Module, plan: Mapping[str, str], *, degree: int) -> Iterator[str]:
     """Yield the parameters with rows that a plan splits within blocks of ``BLOCK`` values.
 
+    Quantized weights are left out: they are frozen and have no optimizer states.
+
     Args:
         module: The full model, on any device.
         plan: Maps name patterns to styles.
         degree: Number of ranks on the tensor axis.
     """
     for entry in style_modules(module, plan):
+        stored = dict(entry.module.named_parameters())
         for key, shard in _row_shards(entry).items():
-            parameter = entry.module.get_parameter(key)
+            parameter = stored[key]
+            if format_of(parameter) is not None:
+                continue
             of_rank, rest = divmod(parameter.shape[-1], degree * shard.pieces)
             is_row = shard.dim == parameter.ndim - 1 and parameter.ndim > 1
             if is_row and (rest or of_rank % BLOCK):

@@ -70,6 +70,7 @@ class BlockFormat(ABC):
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [..., n] of a quantized tensor or of this rank's part of one."""
         packed = local_tensor(packed).detach()
+        assert packed.shape[-1] == self.block_bytes, "the tensor has another format"
         shape = (*packed.shape[:-2], packed.shape[-2] * BLOCK)
         if not packed.numel():
             return torch.empty(shape, dtype=dtype, device=packed.device)

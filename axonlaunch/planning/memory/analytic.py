@@ -231,7 +231,8 @@ def on_one_device(config: RunConfig) -> RunConfig:
 def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """Trace the activations of one sample for each mode of activation checkpointing.
 
-    The trace uses two ranks that shard their parameters, so that parameters are not counted.
+    The trace uses two ranks that shard their parameters, so that parameters are not counted. It has
+    no loss in chunks, because ``peak_bytes`` counts the chunk.
 
     Args:
         config: A run on one device, with ``SAMPLES`` samples per step.
@@ -240,7 +241,8 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
         ConfigError: The run cannot be traced.
     """
     two_ranks = {"train.global_batch_size": 2 * SAMPLES, **settings_for_ranks(2)}
-    config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
+    unchunked = {"train.loss_chunk": None, **two_ranks}
+    config = with_values(config, {"strategy.data_parallel": "fsdp", **unchunked})
     sizes = source_of(config).scaled_sizes()
     period, leading = sizes.period, sizes.leading
     depths = (period, 2 * period) if sizes.num_blocks else (0, 0)

@@ -51,12 +51,12 @@ def read_by_one_process(
     floor = state_floors(reference.states)
     for section, tensors in wanted.items():
         for name, expected in tensors.items():
-            least = PARAMETER_FLOOR
+            least, actual = PARAMETER_FLOOR, read[section][name]
             if section == "optimizer":
                 least = floor.get(name.rpartition(".")[2], 0.0)
-            quantity, actual = (number, "checkpoint", f"{section}.{name}"), read[section][name]
-            if quantizes_states(config.optimizer):
-                actual = saved_values(name, actual)
+                if quantizes_states(config.optimizer):
+                    actual = saved_values(name, actual)
+            quantity = (number, "checkpoint", f"{section}.{name}")
             yield compare_tensors(quantity, actual, expected, floor=least)
     steps = as_number(read["counters"]["step"]) or 0.0
     yield compare_numbers(number, "checkpoint", steps, float(reference.saved_step))
