@@ -110,15 +110,10 @@ class RoutedCausalLM(CausalLM):
         if loss is None or not self.shares_router_loss:
             return hidden
         model: Any = self
-        if not (logits := library.recorded_router_logits()):
+        if not (layers := library.recorded_router_choices(top_k=model.num_experts_per_tok)):
             loss.share_nothing(num_experts=model.num_experts, device=hidden.device)
             return hidden
-        share = loss.share(
-            logits,
-            num_experts=model.num_experts,
-            top_k=model.num_experts_per_tok,
-            mask=library.present_tokens(),
-        )
+        share = loss.share(layers, num_experts=model.num_experts, mask=library.present_tokens())
         return loss.attach(hidden, share * _coefficient(model))
 
 
