@@ -44,7 +44,8 @@ def num_experts(model: Any) -> int | None:
     For ``model=hf`` it is in ``model.config`` or in the ``config.json`` of a local folder.
     """
     content = {"num_experts": getattr(model, "num_experts", None)}
-    content |= _config_file(getattr(model, "path", None)) | getattr(model, "config", {})
+    if isinstance(overrides := getattr(model, "config", None), Mapping):
+        content |= {**_config_file(getattr(model, "path", None)), **overrides}
     numbers = [content[name] for name in _NUM_EXPERTS if isinstance(content.get(name), int)]
     return numbers[0] if numbers else None
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
-from axonlaunch.engines.expert.dispatch import Dispatch
+from axonlaunch.engines.expert.dispatch import Dispatch, LostRowsError
 from axonlaunch.engines.expert.routing import InvalidRouteError, choice_of, naming_invalid_route
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
@@ -58,9 +58,11 @@ class DispatchedExperts(ReadsLocally):
             rows, local_experts, ticket = self.dispatch.send(hidden, experts)
         except InvalidRouteError as error:
             raise self._explain(error, weights.detach()) from None
+        self._require_rows("send", rows, like=local_experts)
         ones = torch.ones_like(local_experts, dtype=weights.dtype).unsqueeze(-1)
         results = super().forward(rows, local_experts.unsqueeze(-1), ones)
         combined = self.dispatch.combine(results, weights, ticket)
+        self._require_rows("combine", combined, like=hidden)
         if self.tensor_group is not None:
             combined = collect_from(combined, self.tensor_group, 0)
         # Not a view if possible, because fully_shard warns about views.
@@ -77,6 +79,15 @@ class DispatchedExperts(ReadsLocally):
         if group is not None:
             token += group.rank * len(weights)
         return InvalidRouteError.of_layer(self.layer, reason, token=token)
+
+    def _require_rows(self, method: str, rows: Tensor, *, like: Tensor) -> None:
+        """Refuse a registered dispatch that lost rows; a sum of fewer would be broadcast."""
+        if len(rows) != len(like):
+            name = type(self.dispatch).__name__
+            raise LostRowsError(
+                f"{name}.{method} of strategy.expert.dispatch returned {len(rows)} rows for "
+                f"{self.layer}, not {len(like)}; it must drop no token"
+            )
 
     def _part(self, value: Tensor, group: ProcessGroup) -> Tensor:
         """Return this tensor rank's part of all tokens, padded to equal parts."""
