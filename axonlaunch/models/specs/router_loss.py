@@ -61,7 +61,9 @@ def router_loss_of_batch(
         probabilities, experts = probabilities[is_counted], experts[is_counted]
     if not len(experts):
         return probabilities.sum()
-    frequencies = experts.flatten().bincount(minlength=num_experts) / len(experts)
+    # Not bincount, which torch can't run on tensors without values.
+    counts = nn.functional.one_hot(experts, num_experts).sum((0, 1))
+    frequencies = counts / len(experts)
     return num_experts * (frequencies * probabilities.mean(0)).sum()
 
 
