@@ -78,6 +78,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "phimoe": {"router_jitter_noise": 0.0},  # otherwise routers choose among close scores at random
     "big_bird": {"attention_type": "original_full"},  # sparse attention draws random blocks
     "cpmant": {"init_std": 0.02, "dim_head": 16, "dim_ff": 128},
     "blt": {
