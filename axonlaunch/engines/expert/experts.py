@@ -24,6 +24,7 @@ from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.modules.convert_module import convert_module
 from axonlaunch.models.tensors.packed_blocks import BLOCK
+from axonlaunch.models.torch_internals import is_fake
 
 
 class DispatchedExperts(ReadsLocally):
@@ -75,7 +76,7 @@ class DispatchedExperts(ReadsLocally):
         token, group = error.token, self.tensor_group
         reason = str(error)
         if not weights[token].isfinite().all():
-            reason = f"the weights of its experts are {weights[token].tolist()}"
+            reason = _weights_reason(weights[token])
         if group is not None:
             token += group.rank * len(weights)
         return InvalidRouteError.of_layer(self.layer, reason, token=token)
@@ -142,7 +143,9 @@ def dispatch_experts(
 
 
 def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> None:
-    """Make experts without an expert axis report the layer and token of an invalid expert.
+    """Make experts without an expert axis report the layer and token of an invalid route.
+
+    Values are looked at on CPUs only, because on a GPU each check makes the host wait.
 
     Args:
         stages: Models or pipeline stages.
@@ -160,10 +163,26 @@ def _explained_forward(module: Any, layer: str) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
+        _require_finite_weights(layer, kwargs.get("top_k_weights", args[-1] if args else None))
         with naming_invalid_route(layer, choice_of(args, kwargs), num_experts=num_experts):
             return forward(*args, **kwargs)
 
     return compute
+
+
+def _require_finite_weights(layer: str, weights: Tensor) -> None:
+    if weights.device.type != "cpu" or is_fake(weights):
+        return
+    weights = weights.detach().flatten(0, -2)
+    is_finite = weights.isfinite().all(-1)
+    if not is_finite.all():
+        token = int((~is_finite).nonzero()[0])
+        raise InvalidRouteError.of_layer(layer, _weights_reason(weights[token]), token=token)
+
+
+def _weights_reason(weights: Tensor) -> str:
+    """Return what is wrong with the weights of a token, [K]."""
+    return f"the weights of its experts are {weights.tolist()}"
 
 
 def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:
