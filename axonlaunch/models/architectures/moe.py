@@ -171,7 +171,7 @@ class MixtureOfExperts(Llama):
         super().__init__(config)
         self.takes_present = bool(config.router_aux_loss)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, positions: Tensor | None = None, present: Tensor | None = None
     ) -> Tensor | ModelOutputs:
         """Map tokens to logits, see ``Llama.forward``; outside of an engine also to a loss.
