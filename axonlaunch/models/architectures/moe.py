@@ -187,24 +187,26 @@ class MixtureOfExperts(Llama):
             outputs = super().forward(x, positions)
         finally:
             _CHOICES.reset(token)
-        # The probabilities of DeepSeek-V3 (2024, equation 19), and of softmax.
-        layers = [
-            RouterChoices(scores / scores.sum(-1, keepdim=True), experts)
-            for scores, experts in choices
-        ]
-        return self._with_router_loss(outputs, layers, present)
+        return self._with_router_loss(outputs, choices, present)
 
     def _with_router_loss(
-        self, outputs: Tensor, layers: list[RouterChoices], present: Tensor | None
+        self, outputs: Tensor, choices: list[tuple[Tensor, Tensor]], present: Tensor | None
     ) -> Tensor | ModelOutputs:
         weight, num_experts = float(self.config.router_aux_loss), self.config.num_experts
+        # The probabilities of DeepSeek-V3 (2024, equation 19), and of softmax.
+        layers = (
+            RouterChoices(scores / scores.sum(-1, keepdim=True), experts)
+            for scores, experts in choices
+        )
         if (loss := current_router_loss()) is None:
-            total = router_loss_of_batch(layers, num_experts=num_experts, mask=present)
+            total = router_loss_of_batch([*layers], num_experts=num_experts, mask=present)
             return ModelOutputs(outputs, total * weight)
-        if not layers:  # a pipeline stage of dense blocks
+        if not choices:  # a pipeline stage of dense blocks
             loss.share_nothing(num_experts=num_experts, device=outputs.device)
             return outputs
-        share = loss.share(layers, num_experts=num_experts, mask=present) * weight
+        share = weight * loss.share(
+            layers, num_experts=num_experts, mask=present, device=outputs.device
+        )
         if self.lm_head is None:
             return loss.attach(outputs, share)
         loss.add(share)

@@ -19,7 +19,11 @@ from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.specs.model_spec import ModelOutputs
-from axonlaunch.models.specs.router_loss import RouterLossModel, current_router_loss
+from axonlaunch.models.specs.router_loss import (
+    RouterLossModel,
+    choices_of_logits,
+    current_router_loss,
+)
 from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
@@ -110,10 +114,15 @@ class RoutedCausalLM(CausalLM):
         if loss is None or not self.shares_router_loss:
             return hidden
         model: Any = self
-        if not (layers := library.recorded_router_choices(top_k=model.num_experts_per_tok)):
+        if not (logits := library.recorded_router_logits()):
             loss.share_nothing(num_experts=model.num_experts, device=hidden.device)
             return hidden
-        share = loss.share(layers, num_experts=model.num_experts, mask=library.present_tokens())
+        share = loss.share(
+            choices_of_logits(logits, top_k=model.num_experts_per_tok),
+            num_experts=model.num_experts,
+            mask=library.present_tokens(),
+            device=hidden.device,
+        )
         return loss.attach(hidden, share * _coefficient(model))
 
 

@@ -9,10 +9,10 @@ terms of the tokens in each of its micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,17 @@ class RouterChoices(NamedTuple):
     probabilities: Tensor
     experts: Tensor
 
-    @classmethod
-    def of_logits(cls, logits: Tensor, *, top_k: int) -> Self:
-        """Return the choices of a router that takes the experts with the largest logits.
 
-        Args:
-            logits: Logits [tokens, E].
-            top_k: Number of experts of a token, K.
-        """
+def choices_of_logits(gate_logits: Iterable[Tensor], *, top_k: int) -> Iterator[RouterChoices]:
+    """Yield the choices of routers that take the experts with the largest logits.
+
+    Args:
+        gate_logits: Logits of each layer's router, [tokens, E].
+        top_k: Number of experts of a token, K.
+    """
+    for logits in gate_logits:
         probabilities = logits.softmax(-1)
-        return cls(probabilities, probabilities.detach().topk(top_k, dim=-1).indices)
+        yield RouterChoices(probabilities, probabilities.detach().topk(top_k, dim=-1).indices)
 
 
 def router_loss_of_batch(
@@ -135,16 +136,21 @@ class RouterLoss:
         self._counts = self._share = self._attached = None
 
     def share(
-        self, layers: Sequence[RouterChoices], *, num_experts: int, mask: Tensor | None
+        self,
+        layers: Iterable[RouterChoices],
+        *,
+        num_experts: int,
+        mask: Tensor | None,
+        device: torch.device,
     ) -> Tensor:
         """Return the share of a micro-batch in the loss, 0-dim.
 
         Args:
-            layers: Choices of each layer with experts.
+            layers: Choices of each layer with experts, one after another to save memory.
             num_experts: Number of experts, E.
             mask: Whether each token counts, of any shape with as many elements; None: all do.
+            device: Device of the choices.
         """
-        device = layers[0].probabilities.device
         probabilities = torch.zeros(num_experts, device=device)
         if self._mode == "off":
             return probabilities.sum()

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.modules import attention
-from axonlaunch.models.specs.router_loss import RouterChoices, current_router_loss
+from axonlaunch.models.specs.router_loss import choices_of_logits, current_router_loss
 from axonlaunch.models.torch_internals import is_fake, unset_fake_temporarily
 
 OLDEST = (5, 9)
@@ -141,9 +141,10 @@ def mask_router_loss(module_name: str) -> bool:
             return original(*call.args, **call.kwargs)
         call.apply_defaults()
         return loss.share(
-            router_choices(gate_logits, top_k=call.arguments["top_k"]),
+            choices_of_logits(gate_logits, top_k=call.arguments["top_k"]),
             num_experts=call.arguments["num_experts"],
             mask=call.arguments["attention_mask"],
+            device=gate_logits[0].device,
         )
 
     module.load_balancing_loss_func = load_balancing_loss_func
@@ -160,26 +161,11 @@ def shares_router_loss(module_name: str) -> bool:
     return parameters == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
-def recorded_router_choices(*, top_k: int) -> list[RouterChoices]:
-    """Return the choices of routers that a running forward has recorded so far.
-
-    Args:
-        top_k: Number of experts of a token.
-    """
+def recorded_router_logits() -> tuple[Tensor, ...]:
+    """Return the router logits that a running forward has recorded so far."""
     capturing: Any = importlib.import_module("transformers.utils.output_capturing")
     recorded = capturing._active_collector.get() or {}
-    layers = [logits for logits in recorded.get("router_logits", ()) if logits is not None]
-    return router_choices(layers, top_k=top_k)
-
-
-def router_choices(gate_logits: Iterable[Tensor], *, top_k: int) -> list[RouterChoices]:
-    """Return the choices that transformers' auxiliary loss derives from logits.
-
-    Args:
-        gate_logits: Logits of each layer's router, [tokens, E].
-        top_k: Number of experts of a token.
-    """
-    return [RouterChoices.of_logits(logits, top_k=top_k) for logits in gate_logits]
+    return tuple(logits for logits in recorded.get("router_logits", ()) if logits is not None)
 
 
 def present_tokens() -> Tensor | None:
