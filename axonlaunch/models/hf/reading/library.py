@@ -217,6 +217,9 @@ def transformers() -> Any:
     # transformers imports an installed torchao, which reports kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It caches comparisons of versions, which can't change while torch compiles its code.
+    cached = "Dynamo detected a call to a `functools.lru_cache`"
+    warnings.filterwarnings("ignore", message=cached)
     module = importlib.import_module("transformers")
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
