@@ -136,11 +136,27 @@ def test_muon_leaves_adapters_of_experts_to_adamw() -> None:
     assert 0 < len(adapted) < len(facts)
 
 
-def test_compiled_experts_in_fp32_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            [],
+            "train.compile=true: torch compiles products of experts only in bf16; use "
+            "train.precision=bf16",
+        ),
+        (
+            ["train.precision=bf16", "model.router_aux_loss=0.1"],
+            "model.router_aux_loss=0.1: compiled blocks can't pass on the choices of their "
+            "routers; use false",
+        ),
+    ],
+    ids=["fp32", "loss of routers"],
+)
+def test_experts_that_cannot_be_compiled_are_refused(overrides: list[str], problem: str) -> None:
+    chosen = [*SETTINGS, *LAYOUTS["fsdp"], *UNBALANCED, "train.compile=true", *overrides]
     with pytest.raises(ConfigError) as refused:
-        run_config([*SETTINGS, *LAYOUTS["fsdp"], *UNBALANCED, "train.compile=true"])
-    message = "torch compiles products of experts only in bf16; use train.precision=bf16"
-    assert str(refused.value) == f"train.compile=true: {message}"
+        run_config(chosen)
+    assert str(refused.value) == problem
 
 
 @pytest.mark.slow
