@@ -58,6 +58,9 @@ SIZES: dict[str, Any] = {
 }
 """Tiny sizes by their usual names; each class gets those that it has."""
 
+NOTES = {"phimoe": "with model.config.router_jitter_noise=0"}
+"""Settings that equality needs, by model type."""
+
 _BLT_PART = {
     "vocab_size": 260,
     "hidden_size": 64,
