@@ -312,6 +312,6 @@ def test_degree_that_does_not_fit_the_experts_is_refused(
 
 def test_legal_degrees_divide_the_experts_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 6}')
+    layout = ["strategy=fsdp", "strategy.expert.degree=3", "launch.nproc=4"]
     with pytest.raises(ConfigError, match=r"6 experts are split among the 4 ranks .*; use 1 or 2$"):
-        layout = ["strategy=fsdp", "strategy.expert.degree=3", "launch.nproc=4"]
         run_config([*SETTINGS, f"model.path={tmp_path}", *layout])
