@@ -307,7 +307,7 @@ class MeshEngine:
             inputs = torch.nn.functional.pad(inputs, (0, padding))
         if context is not None:
             inputs = inputs[:, context.positions(inputs.shape[1])]
-        with evaluating(self.modules), parts.losses.whole_logits():
+        with evaluating(self.modules), parts.losses.whole_logits(), self._routing("off"):
             outputs = parts.losses.gather_outputs(parts.passes.predict(inputs))
         if context is not None:
             outputs = context.join(outputs)

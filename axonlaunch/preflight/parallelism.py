@@ -294,6 +294,9 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
             "choice; use none, or train.compile=false"
         )
         yield ConfigIssue("train.activation_checkpointing", message, mode)
+    if is_included and config.train.compile and spec.mixes_samples == "batch":
+        message = "compiled blocks can't pass on the choices of their routers; use false"
+        yield ConfigIssue("model.router_aux_loss", message, described.router_aux_loss)
     if not balances_by_bias(described):
         return
     experts = spec.experts(model)

@@ -112,7 +112,7 @@ def prove(kind: str, layout: str) -> Row:
             with tempfile.TemporaryDirectory() as folder:
                 lost = hf_export.difference(chosen, Path(folder))
             return Row(kind, layout, "different" if lost else "equal", lost)
-        result, note = on_mock(chosen, ComparisonPlan(steps=STEPS)), ""
+        result, note = on_mock(chosen, ComparisonPlan(steps=STEPS)), hf_tiny.NOTES.get(kind, "")
         if layout in INSTEAD and "got no gradient" in (result.failure or ""):
             result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), ComparisonPlan(steps=STEPS))
             note = f"with {' '.join(INSTEAD[layout])}"

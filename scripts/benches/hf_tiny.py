@@ -58,6 +58,9 @@ SIZES: dict[str, Any] = {
 }
 """Tiny sizes by their usual names; each class gets those that it has."""
 
+NOTES = {"phimoe": "with model.config.router_jitter_noise=0"}
+"""Settings that equality needs, by model type."""
+
 _BLT_PART = {
     "vocab_size": 260,
     "hidden_size": 64,
@@ -78,6 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "phimoe": {"router_jitter_noise": 0.0},  # otherwise routers choose among close scores at random
     "big_bird": {"attention_type": "original_full"},  # sparse attention draws random blocks
     "cpmant": {"init_std": 0.02, "dim_head": 16, "dim_ff": 128},
     "blt": {

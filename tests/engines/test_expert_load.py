@@ -20,6 +20,7 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
+from axonlaunch.comm.errors import RankFailedError
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.diagnostics.report.page_data import page_data
@@ -202,6 +203,42 @@ def test_registered_dispatch_moves_the_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert DISPATCHES.summaries()["counted"] == "All-to-all, counted."
     assert calls["send"] == 2 * 3  # ranks and layers
     assert len({*losses}) == 1
+
+
+class DropsResults(AllToAll):
+    def combine(self, results: Tensor, weights: Tensor, ticket: object) -> Tensor:
+        return super().combine(results, weights, ticket)[:1]
+
+
+class DropsRows(AllToAll):
+    def send(self, hidden: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, object]:
+        rows, local_experts, ticket = super().send(hidden, experts)
+        return rows[1:], local_experts, ticket
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "message"),
+    [
+        (
+            DropsResults,
+            r"DropsResults\.combine .* returned 1 rows for layers\.1\.mlp\.experts, not 32",
+        ),
+        (DropsRows, r"DropsRows\.send .* returned \d+ rows for layers\.1\.mlp\.experts, not \d+"),
+    ],
+)
+def test_dispatch_that_drops_tokens_is_an_error(
+    dispatch: type[AllToAll], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DISPATCHES, "_entries", dict(DISPATCHES._entries))
+    register_dispatch("drops")(dispatch)
+    chosen = run_config([*SETTINGS, *LAYOUTS["fsdp-2"], "strategy.expert.dispatch=drops"])
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.train_step(loader.batch(0))
+
+    with pytest.raises(RankFailedError, match=message):
+        World.mock(4).run(run)
 
 
 def test_dispatch_without_an_expert_degree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.utils
 from support.configured import run_config
 from support.hf_families import FAMILIES
-from support.moe_layouts import LAYOUTS, RATE, SETTINGS
+from support.moe_layouts import LAYOUTS, RATE, SETTINGS, WEIGHT
 from support.parity import assert_trains_as_one_process
 from support.rank_engine import rank_engine
 from torch import Tensor
@@ -32,11 +32,25 @@ CASES = [pytest.param(key, marks=() if key in FAST else pytest.mark.slow) for ke
 
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
 """Losses and norms of the steps, and the biases of routers after the last one."""
+UNBALANCED = ["model.balance=none", "model.balance_rate=1e-3", "model.router_aux_loss=false"]
+"""Settings of models whose experts are not balanced."""
+
+
+def balancing_loss(routed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Return the loss of Switch Transformers over all layers, from the outputs of routers.
+
+    With E experts it is ``E * sum(f_e * P_e)``: the choices of each expert per token, and its mean
+    share of a token's scores.
+    """
+    scores = torch.cat([logits.sigmoid() for logits, _, _ in routed])
+    chosen = torch.cat([experts for _, _, experts in routed])
+    frequencies = chosen.flatten().bincount(minlength=8) / len(chosen)
+    return 8 * (frequencies * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
 
 
 @functools.cache
 def plain() -> Trained:
-    """Train with torch: the loss of the whole batch, AdamW, and a bias moved by signs."""
+    """Train with torch: the losses of the whole batch, AdamW, and a bias moved by signs."""
     chosen = run_config([*SETTINGS, *LAYOUTS["single"]])
     model: Any = build_model(chosen.model, seed=chosen.seed)
     loader = rank_loader(
@@ -47,19 +61,19 @@ def plain() -> Trained:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99))
     routers = {n: m for n, m in model.named_modules() if hasattr(m, "e_score_correction_bias")}
-    chosen_experts: dict[str, Tensor] = {}
+    routed: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, router in routers.items():
-        router.register_forward_hook(
-            lambda _, __, output, name=name: chosen_experts.update({name: output[2]})
-        )
+        router.register_forward_hook(lambda _, __, output, name=name: routed.update({name: output}))
     losses, norms = [], []
     for step in range(STEPS):
         batch = loader.batch(step)
-        loss = cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        logits = model(batch.inputs).logits.flatten(0, 1)
+        loss = cross_entropy(logits, batch.targets.flatten())
+        loss = loss + WEIGHT * balancing_loss([*routed.values()])
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         for name, router in routers.items():
-            counts = chosen_experts[name].flatten().bincount(minlength=8).double()
+            counts = routed[name][2].flatten().bincount(minlength=8).double()
             router.e_score_correction_bias += RATE * (counts.mean() - counts).sign().float()
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +128,7 @@ def test_muon_of_experts_trains_as_in_one_process(layout: str) -> None:
 
 def test_muon_leaves_adapters_of_experts_to_adamw() -> None:
     """Their matrices are not those of one expert."""
-    chosen = [*SETTINGS, *LAYOUTS["single"], "model.balance=none", "model.balance_rate=1e-3"]
+    chosen = [*SETTINGS, *LAYOUTS["single"], *UNBALANCED]
     config = run_config([*chosen, "adapter=lora", "adapter.targets=[q_proj,experts.*]"])
     facts = parameter_facts(spec_for(config), construct(config, seed=0))
     adapted = {name for name, entry in facts.items() if not entry.is_hidden_matrix}
@@ -122,11 +136,27 @@ def test_muon_leaves_adapters_of_experts_to_adamw() -> None:
     assert 0 < len(adapted) < len(facts)
 
 
-def test_compiled_experts_in_fp32_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            [],
+            "train.compile=true: torch compiles products of experts only in bf16; use "
+            "train.precision=bf16",
+        ),
+        (
+            ["train.precision=bf16", "model.router_aux_loss=0.1"],
+            "model.router_aux_loss=0.1: compiled blocks can't pass on the choices of their "
+            "routers; use false",
+        ),
+    ],
+    ids=["fp32", "loss of routers"],
+)
+def test_experts_that_cannot_be_compiled_are_refused(overrides: list[str], problem: str) -> None:
+    chosen = [*SETTINGS, *LAYOUTS["fsdp"], *UNBALANCED, "train.compile=true", *overrides]
     with pytest.raises(ConfigError) as refused:
-        run_config([*SETTINGS, *LAYOUTS["fsdp"], "train.compile=true"])
-    message = "torch compiles products of experts only in bf16; use train.precision=bf16"
-    assert str(refused.value) == f"train.compile=true: {message}"
+        run_config(chosen)
+    assert str(refused.value) == problem
 
 
 @pytest.mark.slow
@@ -134,7 +164,7 @@ def test_compiled_experts_in_fp32_are_refused() -> None:
 @pytest.mark.parametrize(("kind", "tolerance"), [("moe_debug", 2e-3), ("qwen3_moe", 2e-5)])
 def test_compiled_experts_have_the_losses_of_the_eager_run(kind: str, tolerance: float) -> None:
     chosen = [*SETTINGS, "model.num_hidden_layers=1", "model.first_k_dense_replace=0"]
-    chosen += ["model.balance=none", "model.balance_rate=1e-3", "train.precision=bf16"]
+    chosen += [*UNBALANCED, "train.precision=bf16"]
     if kind == "qwen3_moe":
         described = {**FAMILIES[kind], "num_hidden_layers": 1}
         chosen = ["model=hf", "model.init=random", f"model.config={as_text(described)}"]
@@ -150,7 +180,7 @@ def test_compiled_experts_have_the_losses_of_the_eager_run(kind: str, tolerance:
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 def test_compiled_experts_are_refused_if_recomputation_could_choose_others(mode: str) -> None:
-    chosen = [*SETTINGS, "model.balance=none", "model.balance_rate=1e-3", "train.precision=bf16"]
+    chosen = [*SETTINGS, *UNBALANCED, "train.precision=bf16"]
     with pytest.raises(ConfigError) as refused:
         run_config([*chosen, "train.compile=true", f"train.activation_checkpointing={mode}"])
     message = (

@@ -46,7 +46,8 @@ def cases() -> list[Any]:
 def test_mixture_with_divided_experts_trains_as_one_process(kind: str, layout: str) -> None:
     *settings, ranks = EXPERTS[layout]
     number = int(ranks.removeprefix("launch.nproc="))
-    assert_trains_as_one_process(overrides(kind, *settings), number, steps=STEPS)
+    is_beyond = layout == "1f1b-2"  # evaluation, prediction and checkpoint, too
+    assert_trains_as_one_process(overrides(kind, *settings), number, steps=STEPS, beyond=is_beyond)
 
 
 @pytest.mark.slow

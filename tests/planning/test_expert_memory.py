@@ -50,7 +50,7 @@ def cases() -> list[Any]:
 def test_expert_estimate_equals_memory_of_rank_with_most_tokens(
     kind: str, layout: str, loads: list[str], ranks: int
 ) -> None:
-    model: tuple[str, ...] = ("model=moe_debug",)
+    model: tuple[str, ...] = ("model=moe_debug", "model.router_aux_loss=0.01")
     if kind in EXPERTS:
         content = {**{**FAMILIES, **SPECIAL}[kind], EXPERTS[kind]: 8}
         model = ("model=hf", f"model.config={plain(content)}", "model.init=random")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-RATE = 0.01
+RATE, WEIGHT = 0.01, 0.5
 SETTINGS = [
     *("model=moe_debug", "model.hidden_size=32", "model.num_attention_heads=4"),
     *("model.moe_intermediate_size=16", "model.intermediate_size=48", "model.vocab_size=64"),
     *("model.first_k_dense_replace=1", "model.qk_norm=true", f"model.balance_rate={RATE}"),
+    f"model.router_aux_loss={WEIGHT}",
     *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16"),
     *("train.global_batch_size=8", "train.steps=10", "train.grad_clip=0.5"),
     *("scheduler=constant", "optimizer.lr=3e-3", "optimizer.eps=1e-6"),

@@ -330,8 +330,19 @@ def user() -> nn.Module:
     return nn.Sequential(nn.Flatten(), LAYER(784, 16), nn.Dropout(0.5), nn.Linear(16, 10))
 
 
-def test_dropout_is_off_for_every_layout_would_drop_others(monkeypatch: Patch) -> None:
+class Idle(nn.Linear):
+    """Draws random numbers without effect."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + 0 * torch.rand(1, device=inputs.device)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Idle])
+def test_dropout_is_off_for_every_layout_would_drop_others(
+    layer: type[nn.Linear], monkeypatch: Patch
+) -> None:
     monkeypatch.setitem(MODELS, "user", [f"model.target={__name__}:user", "data=digits"])
+    monkeypatch.setattr(sys.modules[__name__], "LAYER", layer)
     assert verify(["model=custom", *ONE_BY_ONE], model="user").passed
 
 

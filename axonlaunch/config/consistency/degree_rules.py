@@ -97,12 +97,6 @@ def _experts(config: RunConfig) -> Iterator[ConfigIssue]:
             "strategy.data_parallel=fsdp, or degree 1"
         )
         yield ConfigIssue(key, message, degree)
-    if degree % strategy.tensor.degree:
-        message = (
-            f"ranks that share a layer must share its experts; use 1, or a multiple of "
-            f"strategy.tensor.degree={strategy.tensor.degree}"
-        )
-        yield ConfigIssue(key, message, degree)
     if config.train.compile:
         message = (
             f"the number of tokens that {key} exchanges is known only in the step, and "
@@ -129,10 +123,12 @@ def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[ConfigIs
 
 
 def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
-    """Return the problem if the expert degree does not divide the ranks of a replica."""
-    degree, ranks = config.strategy.expert.degree, _ranks_of_a_copy(config, world_size=world_size)
-    shards = data_parallel_facts(config.strategy).shards_parameters
-    if degree == 1 or ranks % degree == 0 or not shards or degree % config.strategy.tensor.degree:
+    """Return the problem if the ranks of a replica or of a layer do not allow the expert degree."""
+    strategy = config.strategy
+    degree, tensor = strategy.expert.degree, strategy.tensor.degree
+    ranks = _ranks_of_a_copy(config, world_size=world_size)
+    shards = data_parallel_facts(strategy).shards_parameters
+    if degree == 1 or not shards or not (ranks % degree or degree % tensor):
         return []
     legal = expert_degrees_of_ranks(config, world_size=world_size)
     experts = num_experts(config.model)
@@ -144,6 +140,11 @@ def _broken_expert_degree(config: RunConfig, *, world_size: int) -> list[ConfigI
         f"{experts or 'the'} experts are split among the {ranks} ranks that share one copy of the "
         f"parameters; use {use}"
     )
+    if degree % tensor:
+        message = (
+            f"the strategy.tensor.degree={tensor} ranks that share a layer must share its experts; "
+            f"use {use}"
+        )
     return [ConfigIssue(EXPERT_DEGREE, message, degree)]
 
 

@@ -166,6 +166,8 @@ class MoEConfig(LlamaConfig):
     """divide the weights of a token's experts by their sum"""
     routed_scaling_factor: float = field(default=1.0, metadata={"above": 0})
     """factor of the weights of a token's experts"""
+    router_aux_loss: float | bool = field(default=False, metadata={"min": 0})
+    """weight of the loss that balances the experts of the global batch; false: no loss"""
     balance: Literal["none", "bias"] = "none"
     """bias: each step moves the experts' biases towards equal loads, as in DeepSeek-V3"""
     balance_rate: float = field(default=1e-3, metadata={"above": 0})
@@ -188,6 +190,11 @@ class MoEConfig(LlamaConfig):
         if self.num_experts_per_tok > self.num_experts:
             message = f"there are only num_experts={self.num_experts}; use at most as many"
             problems.append(("num_experts_per_tok", message))
+        if self.router_aux_loss is True:
+            problems.append(("router_aux_loss", "names no weight; use a number such as 0.001"))
+        if self.router_aux_loss and self.first_k_dense_replace >= self.num_hidden_layers:
+            message = "no block has a router, because first_k_dense_replace covers all; use false"
+            problems.append(("router_aux_loss", message))
         return [*problems, *_balance_problems(self)]
 
 

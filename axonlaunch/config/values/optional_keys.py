@@ -6,8 +6,13 @@ read in ``config.precision``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations of transformers."""
 
 
 def num_data_workers(data: Any) -> int:
@@ -34,9 +39,24 @@ def vocabulary_size(data: Any) -> int | None:
 
 
 def num_experts(model: Any) -> int | None:
-    """Return ``model.num_experts``; None without experts, and for models of libraries."""
-    number: int | None = getattr(model, "num_experts", None)
-    return number
+    """Return ``model.num_experts``, or that of ``model=hf``; None if it is unknown without torch.
+
+    For ``model=hf`` it is in ``model.config`` or in the ``config.json`` of a local folder.
+    """
+    content = {"num_experts": getattr(model, "num_experts", None)}
+    if isinstance(overrides := getattr(model, "config", None), Mapping):
+        content |= {**_config_file(getattr(model, "path", None)), **overrides}
+    numbers = [content[name] for name in _NUM_EXPERTS if isinstance(content.get(name), int)]
+    return numbers[0] if numbers else None
+
+
+def _config_file(path: str | None) -> dict[str, Any]:
+    """Return the content of a model's ``config.json``; {} if there is none that can be read."""
+    try:
+        content = json.loads((Path(path) / "config.json").read_text()) if path else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def chat_template_of(data: Any) -> str | None:

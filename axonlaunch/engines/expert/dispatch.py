@@ -9,7 +9,12 @@ from torch.nn import functional
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import exchange_rows
+from axonlaunch.config.problems.errors import PlainError
 from axonlaunch.engines.expert import routing
+
+
+class LostRowsError(PlainError, RuntimeError):
+    """A dispatch returned another number of rows than it got."""
 
 
 class Dispatch(Protocol):

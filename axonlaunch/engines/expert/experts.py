@@ -14,7 +14,7 @@ from torch.nn import functional
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
-from axonlaunch.engines.expert.dispatch import Dispatch
+from axonlaunch.engines.expert.dispatch import Dispatch, LostRowsError
 from axonlaunch.engines.expert.routing import InvalidRouteError, choice_of, naming_invalid_route
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
@@ -24,6 +24,7 @@ from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.modules.convert_module import convert_module
 from axonlaunch.models.tensors.packed_blocks import BLOCK
+from axonlaunch.models.torch_internals import is_fake
 
 
 class DispatchedExperts(ReadsLocally):
@@ -58,9 +59,11 @@ class DispatchedExperts(ReadsLocally):
             rows, local_experts, ticket = self.dispatch.send(hidden, experts)
         except InvalidRouteError as error:
             raise self._explain(error, weights.detach()) from None
+        self._require_rows("send", rows, like=local_experts)
         ones = torch.ones_like(local_experts, dtype=weights.dtype).unsqueeze(-1)
         results = super().forward(rows, local_experts.unsqueeze(-1), ones)
         combined = self.dispatch.combine(results, weights, ticket)
+        self._require_rows("combine", combined, like=hidden)
         if self.tensor_group is not None:
             combined = collect_from(combined, self.tensor_group, 0)
         # Not a view if possible, because fully_shard warns about views.
@@ -73,10 +76,19 @@ class DispatchedExperts(ReadsLocally):
         token, group = error.token, self.tensor_group
         reason = str(error)
         if not weights[token].isfinite().all():
-            reason = f"the weights of its experts are {weights[token].tolist()}"
+            reason = _weights_reason(weights[token])
         if group is not None:
             token += group.rank * len(weights)
         return InvalidRouteError.of_layer(self.layer, reason, token=token)
+
+    def _require_rows(self, method: str, rows: Tensor, *, like: Tensor) -> None:
+        """Refuse a registered dispatch that lost rows; a sum of fewer would be broadcast."""
+        if len(rows) != len(like):
+            name = type(self.dispatch).__name__
+            raise LostRowsError(
+                f"{name}.{method} of strategy.expert.dispatch returned {len(rows)} rows for "
+                f"{self.layer}, not {len(like)}; it must drop no token"
+            )
 
     def _part(self, value: Tensor, group: ProcessGroup) -> Tensor:
         """Return this tensor rank's part of all tokens, padded to equal parts."""
@@ -131,7 +143,9 @@ def dispatch_experts(
 
 
 def name_invalid_routes(stages: Iterable[nn.Module], names: Iterable[str]) -> None:
-    """Make experts without an expert axis report the layer and token of an invalid expert.
+    """Make experts without an expert axis report the layer and token of an invalid route.
+
+    Values are looked at on CPUs only, because on a GPU each check makes the host wait.
 
     Args:
         stages: Models or pipeline stages.
@@ -149,10 +163,26 @@ def _explained_forward(module: Any, layer: str) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
+        _require_finite_weights(layer, kwargs.get("top_k_weights", args[-1] if args else None))
         with naming_invalid_route(layer, choice_of(args, kwargs), num_experts=num_experts):
             return forward(*args, **kwargs)
 
     return compute
+
+
+def _require_finite_weights(layer: str, weights: Tensor) -> None:
+    if weights.device.type != "cpu" or is_fake(weights):
+        return
+    weights = weights.detach().flatten(0, -2)
+    is_finite = weights.isfinite().all(-1)
+    if not is_finite.all():
+        token = int((~is_finite).nonzero()[0])
+        raise InvalidRouteError.of_layer(layer, _weights_reason(weights[token]), token=token)
+
+
+def _weights_reason(weights: Tensor) -> str:
+    """Return what is wrong with the weights of a token, [K]."""
+    return f"the weights of its experts are {weights.tolist()}"
 
 
 def _shard_adapters(module: LoraExperts, axis: TensorAxis, *, num_experts: int) -> None:

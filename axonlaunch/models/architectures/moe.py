@@ -7,6 +7,7 @@ Plain single-device code. Modules and parameters are named and shaped as in Hugg
 from __future__ import annotations
 
 import dataclasses
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,15 @@ from axonlaunch.models.architectures.llama import (
     Llama,
     LlamaBlock,
 )
+from axonlaunch.models.specs.model_spec import ModelOutputs, ModelSpec
+from axonlaunch.models.specs.router_loss import (
+    RouterChoices,
+    current_router_loss,
+    router_loss_of_batch,
+)
+
+_CHOICES: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("choices", default=None)
+"""Scores and experts of the routers that a running forward has called; None without their loss."""
 
 
 class Router(nn.Module):
@@ -37,6 +47,7 @@ class Router(nn.Module):
         self.is_sigmoid = config.scoring_func == "sigmoid"
         self.normalizes = config.norm_topk_prob
         self.scale = config.routed_scaling_factor
+        self.has_loss = bool(config.router_aux_loss)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias = torch.empty(config.num_experts, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
@@ -56,6 +67,8 @@ class Router(nn.Module):
         logits = F.linear(hidden.to(precise), self.weight.to(precise))
         scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
         experts = (scores.detach() + self.e_score_correction_bias).topk(self.top_k).indices
+        if self.has_loss and (choices := _CHOICES.get()) is not None:
+            choices.append((scores, experts))
         weights = scores.gather(-1, experts)
         if self.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -146,9 +159,58 @@ class MoELayer(nn.Module):
 
 
 class MixtureOfExperts(Llama):
-    """Language model with experts in all blocks except the first ``first_k_dense_replace``."""
+    """Language model with experts in all blocks except the first ``first_k_dense_replace``.
+
+    Attributes:
+        takes_present: Whether the forward takes ``present``, see ``data.datasets.dataset``.
+    """
 
     config: MoEConfig
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.takes_present = bool(config.router_aux_loss)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, positions: Tensor | None = None, present: Tensor | None = None
+    ) -> Tensor | ModelOutputs:
+        """Map tokens to logits, see ``Llama.forward``; outside of an engine also to a loss.
+
+        Args:
+            present: Whether each token is not padding, [B, T] bool; None: none is.
+        """
+        if not self.config.router_aux_loss:
+            return super().forward(x, positions)
+        choices: list[tuple[Tensor, Tensor]] = []
+        token = _CHOICES.set(choices)
+        try:
+            outputs = super().forward(x, positions)
+        finally:
+            _CHOICES.reset(token)
+        return self._with_router_loss(outputs, choices, present)
+
+    def _with_router_loss(
+        self, outputs: Tensor, choices: list[tuple[Tensor, Tensor]], present: Tensor | None
+    ) -> Tensor | ModelOutputs:
+        weight, num_experts = float(self.config.router_aux_loss), self.config.num_experts
+        # The probabilities of DeepSeek-V3 (2024, equation 19), and of softmax.
+        layers = (
+            RouterChoices(scores / scores.sum(-1, keepdim=True), experts)
+            for scores, experts in choices
+        )
+        if (loss := current_router_loss()) is None:
+            total = router_loss_of_batch([*layers], num_experts=num_experts, mask=present)
+            return ModelOutputs(outputs, total * weight)
+        if not choices:  # a pipeline stage of dense blocks
+            loss.share_nothing(num_experts=num_experts, device=outputs.device)
+            return outputs
+        share = weight * loss.share(
+            layers, num_experts=num_experts, mask=present, device=outputs.device
+        )
+        if self.lm_head is None:
+            return loss.attach(outputs, share)
+        loss.add(share)
+        return outputs
 
     def build_block(self, number: int) -> LlamaBlock:
         """Return the block with a number from 0."""
@@ -194,9 +256,15 @@ def _tensor_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
+def _adapt(spec: ModelSpec, config: MoEConfig) -> ModelSpec:
+    """Return the spec of a model with or without a loss of its routers."""
+    return dataclasses.replace(spec, mixes_samples="batch" if config.router_aux_loss else "none")
+
+
 SPEC = dataclasses.replace(
     LLAMA_SPEC,
     build=MixtureOfExperts,
+    adapt=_adapt,
     tensor_plan=_tensor_plan,
     sequence_parallel=False,
     experts=expert_names,

@@ -150,7 +150,8 @@ class ModelSource:
 
     def without_router_loss(self) -> dict[str, Any]:
         """Return the settings of a run without a loss that balances experts."""
-        return {}
+        has_loss = bool(getattr(self.model, "router_aux_loss", False))
+        return {"model.router_aux_loss": False} if has_loss else {}
 
     def with_vocabulary(self, size: int) -> dict[str, Any]:
         """Return the settings of a run that grow a smaller vocabulary; {} if it can't be grown.

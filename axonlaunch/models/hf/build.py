@@ -19,7 +19,11 @@ from axonlaunch.models.hf.architecture import ROUTER_LOSS_WEIGHTS, architecture
 from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.specs.model_spec import ModelOutputs
-from axonlaunch.models.specs.router_loss import RouterLossModel, current_router_loss
+from axonlaunch.models.specs.router_loss import (
+    RouterLossModel,
+    choices_of_logits,
+    current_router_loss,
+)
 from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
@@ -114,10 +118,10 @@ class RoutedCausalLM(CausalLM):
             loss.share_nothing(num_experts=model.num_experts, device=hidden.device)
             return hidden
         share = loss.share(
-            logits,
+            choices_of_logits(logits, top_k=model.num_experts_per_tok),
             num_experts=model.num_experts,
-            top_k=model.num_experts_per_tok,
             mask=library.present_tokens(),
+            device=hidden.device,
         )
         return loss.attach(hidden, share * _coefficient(model))
 

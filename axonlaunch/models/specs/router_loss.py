@@ -9,16 +9,63 @@ terms of the tokens in each of its micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 RoutingMode = Literal["count", "share", "off"]
 _CURRENT: ContextVar[RouterLoss | None] = ContextVar("router loss", default=None)
+
+
+class RouterChoices(NamedTuple):
+    """Choices of a layer's router.
+
+    Attributes:
+        probabilities: Probability of each expert for each token, [tokens, E].
+        experts: Chosen experts of each token, [tokens, K].
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+
+
+def choices_of_logits(gate_logits: Iterable[Tensor], *, top_k: int) -> Iterator[RouterChoices]:
+    """Yield the choices of routers that take the experts with the largest logits.
+
+    Args:
+        gate_logits: Logits of each layer's router, [tokens, E].
+        top_k: Number of experts of a token, K.
+    """
+    for logits in gate_logits:
+        probabilities = logits.softmax(-1)
+        yield RouterChoices(probabilities, probabilities.detach().topk(top_k, dim=-1).indices)
+
+
+def router_loss_of_batch(
+    layers: Sequence[RouterChoices], *, num_experts: int, mask: Tensor | None
+) -> Tensor:
+    """Return the loss of a global batch that one process computes at once, 0-dim.
+
+    Args:
+        layers: Choices of each layer with experts.
+        num_experts: Number of experts, E.
+        mask: Whether each token counts, of any shape with as many elements; None: all do.
+    """
+    probabilities = torch.cat([layer.probabilities for layer in layers])
+    experts = torch.cat([layer.experts for layer in layers])
+    if mask is not None:
+        is_counted = mask.flatten().bool().repeat(len(layers))
+        probabilities, experts = probabilities[is_counted], experts[is_counted]
+    if not len(experts):
+        return probabilities.sum()
+    # Not bincount, which torch can't run on tensors without values.
+    counts = nn.functional.one_hot(experts, num_experts).sum((0, 1))
+    frequencies = counts / len(experts)
+    return num_experts * (frequencies * probabilities.mean(0)).sum()
 
 
 def current_router_loss() -> RouterLoss | None:
@@ -89,28 +136,33 @@ class RouterLoss:
         self._counts = self._share = self._attached = None
 
     def share(
-        self, gate_logits: Sequence[Tensor], *, num_experts: int, top_k: int, mask: Tensor | None
+        self,
+        layers: Iterable[RouterChoices],
+        *,
+        num_experts: int,
+        mask: Tensor | None,
+        device: torch.device,
     ) -> Tensor:
         """Return the share of a micro-batch in the loss, 0-dim.
 
         Args:
-            gate_logits: Logits of each layer's router, [tokens, E].
+            layers: Choices of each layer with experts, one after another to save memory.
             num_experts: Number of experts, E.
-            top_k: Number of experts of a token.
             mask: Whether each token counts, of any shape with as many elements; None: all do.
+            device: Device of the choices.
         """
+        probabilities = torch.zeros(num_experts, device=device)
         if self._mode == "off":
-            return gate_logits[0].new_zeros(())
-        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=gate_logits[0].device)
-        probabilities = torch.zeros(num_experts, device=gate_logits[0].device)
-        for logits in gate_logits:
-            chances = logits.softmax(-1)
-            chosen = chances.detach().topk(top_k, dim=-1).indices
-            is_counted = torch.ones_like(chosen[:, 0]) if mask is None else mask.flatten().long()
-            chosen_counts = is_counted.repeat_interleave(top_k)
-            counts[:num_experts].scatter_add_(0, chosen.flatten(), chosen_counts)
+            return probabilities.sum()
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        for layer in layers:
+            is_counted = torch.ones_like(layer.experts[:, 0])
+            if mask is not None:
+                is_counted = mask.flatten().long()
+            chosen_counts = is_counted.repeat_interleave(layer.experts.shape[-1])
+            counts[:num_experts].scatter_add_(0, layer.experts.flatten(), chosen_counts)
             counts[num_experts] += is_counted.sum()
-            weighted = chances.float() * is_counted.unsqueeze(-1)
+            weighted = layer.probabilities.float() * is_counted.unsqueeze(-1)
             probabilities = probabilities + weighted.sum(0)
         if self._mode == "count":
             self._counts = counts if self._counts is None else self._counts + counts

@@ -25,6 +25,8 @@ from axonlaunch.models.source_of import model_in_folder, source_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from axonlaunch.models.specs.model_spec import ModelOutputs
+
 _EXPORTED = "config.json"
 _CONTEXT = 2048
 """Context length of a model if its configuration has no maximum sequence length."""
@@ -56,13 +58,13 @@ class TrainedText:
     """A trained language model and its tokenizer.
 
     Attributes:
-        model: Maps tokens [1, T] to logits [1, T, vocab]. The tokenizer may have fewer than vocab
-            tokens.
+        model: Maps tokens [1, T] to logits [1, T, vocab], or to them and an auxiliary loss. The
+            tokenizer may have fewer than vocab tokens.
         context_length: Sequence length of training.
         tokenizer: Tokenizer of the model.
     """
 
-    model: Callable[[Tensor], Tensor]
+    model: Callable[[Tensor], Tensor | ModelOutputs]
     context_length: int
     tokenizer: Tokenizer
 
@@ -71,10 +73,13 @@ class TrainedText:
 
         The options are those of ``generation.generate``.
         """
+        from axonlaunch.models.specs.model_spec import ModelOutputs
         from axonlaunch.training.text.generation import generate
 
         def logits_of_tokens(inputs: Tensor) -> Tensor:
-            return self.model(inputs)[..., : self.tokenizer.vocab_size]
+            outputs = self.model(inputs)
+            logits = outputs.logits if isinstance(outputs, ModelOutputs) else outputs
+            return logits[..., : self.tokenizer.vocab_size]
 
         options.setdefault("is_over", lambda tokens: tokens[-1] == self.tokenizer.end)
         return generate(logits_of_tokens, prompt, context_length=self.context_length, **options)

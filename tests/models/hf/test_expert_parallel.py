@@ -198,10 +198,20 @@ def test_sample_with_an_invalid_route_is_named(weight: float) -> None:
         assert actual == expected
 
 
-@pytest.mark.parametrize("wrong", [-1, 8])
+NO_EXPERT = "expert {} does not exist; there are 8, from 0 on"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (-1, NO_EXPERT.format(-1)),
+        (8, NO_EXPERT.format(8)),
+        (float("nan"), "the weights of its experts are [nan, nan]"),
+    ],
+)
 @pytest.mark.parametrize("model", ["moe_debug", "qwen3_moe"])
-def test_sample_of_an_expert_that_does_not_exist_is_named_with_undivided_experts(
-    model: str, wrong: int
+def test_sample_with_an_invalid_route_is_named_with_undivided_experts(
+    model: str, wrong: float, reason: str
 ) -> None:
     described = [*SETTINGS, family("qwen3_moe", num_experts=8)]
     if model == "moe_debug":
@@ -215,16 +225,19 @@ def test_sample_of_an_expert_that_does_not_exist_is_named_with_undivided_experts
 
         def spoil(_: Any, inputs: Any) -> Any:
             hidden, choice, weights = inputs
-            choice = choice.clone()
-            choice[9, 1] = wrong
+            choice, weights = choice.clone(), weights.clone()
+            if wrong == wrong:  # not NaN
+                choice[9, 1] = wrong
+            else:
+                weights[9] = wrong
             return hidden, choice, weights
 
         experts[layer].register_forward_pre_hook(spoil)
         with pytest.raises(RuntimeError) as failure, naming_sample(loader, step=0):
             engine.train_step(loader.batch(0))
         expected = (
-            f"the router of {layer} gives an invalid route to token 9: expert {wrong} does not "
-            f"exist; there are 8, from 0 on (step 1, sample {loader.indices(0)[0]} of the data set)"
+            f"the router of {layer} gives an invalid route to token 9: {reason} (step 1, sample "
+            f"{loader.indices(0)[0]} of the data set)"
         )
         return str(failure.value), expected
 
@@ -295,3 +308,10 @@ def test_degree_that_does_not_fit_the_experts_is_refused(
     with pytest.raises(ConfigError) as refused:
         run_config([*SETTINGS, "train.global_batch_size=8", *overrides])
     assert str(refused.value).startswith(message)
+
+
+def test_legal_degrees_divide_the_experts_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 6}')
+    layout = ["strategy=fsdp", "strategy.expert.degree=3", "launch.nproc=4"]
+    with pytest.raises(ConfigError, match=r"6 experts are split among the 4 ranks .*; use 1 or 2$"):
+        run_config([*SETTINGS, f"model.path={tmp_path}", *layout])

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.modules import attention
-from axonlaunch.models.specs.router_loss import current_router_loss
+from axonlaunch.models.specs.router_loss import choices_of_logits, current_router_loss
 from axonlaunch.models.torch_internals import is_fake, unset_fake_temporarily
 
 OLDEST = (5, 9)
@@ -141,10 +141,10 @@ def mask_router_loss(module_name: str) -> bool:
             return original(*call.args, **call.kwargs)
         call.apply_defaults()
         return loss.share(
-            gate_logits,
+            choices_of_logits(gate_logits, top_k=call.arguments["top_k"]),
             num_experts=call.arguments["num_experts"],
-            top_k=call.arguments["top_k"],
             mask=call.arguments["attention_mask"],
+            device=gate_logits[0].device,
         )
 
     module.load_balancing_loss_func = load_balancing_loss_func
@@ -217,6 +217,9 @@ def transformers() -> Any:
     # transformers imports an installed torchao, which reports kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It caches comparisons of versions, which can't change while torch compiles its code.
+    cached = "Dynamo detected a call to a `functools.lru_cache`"
+    warnings.filterwarnings("ignore", message=cached)
     module = importlib.import_module("transformers")
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
