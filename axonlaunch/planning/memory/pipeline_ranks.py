@@ -27,6 +27,9 @@ class PipelineRank:
             a round; a micro-batch in some of its stages counts in proportion.
         during_backward: Such numbers later in the round, and the share of the rank's parameters
             that have a gradient by then.
+        awaiting_weights: Further such numbers beside all gradients, if the schedule separates the
+            gradients of weights: with the number of micro-batches whose gradients of weights are
+            still to be computed.
         messages: Number of buffers that receive inputs of stages and gradients of their outputs,
             one of each for a micro-batch of a round.
     """
@@ -37,6 +40,7 @@ class PipelineRank:
     has_last: bool = True
     in_flight: float = 1.0
     during_backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    awaiting_weights: tuple[tuple[float, float], ...] = ()
     messages: int = 0
 
     @classmethod
@@ -52,7 +56,8 @@ class PipelineRank:
         stages = _stages_of(layout, rank)
         offsets = [sum(layers[:stage]) for stage in stages]
         has_first, has_last = 0 in stages, layout.num_stages - 1 in stages
-        waiting = _waiting(layout, rank, [layers[stage] for stage in stages])
+        of_rank = [layers[stage] for stage in stages]
+        waiting = _waiting(layout, rank, of_rank)
         return cls(
             layers=sum(layers[stage] for stage in stages),
             leading=sum(
@@ -63,6 +68,7 @@ class PipelineRank:
             has_last=has_last,
             in_flight=waiting,
             during_backward=(*_during_backward(layout, waiting),),
+            awaiting_weights=(*_awaiting_weights(layout, rank, of_rank),),
             messages=layout.microbatches_per_round * (2 * len(stages) - has_first - has_last),
         )
 
@@ -144,3 +150,33 @@ def _during_backward(layout: Layout, waiting: float) -> Iterator[tuple[float, fl
         return
     for done in range(chunks):
         yield waiting * (1 - done / chunks) - 1 / chunks, (done + 1) / chunks
+
+
+def _awaiting_weights(
+    layout: Layout, rank: int, layers: Sequence[int]
+) -> Iterator[tuple[float, float]]:
+    """Yield the values of ``PipelineRank.awaiting_weights``; takes the arguments of ``_waiting``.
+
+    In a steady state, a stage computes the gradients of its inputs beside all that the rank holds.
+    At the end of a round, rank r of p computes them for up to r + 1 micro-batches of each stage
+    before those of weights.
+    """
+    rule, in_round = SCHEDULES[layout.schedule], layout.microbatches_per_round
+    ranks, total = layout.pipeline, sum(layers)
+    if not rule.separate_weight_grad or not total:
+        return
+
+    def mean(*counts: int) -> float:
+        """Return a number of micro-batches, of which stages count in proportion."""
+        pairs = zip(counts, layers, strict=True)
+        return sum(min(count, in_round) * part for count, part in pairs) / total
+
+    if not rule.v_shaped:
+        yield _waiting(layout, rank, layers), min(rank + 1, in_round) / layout.stages_per_rank
+    elif rule.two_way:
+        yield mean(2 * ranks - 1 - rank, rank + 1), mean(0, 1)
+        yield mean(ranks - 1 - rank, rank + 1), mean(0, rank + 1)
+    else:
+        yield mean(2 * ranks - 1 - rank, rank + 1), mean(0, 1)
+        yield mean(2 * ranks - rank, rank), mean(1, 0)
+        yield mean(ranks, rank), mean(rank + 1, rank)
