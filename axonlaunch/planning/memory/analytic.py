@@ -50,7 +50,7 @@ _TRANSIENT: tuple[Category, ...] = ("activations", "temporary")
 _MODES = ("none", "selective", "full")
 _LIGHT_LOAD = 0.5
 """Load of experts that a second trace has, to find what grows with it; any model allows it."""
-_RESERVED_RATIO = 1.05
+_RESERVED_RATIO = 1.02
 """Reserved memory relative to the computed tensors; low, so that no fitting layout is lost."""
 
 

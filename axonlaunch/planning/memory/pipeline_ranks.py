@@ -30,8 +30,9 @@ class PipelineRank:
         awaiting_weights: Further such numbers beside all gradients, if the schedule separates the
             gradients of weights: with the number of micro-batches whose gradients of weights are
             still to be computed.
-        messages: Number of buffers that receive inputs of stages and gradients of their outputs,
-            one of each for a micro-batch of a round.
+        messages: Number of hidden states and gradients in messages: buffers that receive them, one
+            of each for a micro-batch of a round and a stage, and those that were sent, if torch
+            keeps them until the end of the round.
     """
 
     layers: int
@@ -41,7 +42,7 @@ class PipelineRank:
     in_flight: float = 1.0
     during_backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     awaiting_weights: tuple[tuple[float, float], ...] = ()
-    messages: int = 0
+    messages: float = 0.0
 
     @classmethod
     def of(cls, layout: Layout, rank: int, *, layers: Sequence[int], leading: int) -> Self:
@@ -69,7 +70,7 @@ class PipelineRank:
             in_flight=waiting,
             during_backward=(*_during_backward(layout, waiting),),
             awaiting_weights=(*_awaiting_weights(layout, rank, of_rank),),
-            messages=layout.microbatches_per_round * (2 * len(stages) - has_first - has_last),
+            messages=_messages(layout, waiting) * (2 * len(stages) - has_first - has_last),
         )
 
 
@@ -150,6 +151,17 @@ def _during_backward(layout: Layout, waiting: float) -> Iterator[tuple[float, fl
         return
     for done in range(chunks):
         yield waiting * (1 - done / chunks) - 1 / chunks, (done + 1) / chunks
+
+
+def _messages(layout: Layout, waiting: float) -> float:
+    """Return the number of micro-batches of a round, and of those whose sent tensors are kept.
+
+    torch waits for the messages of schedules with several stages per rank at the end of a round.
+    What micro-batches in flight have sent is counted among their activations.
+    """
+    in_round = layout.microbatches_per_round
+    keeps_sent = SCHEDULES[layout.schedule].stages_per_rank > 1
+    return in_round + (max(0.0, in_round - waiting) if keeps_sent else 0.0)
 
 
 def _awaiting_weights(
