@@ -75,8 +75,12 @@ def test_no_reason_names_a_file_of_the_machine_that_it_was_found_on() -> None:
 
 
 LEAST = {
-    **{"fsdp 2": 150, "zero1 2": 150, "tensor 2": 95, "sequence 2": 95},
-    **{"pipeline 2": 40, "context 2": 25},
+    "fsdp 2": 150,
+    "zero1 2": 150,
+    "tensor 2": 95,
+    "sequence 2": 95,
+    "pipeline 2": 40,
+    "context 2": 25,
 }
 
 
