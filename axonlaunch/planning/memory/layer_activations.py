@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
@@ -103,7 +104,11 @@ def layer_bytes(
         part = 0.0 if in_parts else min(num_bytes, replicated * hidden)
         return part + (num_bytes - part) / tensor
 
+    outputs = _Outputs.of(work)
+    # Every second product is saved. The last one of a layer is a sum over tensor ranks.
+    saves_sum = mode == "selective" and outputs.count % 2 == 1
     extra = _tensor_extra(mode, hidden, tensor=tensor, in_parts=in_parts)
+    extra += hidden * (1 - 1 / tensor) if saves_sum else 0.0
     inputs = _REPLICATED if mode == "none" else 1  # recomputation keeps the input of a layer
     kept, kept_leading = divided(saved.layer, inputs), divided(saved.leading, inputs)
     recomputed = divided(complete.layer, _REPLICATED)
@@ -122,15 +127,14 @@ def layer_bytes(
         stored = activations["full"].layer / (tensor if in_parts else 1)
         kept, kept_leading = max(0.0, kept - stored), max(0.0, kept_leading - stored)
         recomputed += 2 * stored
-    largest, outputs = _output_bytes(work)
     # Outputs of products that are summed over tensor ranks have all features on each of them.
     summed = _ENTRIES * hidden * (1 - 1 / tensor)
     return LayerBytes(
         kept,
         kept_leading,
         recomputed,
-        transient=_LARGE_GRADIENTS * largest / tensor,
-        awaiting=outputs / tensor + min(outputs, summed),
+        transient=_LARGE_GRADIENTS * outputs.largest / tensor,
+        awaiting=outputs.total / tensor + min(outputs.total, summed),
         message=hidden / (tensor if in_parts else 1),
     )
 
@@ -139,22 +143,36 @@ def _tensor_extra(mode: str, hidden: float, *, tensor: int, in_parts: bool) -> f
     """Return what tensor ranks keep of a layer in addition to their parts of its activations.
 
     Its regions keep their inputs with all positions. Selective recomputation also keeps the results
-    of collectives, and the terms of every second sum over ranks.
+    of collectives.
     """
     if tensor == 1 or mode == "full":
         return 0.0
     if mode == "none":
         return _ENTRIES * hidden * (1 - 1 / tensor) if in_parts else 0.0
-    results = _ENTRIES * hidden * ((1 + 1 / tensor) if in_parts else 1)
-    return results + hidden * (1 - 1 / tensor)
+    return _ENTRIES * hidden * ((1 + 1 / tensor) if in_parts else 1)
 
 
-def _output_bytes(work: StepWork) -> tuple[float, float]:
-    """Return the bytes of a layer's largest product, and of all, for one sample on one device."""
-    largest = total = 0.0
-    for key, amount in work.first.micro_layer.work.items():
-        if isinstance(key, Product) and key.phase == "forward":
-            num_bytes = key.batch * key.m * key.n * max(2, key.dtype.itemsize) / SAMPLES
-            largest = max(largest, num_bytes)
-            total += amount.count * num_bytes
-    return largest, total
+@dataclass(frozen=True)
+class _Outputs:
+    """Outputs of the products of a layer's forward, for one sample on one device.
+
+    Attributes:
+        count: Number of products.
+        largest: Bytes of the largest output.
+        total: Bytes of all outputs.
+    """
+
+    count: int
+    largest: float
+    total: float
+
+    @classmethod
+    def of(cls, work: StepWork) -> Self:
+        count = largest = total = 0.0
+        for key, amount in work.first.micro_layer.work.items():
+            if isinstance(key, Product) and key.phase == "forward":
+                num_bytes = key.batch * key.m * key.n * max(2, key.dtype.itemsize) / SAMPLES
+                count += amount.count
+                largest = max(largest, num_bytes)
+                total += amount.count * num_bytes
+        return cls(round(count), largest, total)
