@@ -276,12 +276,12 @@ class Searched:
     """Result of a search for remedies.
 
     Attributes:
-        untried: Number of changes that may fit but were not estimated before the time limit.
+        untried: Overrides of the changes that may fit but were not estimated before the time limit.
         seconds: Duration of the search.
         reason: Reason why the search was impossible; empty otherwise.
     """
 
-    untried: int
+    untried: list[list[str]]
     seconds: float
     reason: str = ""
 

@@ -38,6 +38,10 @@ LAYOUTS: dict[str, list[str]] = {
     "zero1 2": ["strategy=zero1", "launch.nproc=2"],
     "tensor 2": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
     "tensor 4": ["strategy=tensor", "strategy.tensor.degree=4", "launch.nproc=4"],
+    "sequence 2": [
+        *("strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"),
+        "strategy.tensor.sequence_parallel=true",
+    ],
     "pipeline 2": ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"],
     "zero bubble 2": [
         *("strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import published
 
-from axonlaunch.config import load
+from axonlaunch.config import ConfigError, load
 from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.engines.data_parallel import fsdp
 from axonlaunch.engines.tensor.outputs import losses
@@ -111,7 +111,7 @@ def main() -> None:
     lines = args.rows.read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["id"].startswith(args.only)]
     rows = [row for row in rows if any(key.startswith(("peak_", "steady_")) for key in row)]
-    against = {row["id"]: published.reasons(row) for row in rows}
+    against = {row["id"]: published.reasons(row) or _refusals(row) for row in rows}
     said = [row for row in rows if not against[row["id"]]]
     jobs = [
         partial(cached, published.run(row), published.device_bytes(row), args.cache) for row in said
@@ -119,6 +119,15 @@ def main() -> None:
     answers = forked_map.map_forked(jobs, at_once=2)
     _print_errors(said, answers)
     _print_reasons(against)
+
+
+def _refusals(row: Mapping[str, Any]) -> list[str]:
+    """Return why axonlaunch can't run the configuration of a row."""
+    try:
+        resolved(load(list(published.run(row).overrides)), accelerators=0)
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
 
 
 def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:

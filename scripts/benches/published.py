@@ -17,8 +17,9 @@ Row = Mapping[str, Any]
 Kind = Literal["allocated", "active", "reserved", "nvidia-smi", "steady"]
 
 _UNITS = {"bytes": 1, "GiB": GIB, "GB = 1e9": 10**9}
-_BF16_MASTERS = "half-precision parameters beside fp32 masters and main gradients"
-_NO_MASTERS = "bf16 parameters, gradients and optimizer states"
+_SHARDED = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+_SCHEDULES = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b"}
+_OPTIMIZERS = {"muon": "muon", "bnb adamw 8-bit": "adamw_8bit", "torchao adamw 8-bit": "adamw_8bit"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,6 @@ def run(row: Row) -> Run:
     titan = row["id"].startswith(("tt-", "ao-"))
     overrides = [
         *_model(row),
-        f"model.max_position_embeddings={sequence}",
         "data=synthetic_tokens",
         f"data.vocab_size={vocabulary}",
         f"data.sequence_length={sequence}",
@@ -88,25 +88,99 @@ def run(row: Row) -> Run:
         f"train.global_batch_size={_batch(row)}",
         f"train.micro_batch_size={_micro_batch(row)}",
         f"train.activation_checkpointing={_recomputed(row)}",
-        "train.precision=bf16",
         f"train.compile={str(_is_compiled(row)).lower()}",
-        f"strategy.tensor.degree={row.get('tp') or 1}",
-        f"strategy.pipeline.degree={row.get('pp') or 1}",
+        *_arithmetic(row),
+        *_layout(row),
     ]
-    if (row.get("tp") or 1) > 1 and row.get("sequence_parallel"):
-        overrides.append("strategy.tensor.sequence_parallel=true")
-    if (row.get("dp_replicate") or 1) > 1:
-        overrides += ["strategy=hsdp", f"strategy.fsdp.replicate={row['dp_replicate']}"]
-    else:
-        overrides.append("strategy=fsdp")
     first_of_titan = "pr165" in row["id"]
     return Run(
         overrides=tuple(overrides),
         # Its run_llama_train.sh sets them, but did not yet in March 2024.
         expandable=titan and not first_of_titan,
         of_2024=titan,
-        scope="highest",
+        scope=_scope(row),
     )
+
+
+def _scope(row: Row) -> Literal["highest", "first", "last"]:
+    scope = str(row.get("memory_rank_scope", ""))
+    if "last PP stage" in scope:
+        return "last"
+    return "first" if "first PP stage" in scope else "highest"
+
+
+def _arithmetic(row: Row) -> list[str]:
+    """Return the formats of parameters, gradients, masters, states and products."""
+    overrides = ["train.precision=bf16"]
+    masters = _masters(row)
+    if masters != "sharded":
+        overrides.append("train.param_dtype=bf16")
+    if masters == "fp32":
+        overrides += ["optimizer.master_weights=fp32"]
+        overrides += ["train.grad_dtype=fp32"] if "fp32" in str(row.get("grad_dtype")) else []
+    if (products := _products(row)) != "bf16":
+        overrides.append(f"train.matmul_dtype={products}")
+    if (option := _OPTIMIZERS.get(_optimizer(row))) is not None:
+        overrides.append(f"optimizer={option}")
+    if row.get("optimizer_in_bwd"):
+        overrides.append("train.optimizer_in_backward=true")
+    return overrides
+
+
+def _layout(row: Row) -> list[str]:
+    """Return the strategy, with its degrees and its schedule."""
+    tensor, pipeline, context = (row.get(name) or 1 for name in ("tp", "pp", "cp"))
+    replicas, stage = row.get("dp_replicate") or 1, row.get("zero_stage", 3)
+    if row["num_gpus"] == 1:
+        strategy = "single"
+    elif replicas > 1 and stage == 3:
+        strategy = "hsdp"
+    else:
+        strategy = _SHARDED[stage]
+    overrides = [
+        f"strategy={strategy}",
+        f"strategy.tensor.degree={tensor}",
+        f"strategy.pipeline.degree={pipeline}",
+        f"strategy.context.degree={context}",
+    ]
+    if strategy == "hsdp":
+        overrides.append(f"strategy.fsdp.replicate={replicas}")
+    if tensor > 1 and row.get("sequence_parallel"):
+        overrides.append("strategy.tensor.sequence_parallel=true")
+    if pipeline > 1:
+        overrides.append(f"strategy.pipeline.schedule={_SCHEDULES[row['pp_schedule']]}")
+        if (row.get("virtual_stages") or 1) > 1:
+            overrides.append(f"strategy.pipeline.stages_per_rank={row['virtual_stages']}")
+    return overrides
+
+
+def _masters(row: Row) -> Literal["sharded", "fp32", "none"] | None:
+    """Return how fp32 weights are kept: as parameters, as masters, or not at all; None: unknown."""
+    masters, parameters = str(row.get("master_weights")), str(row.get("param_dtype"))
+    if "sharded params" in masters:
+        return "sharded"
+    if masters.startswith("fp32") and parameters == "bf16" and "ZeRO" not in masters:
+        return "fp32"
+    if masters == "none" and parameters in ("bf16", "bf16 (pure_bf16)"):
+        return "none"
+    return None
+
+
+def _products(row: Row) -> str | None:
+    """Return the format of products; None if no setting has it."""
+    reported = str(row.get("linear_precision") or row.get("fp8") or "bf16").lower()
+    if row.get("float8_linear"):
+        reported = str(row.get("linear_precision") or "float8").lower()
+    known = {
+        "bf16": "bf16",
+        "float8": "fp8_tensorwise",
+        "float8 rowwise, bf16 ag": "fp8_rowwise",
+    }
+    return known.get(reported)
+
+
+def _optimizer(row: Row) -> str:
+    return str(row.get("optimizer", "AdamW")).lower()
 
 
 def _reasons(row: Row) -> Iterator[str]:
@@ -137,37 +211,36 @@ def _of_model(row: Row) -> Iterator[str]:
         yield (
             f"{norm} with {act} and {pos} positions" if reported else "not given: norm or positions"
         )
-    for name in ("hidden_dropout", "attention_dropout"):
-        if row.get(name):
-            yield "dropout"
-    if row.get("attention_backend") == "unfused" or row.get("transformer_impl") == "local":
-        yield "unfused attention"
+    if _is_gpt2(row) and _shape(row) != "gpt":
+        yield "dropout or unfused attention of another model than GPT-2"
+    if row.get("transformer_impl") == "local":
+        yield "layers of Megatron without TransformerEngine"
 
 
 def _of_arithmetic(row: Row) -> Iterator[str]:
-    precision = str(row.get("linear_precision", "bf16")).lower()
-    if row.get("float8_linear") or row.get("fp8") or not precision.startswith("bf16"):
-        yield "float8"
-    masters, parameters = str(row.get("master_weights")), str(row.get("param_dtype"))
-    if "sharded params" in masters:
-        pass
-    elif masters.startswith("fp32"):
-        yield _BF16_MASTERS
-    elif masters == "none" or "pure" in parameters or "true" in parameters:
-        yield _NO_MASTERS
-    else:
-        yield "how parameters are kept is not given"
-    optimizer = str(row.get("optimizer", "AdamW")).lower()
-    if "adam" not in optimizer or re.search(r"\d-bit", optimizer):
+    if _products(row) is None:
+        reported = row.get("linear_precision") or row.get("fp8")
+        yield f"products in {reported}"
+    if (masters := _masters(row)) is None:
+        if row.get("master_weights"):
+            yield f"{row.get('param_dtype')} parameters with {row['master_weights']} masters"
+        else:
+            yield "how parameters are kept is not given"
+    optimizer = _optimizer(row)
+    if optimizer in _OPTIMIZERS:
+        if masters == "none" and "bnb" not in optimizer and "torchao" not in optimizer:
+            yield f"optimizer {row['optimizer']} without masters"
+    elif "adam" not in optimizer or re.search(r"\d-bit", optimizer):
         yield f"optimizer {row['optimizer']}"
 
 
 def _of_run(row: Row) -> Iterator[str]:
     if row.get("fsdp_impl") == "FSDP1":
         yield "FSDP1"
-    for name in ("chunked_loss", "optimizer_in_bwd"):
-        if row.get(name):
-            yield name.replace("_", " ")
+    if row.get("chunked_loss"):
+        yield "logits of all chunks, in fp32 for one chunk"  # loss_chunk keeps none
+    if (row.get("pp") or 1) > 1 and row.get("pp_schedule") not in _SCHEDULES:
+        yield f"pipeline schedule {row.get('pp_schedule')}"
     if row.get("act_offload", "none") != "none":
         yield "activations offloaded"
     if row.get("offload", "none") not in ("none", False, None):
@@ -178,7 +251,15 @@ def _of_run(row: Row) -> Iterator[str]:
         yield f"compiled by {str(row['torch_compile']).split()[0]}"
 
 
+def _is_gpt2(row: Row) -> bool:
+    """Return whether a row needs transformers' GPT-2, which has dropout and unfused attention."""
+    dropout = row.get("hidden_dropout") or row.get("attention_dropout")
+    return bool(dropout) or row.get("attention_backend") == "unfused"
+
+
 def _model(row: Row) -> list[str]:
+    if _is_gpt2(row):
+        return _gpt2(row)
     bare = {
         "hidden_size": row["hidden"],
         "num_hidden_layers": row["layers"],
@@ -186,11 +267,33 @@ def _model(row: Row) -> list[str]:
         "intermediate_size": row["ffn"],
         "vocab_size": row["vocab"],
         "tie_word_embeddings": str(bool(row.get("tied_embeddings"))).lower(),
+        "max_position_embeddings": row["seq_len"],
     }
     option = "llama_debug" if _shape(row) == "llama" else "gpt"
     if option == "llama_debug":
         bare["num_key_value_heads"] = row.get("kv_heads") or row["heads"]
     return [f"model={option}", *(f"model.{name}={value}" for name, value in bare.items())]
+
+
+def _gpt2(row: Row) -> list[str]:
+    hidden, attention = row.get("hidden_dropout") or 0.0, row.get("attention_dropout") or 0.0
+    content = {
+        "model_type": "gpt2",
+        "n_embd": row["hidden"],
+        "n_layer": row["layers"],
+        "n_head": row["heads"],
+        "n_inner": row["ffn"],
+        "n_positions": row["seq_len"],
+        "vocab_size": row["vocab"],
+        "tie_word_embeddings": str(bool(row.get("tied_embeddings"))).lower(),
+        "resid_pdrop": hidden,
+        "embd_pdrop": hidden,
+        "attn_pdrop": attention,
+    }
+    listed = ", ".join(f"{name}: {value}" for name, value in content.items())
+    is_unfused = row.get("attention_backend") == "unfused"
+    kernel = ["model.attention=eager"] if is_unfused else []
+    return ["model=hf", "model.init=random", f"model.config={{{listed}}}", *kernel]
 
 
 def _shape(row: Row) -> str | None:

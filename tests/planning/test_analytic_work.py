@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.schedule import Action, PipelineSchedule
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
@@ -348,12 +349,54 @@ def test_pipeline_ranks_hold_as_many_micro_batches_as_their_schedule(
         assert counted.in_flight * counted.layers == pytest.approx(most)
         in_flight, gradients = counted.during_backward[-1]
         assert gradients == 1.0
+        assert_holds_gradients_of_inputs(counted, actions, layers)
         # Stages of an interleaved rank get gradients one after another, so this is an upper bound.
         at_most = in_flight * counted.layers
         if chunks == 1:
             assert at_most == most_beside_gradients
         else:
             assert at_most >= most_beside_gradients - 1e-9
+
+
+def assert_holds_gradients_of_inputs(
+    counted: PipelineRank, actions: Sequence[Action | None], layers: Sequence[int]
+) -> None:
+    """Compare the most memory of a rank whose gradients need a share of that of its activations."""
+    split = any(action is not None and action.kind == "I" for action in actions)
+    assert bool(counted.awaiting_weights) == split
+    for size in (0.3, 0.6, 0.9) if split else ():
+        held, awaiting, most = 0, 0, 0.0
+        for action in filter(None, actions):
+            held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * layers[action.stage]
+            awaiting += {"I": 1, "W": -1}.get(action.kind, 0) * layers[action.stage]
+            most = max(most, held + size * awaiting)
+        moments = [(counted.in_flight, 0.0), *counted.awaiting_weights]
+        reported = max(held + size * waiting for held, waiting in moments) * counted.layers
+        assert reported == pytest.approx(most, rel=0.05)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "strategy=tensor strategy.tensor.sequence_parallel=true",
+        "strategy=tensor strategy.tensor.sequence_parallel=false",
+        "strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble",
+    ],
+)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_analytic_memory_of_tensor_ranks_and_split_backwards_is_close_to_trace(
+    layout: str, mode: str, pipeline_formulas: analytic.Formulas
+) -> None:
+    if "zbv" in layout and mode != "none":
+        pytest.skip("zero-bubble schedules recompute nothing")
+    sizes = ["strategy.pipeline.degree=1", "strategy.tensor.degree=4"]
+    if "zbv" in layout:
+        sizes = ["strategy.pipeline.degree=4"]
+    overrides = [*PIPELINE, *layout.split(), *sizes, f"train.activation_checkpointing={mode}"]
+    chosen = estimate_config([*overrides, "launch.nproc=4", "train.global_batch_size=8"])
+    traced = estimate(chosen).peak_bytes - sum(cublas_workspaces(chosen))
+    assert highest_peak(pipeline_formulas, chosen) == pytest.approx(traced, rel=0.07)
 
 
 MASTERS = "train.param_dtype=bf16 optimizer.master_weights=fp32"

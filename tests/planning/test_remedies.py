@@ -242,7 +242,7 @@ def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
         try:
             changes.append(next(search).overrides)
         except StopIteration as end:
-            return changes, end.value
+            return changes, len(end.value)
 
 
 def test_changes_come_one_by_one_until_the_time_is_over() -> None:

@@ -15,9 +15,11 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.model import FreeModelConfig
 from axonlaunch.models.build import build_model, on_meta, spec_for
+from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput import step_work
 from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
+from axonlaunch.planning.tracing.extrapolation import extrapolate_chunks
 from axonlaunch.system.processes import forked_map
 
 pytestmark = pytest.mark.processes
@@ -104,6 +106,32 @@ def test_first_pass_of_a_router_loss_is_counted_for_each_micro_batch(strategy: l
     reported = step_work.step_work(config, world_size=ranks)
     micro_batches = Layout.of(config, world_size=ranks).micro_batches
     assert same(summed(reported.first, layers=2, micro_batches=micro_batches), full(overrides))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "strategy=fsdp launch.nproc=2 train.micro_batch_size=1",
+        pytest.param(
+            "strategy=tensor strategy.tensor.sequence_parallel=true launch.nproc=2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("strategy=pipeline launch.nproc=2 adapter=lora", marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_a_loss_count_as_if_all_of_them_ran(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has 16 or more chunks, of which the last one is smaller."""
+    overrides = [*SMALL, *layout.split(), "train.loss_chunk=3", "train.global_batch_size=4"]
+    config = estimate_config([*overrides, "hardware=h100_80gb"])
+
+    def counted() -> Any:
+        return step_work.step_work(config, world_size=2), estimate(config)
+
+    few = counted()
+    monkeypatch.setattr(extrapolate_chunks, "_LEAST", 1000)
+    assert few == counted()
 
 
 @pytest.mark.slow

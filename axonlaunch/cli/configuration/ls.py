@@ -23,6 +23,8 @@ EXAMPLES = """Examples:
   axonlaunch ls models --plugin my_models
 """
 HF = "hf"
+_HYPHENATED = {"sequence": "se-\nquence", "pipeline": "pipe-\nline", "context": "con-\ntext"}
+"""Long words of the headers of ``ls hf``, so that the table fits into 80 columns."""
 SHOWS_REASONS = 12
 """Reasons why layouts are not proved are printed for at most this many models."""
 LISTS = {
@@ -155,7 +157,9 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     shown = Table(box=None, padding=(0, 1, 0, 0))
     shown.add_column("model\ntype", style="bold", overflow="fold")
     for layout in table.layouts:
-        shown.add_column(layout.replace(" x ", "x").replace(" ", "\n"), no_wrap=True)
+        words = layout.replace(" x ", "x").split()
+        header = "\n".join(_HYPHENATED.get(word, word) for word in words)
+        shown.add_column(header, no_wrap=True)
     for kind, family in families.items():
         shown.add_row(
             kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)

@@ -260,8 +260,9 @@ def _outcome(ended: Searched, count: int) -> str:
 
         return NOT_SEARCHED + ended.reason
     if ended.untried:
-        more = "more " if count else ""
-        changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
+        number, more = len(ended.untried), "more " if count else ""
+        changes = f"{number} {more}change" + ("" if number == 1 else "s")
         stopped = f"the search stopped after {ended.seconds:.0f} s without trying them"
-        return f"{ended.untried} {changes} may fit: {stopped}"
+        first = " ".join(ended.untried[0])
+        return f"{changes} may fit: {stopped}; by formulas, {first} comes first"
     return "" if count else "None of the tried changes makes it fit; use more ranks."

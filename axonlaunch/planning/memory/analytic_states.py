@@ -194,7 +194,7 @@ def _sharded_moments(
     ``full`` has the bytes of a layer and of all parameters of the rank when they are gathered.
     """
     (layer, all_gathered), (looked_up, multiplied) = full, ends
-    compute_ratio, accumulated = _compute_ratio(config), (1.0 if _accumulates(layout) else 0.0)
+    compute_ratio, accumulated = cast_ratio(config), (1.0 if _accumulates(layout) else 0.0)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
     parameter_shard = 0.0 if offload in ("params", "full") else shard
     optimizer_shard = 0.0 if offload in ("optimizer_states", "full") else shard
@@ -265,7 +265,7 @@ def _cast_bytes(
     Products keep the cast parameters for backward; recomputed layers cast them again.
     """
     looked_up, multiplied = ends
-    compute_ratio = _compute_ratio(config)
+    compute_ratio = cast_ratio(config)
     if compute_ratio == 1:
         return 0.0, 0.0
     is_kept = config.train.recomputation == "none"
@@ -273,7 +273,7 @@ def _cast_bytes(
     return compute_ratio * kept, compute_ratio * multiplied
 
 
-def _compute_ratio(config: RunConfig) -> float:
+def cast_ratio(config: RunConfig) -> float:
     """Return the relative size of a cast parameter, for example 0.5 for fp32 cast to bf16."""
     precision = precision_of(config)
     return min(1.0, precision.compute.nbytes / precision.parameters.nbytes)

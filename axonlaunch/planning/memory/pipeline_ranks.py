@@ -27,8 +27,12 @@ class PipelineRank:
             a round; a micro-batch in some of its stages counts in proportion.
         during_backward: Such numbers later in the round, and the share of the rank's parameters
             that have a gradient by then.
-        messages: Number of buffers that receive inputs of stages and gradients of their outputs,
-            one of each for a micro-batch of a round.
+        awaiting_weights: Further such numbers beside all gradients, if the schedule separates the
+            gradients of weights: with the number of micro-batches whose gradients of weights are
+            still to be computed.
+        messages: Number of hidden states and gradients in messages: buffers that receive them, one
+            of each for a micro-batch of a round and a stage, and those that were sent, if torch
+            keeps them until the end of the round.
     """
 
     layers: int
@@ -37,7 +41,8 @@ class PipelineRank:
     has_last: bool = True
     in_flight: float = 1.0
     during_backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    messages: int = 0
+    awaiting_weights: tuple[tuple[float, float], ...] = ()
+    messages: float = 0.0
 
     @classmethod
     def of(cls, layout: Layout, rank: int, *, layers: Sequence[int], leading: int) -> Self:
@@ -52,7 +57,8 @@ class PipelineRank:
         stages = _stages_of(layout, rank)
         offsets = [sum(layers[:stage]) for stage in stages]
         has_first, has_last = 0 in stages, layout.num_stages - 1 in stages
-        waiting = _waiting(layout, rank, [layers[stage] for stage in stages])
+        of_rank = [layers[stage] for stage in stages]
+        waiting = _waiting(layout, rank, of_rank)
         return cls(
             layers=sum(layers[stage] for stage in stages),
             leading=sum(
@@ -63,7 +69,8 @@ class PipelineRank:
             has_last=has_last,
             in_flight=waiting,
             during_backward=(*_during_backward(layout, waiting),),
-            messages=layout.microbatches_per_round * (2 * len(stages) - has_first - has_last),
+            awaiting_weights=(*_awaiting_weights(layout, rank, of_rank),),
+            messages=_messages(layout, waiting) * (2 * len(stages) - has_first - has_last),
         )
 
 
@@ -144,3 +151,44 @@ def _during_backward(layout: Layout, waiting: float) -> Iterator[tuple[float, fl
         return
     for done in range(chunks):
         yield waiting * (1 - done / chunks) - 1 / chunks, (done + 1) / chunks
+
+
+def _messages(layout: Layout, waiting: float) -> float:
+    """Return the number of micro-batches of a round, and of those whose sent tensors are kept.
+
+    torch waits for the messages of schedules with several stages per rank at the end of a round.
+    What micro-batches in flight have sent is counted among their activations.
+    """
+    in_round = layout.microbatches_per_round
+    keeps_sent = SCHEDULES[layout.schedule].stages_per_rank > 1
+    return in_round + (max(0.0, in_round - waiting) if keeps_sent else 0.0)
+
+
+def _awaiting_weights(
+    layout: Layout, rank: int, layers: Sequence[int]
+) -> Iterator[tuple[float, float]]:
+    """Yield the values of ``PipelineRank.awaiting_weights``; takes the arguments of ``_waiting``.
+
+    In a steady state, a stage computes the gradients of its inputs beside all that the rank holds.
+    At the end of a round, rank r of p computes them for up to r + 1 micro-batches of each stage
+    before those of weights.
+    """
+    rule, in_round = SCHEDULES[layout.schedule], layout.microbatches_per_round
+    ranks, total = layout.pipeline, sum(layers)
+    if not rule.separate_weight_grad or not total:
+        return
+
+    def mean(*counts: int) -> float:
+        """Return a number of micro-batches, of which stages count in proportion."""
+        pairs = zip(counts, layers, strict=True)
+        return sum(min(count, in_round) * part for count, part in pairs) / total
+
+    if not rule.v_shaped:
+        yield _waiting(layout, rank, layers), min(rank + 1, in_round) / layout.stages_per_rank
+    elif rule.two_way:
+        yield mean(2 * ranks - 1 - rank, rank + 1), mean(0, 1)
+        yield mean(ranks - 1 - rank, rank + 1), mean(0, rank + 1)
+    else:
+        yield mean(2 * ranks - 1 - rank, rank + 1), mean(0, 1)
+        yield mean(2 * ranks - rank, rank), mean(1, 0)
+        yield mean(ranks, rank), mean(rank + 1, rank)

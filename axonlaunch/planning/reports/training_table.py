@@ -38,9 +38,11 @@ def training_lines(training: TrainingForecast) -> Iterator[tuple[str, str]]:
         yield "price", f"{quantity(training.price)}, from hardware.price_per_hour"
     if training.mwh is not None:
         yield "energy", f"{quantity(training.mwh)} MWh, from hardware.kwh_per_hour"
-    missing = {"price": training.price, "kwh": training.mwh}
-    if keys := [f"hardware.{name}_per_hour" for name, value in missing.items() if value is None]:
-        yield "unknown", f"set {' and '.join(keys)} to add them up"
+    totals = {"price": ("price", training.price), "energy": ("kwh", training.mwh)}
+    unknown = {name: key for name, (key, total) in totals.items() if total is None}
+    if unknown:
+        keys = [f"hardware.{key}_per_hour" for key in unknown.values()]
+        yield "unknown", f"{' and '.join(unknown)}; set {' and '.join(keys)}"
     if training.assumed:
         figures = ", ".join(
             key if value is None else f"{key}={value:g}" for key, value in training.assumed.items()
@@ -78,4 +80,5 @@ def _time(seconds: float) -> str:
         return f"{seconds:.3g} s"
     if seconds < 2 * _HOUR_S:
         return f"{seconds / _MINUTE_S:.3g} min"
-    return f"{seconds / _HOUR_S:,.3g} h"
+    hours = seconds / _HOUR_S
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"

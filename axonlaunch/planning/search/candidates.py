@@ -162,6 +162,7 @@ def candidates(
             continue
         parts = tensor * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
         is_even = not (config.sequence_length or 0) % parts
+        with_strategy: dict[tuple[Any, ...], RunConfig] = {}
         for (
             (schedule, stages),
             (data_parallel, expert),
@@ -194,7 +195,7 @@ def candidates(
             rule = SCHEDULES[schedule]
             if rule.separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
-            settings = {
+            strategy = {
                 **data_parallel,
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
@@ -202,12 +203,18 @@ def candidates(
                 keys.EXPERT_RANKS: expert,
                 keys.SCHEDULE: schedule,
                 keys.STAGES: stages,
+            }
+            train = {
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
                 keys.LOSS_CHUNK: fixed.get(keys.LOSS_CHUNK, config.train.loss_chunk),
             }
+            settings = {**strategy, **train}
             if all(settings[key] == value for key, value in fixed.items()):
-                candidate_config = with_values(config, {**settings, **nodes.settings})
+                kind = (*strategy.values(),)
+                if kind not in with_strategy:  # most of the time of a candidate
+                    with_strategy[kind] = with_values(config, {**strategy, **nodes.settings})
+                candidate_config = with_values(with_strategy[kind], train)
                 layout = Layout.of(candidate_config, world_size=devices)
                 if math.prod(layout.axes.values()) != devices:
                     continue  # replicas do not divide the ranks that read different samples

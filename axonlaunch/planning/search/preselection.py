@@ -48,6 +48,9 @@ def preselect(
     counts: Counter[tuple[Any, ...]] = Counter()
     smallest: Preselected | None = None
     for listed in layouts:
+        group = (listed.family, listed.offload)
+        if counts[group] == _CHANCES:
+            continue  # earlier ones of the group recompute less
         model = formulas[listed.numerics]
         candidate, size = with_memory(listed, model, memory=memory)
         layout = candidate.layout
@@ -57,10 +60,7 @@ def preselect(
                 if smallest is None or size < smallest.bytes:
                     smallest = Preselected(candidate, math.inf, size)
             continue
-        group = (candidate.family, candidate.offload)
         counts[group] += 1
-        if counts[group] > _CHANCES:
-            continue  # earlier ones of the group recompute less
         work = scaled(
             model.single_device,
             candidate.config,

@@ -261,6 +261,7 @@ class OperationTrace(UncompiledDispatchMode):
         self.work: Work = {}
         self._meshes = [dict(axes) for axes in meshes]
         self._updating = False
+        self._repeats = 1
         self._kernels_of_rounding: list[int] | None = None
         self._pending: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
 
@@ -285,6 +286,10 @@ class OperationTrace(UncompiledDispatchMode):
         rows, columns = factor.shape
         key = Rounding(self._phase, rows, columns, factor.dtype, len(traffic))
         self._count(key, Amount(1, sum(traffic)))
+
+    def repeat(self, times: int) -> None:
+        """Count each later operation this many times."""
+        self._repeats = times
 
     def count_host_wait(self) -> None:
         """Count that the host waits for a number."""
@@ -316,7 +321,7 @@ class OperationTrace(UncompiledDispatchMode):
         return "recomputation" if torch.is_grad_enabled() else "backward"
 
     def _count(self, key: Operation, amount: Amount) -> None:
-        self.work[key] = self.work.get(key, Amount()) + amount
+        self.work[key] = self.work.get(key, Amount()) + amount * self._repeats
 
     def _record_compute(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name

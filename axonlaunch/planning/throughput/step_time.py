@@ -297,8 +297,16 @@ class StepTime:
                         seconds = self._links.seconds(key, amount) * times
                         if share is stage.step_layer and self._is_update_gather(key):
                             seconds = self._exposed_time(seconds, stage, layers)
-                        total.add(f"communication {_axis(key)}", seconds)
+                        total.add(f"communication {self._axis(key)}", seconds)
         return total
+
+    def _axis(self, key: CollectiveOp) -> str:
+        """Return the name of a mesh axis for reports, which combine all data axes."""
+        if key.kind == "all_to_all" and self._layout.expert > 1:
+            return EXPERT
+        if _OF_DATA.issuperset(key.axes):
+            return "dp"
+        return key.axes[0] if len(key.axes) == 1 else "world"
 
     def _is_update_gather(self, key: CollectiveOp) -> bool:
         """Return whether a collective gathers the parameters updated by ZeRO-1."""
@@ -345,7 +353,7 @@ class StepTime:
                     for operation in products
                 )
                 exposed = max(0.0, self._links.seconds(key, amount) - overlap)
-                total.add(f"communication {_axis(key)}", exposed)
+                total.add(f"communication {self._axis(key)}", exposed)
         return total
 
     def _fsdp_time(self, work: Work) -> float:
@@ -429,12 +437,3 @@ class StepTime:
 def _during(share: Share, phases: Iterable[Phase]) -> Work:
     wanted = set(phases)
     return {key: amount for key, amount in share.work.items() if key.phase in wanted}
-
-
-def _axis(key: CollectiveOp) -> str:
-    """Return the name of a mesh axis for reports, which combine all data axes."""
-    if key.kind == "all_to_all":
-        return EXPERT
-    if _OF_DATA.issuperset(key.axes):
-        return "dp"
-    return key.axes[0] if len(key.axes) == 1 else "world"

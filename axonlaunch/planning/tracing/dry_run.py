@@ -32,6 +32,7 @@ from axonlaunch.planning.tracing.devices import (
     cuda_norm,
     liger_kernel,
 )
+from axonlaunch.planning.tracing.extrapolation.extrapolate_chunks import few_chunks
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -89,6 +90,7 @@ class FakeRank:
         """Return a context in which tensors are fake and traced."""
         stack = ExitStack()
         stack.enter_context(self._mode)
+        stack.enter_context(few_chunks())
         if self._trace is not None:
             stack.enter_context(self._trace)
         return stack

@@ -10,8 +10,7 @@ each micro-batch in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +19,38 @@ from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.engines.tensor.outputs.deferred_head import DeferredHead, RowLoss
 
-_Sum = Callable[[Tensor, Tensor], Tensor]
+Sum = Callable[[Tensor, Tensor], Tensor]
+"""Maps logits and targets to the sum over counted targets."""
 
 
-def in_chunks(loss: _Sum, *, chunk: int) -> RowLoss:
+def in_chunks(loss: Sum, *, chunk: int) -> RowLoss:
     """Return the loss of hidden states, computed for a number of tokens at a time.
 
     Args:
         loss: Maps ``(logits, targets)`` to the sum over counted targets.
         chunk: Number of tokens per chunk.
     """
-    return partial(_sum_of_chunks, loss, chunk)
+
+    def compute(head: DeferredHead, rows: Tensor, targets: Tensor) -> Tensor:
+        return sum_of_chunks(loss, head, rows.split(chunk), targets.split(chunk))
+
+    return compute
 
 
-def _sum_of_chunks(
-    loss: _Sum, chunk: int, head: DeferredHead, rows: Tensor, targets: Tensor
+def sum_of_chunks(
+    loss: Sum, head: DeferredHead, rows: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> Tensor:
-    total = torch.zeros((), device=rows.device)
-    pairs = zip(rows.split(chunk), targets.split(chunk), strict=True)
+    """Return the summed loss of chunks of hidden states and targets. Traces replace it."""
+    total = torch.zeros((), device=rows[0].device)
+    pairs = zip(rows, targets, strict=True)
     for hidden_chunk, target_chunk in pairs:
-        total = total + _chunk_loss(loss, head, hidden_chunk, target_chunk)
+        total = total + chunk_loss(loss, head, hidden_chunk, target_chunk)
     return total
 
 
-def _chunk_loss(loss: _Sum, head: DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+def chunk_loss(loss: Sum, head: DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed loss of one chunk, whose logits are recomputed in backward."""
+
     def compute(hidden: Tensor) -> Tensor:
         return loss(head.logits(hidden), targets)
 

@@ -267,6 +267,9 @@ def _with_documents(build: Any) -> Any:
             options["attention_mask"] = None
         if (length := _ROW_LENGTH.get()) is not None:
             options |= {"q_length": length, "kv_length": length}
+            if padding is not None and padding.shape[-1] != length:
+                # BioGPT makes a mask of ones for the hidden states, which are a part of the row.
+                options["attention_mask"] = None
         if positions is not None:
             mask_function = _within_documents(mask_function, positions)
             allow_is_causal_skip = False

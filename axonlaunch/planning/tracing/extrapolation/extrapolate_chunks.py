@@ -1,0 +1,95 @@
+"""Runs three chunks of a loss in place of many, in traces on fake tensors.
+
+All chunks but the last have equal shapes. The first and the last run as they are, and one between
+them stands for all others:
+
+- Backward runs the chunks from the last to the first. The gradient of the head's weight is written
+  by the last one and added to by each other one. The first one completes it, so that nothing that
+  happens once, such as adding it to an earlier micro-batch's, happens beside the one in between.
+- The gradients of the hidden states of all chunks exist until the first one is done. The chunk in
+  between leaves one for each chunk that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axonlaunch.engines.tensor.outputs import chunked_loss
+from axonlaunch.engines.tensor.outputs.deferred_head import DeferredHead
+
+_Repeat = Callable[[int], None]
+_LEAST = 4
+"""Number of chunks from which not all are run."""
+
+
+@contextmanager
+def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
+    """Run at most three chunks of each loss while the context is entered.
+
+    Args:
+        repeat: Is called with the number of equal chunks for which all operations until its next
+            call stand.
+    """
+    sum_of_all = chunked_loss.sum_of_chunks
+
+    def sum_of_few(
+        loss: chunked_loss.Sum,
+        head: DeferredHead,
+        rows: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> Tensor:
+        if len(rows) < _LEAST:
+            return sum_of_all(loss, head, rows, targets)
+        first, *middle, last = rows
+        total = torch.zeros((), device=first.device)
+        total = total + chunked_loss.chunk_loss(loss, head, first, targets[0])
+        repeat(len(middle))
+        entered = _enter(repeat, *middle)
+        one = chunked_loss.chunk_loss(loss, head, entered, targets[1])
+        total = total + _leave(repeat, len(middle), one)
+        repeat(1)
+        return total + chunked_loss.chunk_loss(loss, head, last, targets[-1])
+
+    chunked_loss.sum_of_chunks = sum_of_few
+    try:
+        yield
+    finally:
+        chunked_loss.sum_of_chunks = sum_of_all
+
+
+class _Enter(torch.autograd.Function):
+    """Returns the first of several chunks, and a gradient for each of them in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, repeat: _Repeat, *chunks: Tensor) -> Tensor:
+        ctx.repeat, ctx.count = repeat, len(chunks)
+        return chunks[0].view_as(chunks[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.repeat(1)
+        others = (torch.empty_like(gradient) for _ in range(ctx.count - 1))
+        return None, gradient, *others
+
+
+class _Leave(torch.autograd.Function):
+    """Returns a chunk's loss; its backward begins that of the chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, repeat: _Repeat, count: int, loss: Tensor) -> Tensor:
+        ctx.repeat, ctx.count = repeat, count
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.repeat(ctx.count)
+        return None, None, gradient
+
+
+_enter: Any = _Enter.apply
+_leave: Any = _Leave.apply
