@@ -14,6 +14,7 @@ from typing import Any
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
 
 GPT2_VOCABULARY = 50257
@@ -27,7 +28,8 @@ NODE_GBIT_S = {
 }
 """Network of a node, Gb/s, if the source differs from the maker's system."""
 
-
+SAME_CLUSTER = {"ultrascale": "nanotron"}
+"""Sources that ran on the cluster of another one, by the start of their identifiers."""
 HARDWARE = (
     (r"A100.*40 ?GB", "a100_40gb"),
     (r"A100.*80 ?GB", "a100_80gb"),
@@ -70,6 +72,21 @@ class Row:
     hardware: HardwareConfig
     tokens_per_s: float
 
+    @property
+    def source(self) -> str:
+        """Name of the source, which stands for one cluster and one software."""
+        name = self.id.split("-")[0]
+        return SAME_CLUSTER.get(name, name)
+
+    @property
+    def layout(self) -> str:
+        """Degrees, micro-batch and recomputation in words."""
+        strategy, train = self.config.strategy, self.config.train
+        degrees = Layout.of(self.config, world_size=num_ranks(self.config)).axes
+        words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        words += [f"micro-batch {train.micro_batch_size}", f"recomputation {train.recomputation}"]
+        return ", ".join([str(strategy.data_parallel), *words])
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the unchanged rows of a JSON lines or CSV file."""
@@ -106,6 +123,7 @@ def _from_csv(index: int, row: dict[str, str]) -> dict[str, Any]:
         "activation": "swiglu",
         "tied_embeddings": row["tied_embeddings"] == "True",
         "param_dtype": row["param_dtype"],
+        "grad_dtype": row["grad_dtype"],
         "ac_mode": row["ac_mode"],
         "pp_schedule": row["pp_schedule"],
         "sequence_parallel": True,  # the script's default; the chart does not say
