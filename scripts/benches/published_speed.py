@@ -44,6 +44,16 @@ FLASH_ATTENTION_2 = 0.34
 "FlashAttention-2", 2023, section 4.1. The hardware groups have the figure of torch's current
 kernel.
 """
+ATTENTION = {
+    # Torch 1.13 of 2023, before FlashAttention-2: 25 to 40% of an A100's peak (the same paper,
+    # abstract); the middle.
+    "llmfoundry": 0.325,
+    # Not fused. Korthikanti et al., 2022, table 4: computing 8 heads of 768 features for 4 x 2,048
+    # positions again takes 1.3 ms, or 20 TFLOP/s if half of the square is counted.
+    "korthikanti": 0.08,
+    "bigscience": 0.08,
+}
+"""Fraction of an A100's peak that the attention of older software reaches on long sequences."""
 CSV_NUMBERS = (
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "num_gpus"),
     *("tp", "pp", "zero_stage", "micro_batch_size", "grad_accum"),
@@ -124,6 +134,7 @@ def _from_csv(index: int, row: dict[str, str]) -> dict[str, Any]:
         "tied_embeddings": row["tied_embeddings"] == "True",
         "param_dtype": row["param_dtype"],
         "grad_dtype": row["grad_dtype"],
+        "master_weights": "fp32" if "master fp32" in row["optimizer"] else "",
         "ac_mode": row["ac_mode"],
         "pp_schedule": row["pp_schedule"],
         "sequence_parallel": True,  # the script's default; the chart does not say
@@ -151,7 +162,10 @@ def _hardware(row: dict[str, Any]) -> tuple[HardwareConfig, str]:
     assert hardware is not None
     if option in HOPPER:
         hardware = replace(hardware, attention_efficiency=FLASH_ATTENTION_2)
-    gbit = NODE_GBIT_S.get(row["id"].split("-")[0])
+    name = row["id"].split("-")[0]
+    if name in ATTENTION:
+        hardware = replace(hardware, attention_efficiency=ATTENTION[name])
+    gbit = NODE_GBIT_S.get(name)
     if gbit is not None:
         assert hardware.devices_per_node is not None
         hardware = replace(hardware, network_gb_s=gbit / 8 / hardware.devices_per_node)
@@ -259,12 +273,32 @@ def _training(row: dict[str, Any]) -> list[str]:
             raise NotExpressedError("another compiler")
         compiled = False
     return [
+        *_stored(row, precision),
         f"train.precision={precision}",
         f"train.micro_batch_size={size}",
         f"train.global_batch_size={full}",
         f"train.activation_checkpointing={_checkpointing(row)}",
         f"train.compile={str(bool(compiled)).lower()}",
         f"train.matmul_dtype={_products(row, is_compiled=bool(compiled))}",
+    ]
+
+
+def _stored(row: dict[str, Any], precision: str) -> list[str]:
+    """Return how weights are stored: in fp32, or in 16 bits beside fp32 masters.
+
+    With ZeRO-1, 16-bit weights have masters, which are the shards.
+    """
+    masters, software = str(row.get("master_weights")), str(row.get("mixed_precision"))
+    is_pure = row.get("zero_stage") == 1 and str(row.get("param_dtype")) in ("bf16", "fp16")
+    has_masters = masters.startswith("fp32") and "sharded params" not in masters
+    main_gradients = "fp32 main" in software or "fp32 master" in software
+    if not (has_masters or is_pure or main_gradients):
+        return []
+    sums_in_fp32 = main_gradients or "fp32" in str(row.get("grad_dtype"))
+    return [
+        f"train.param_dtype={precision}",
+        "optimizer.master_weights=fp32",
+        f"train.grad_dtype={'fp32' if sums_in_fp32 else 'parameter'}",
     ]
 
 
