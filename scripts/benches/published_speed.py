@@ -28,6 +28,8 @@ NODE_GBIT_S = {
 }
 """Network of a node, Gb/s, if the source differs from the maker's system."""
 
+EVEN_STAGES = ("bigscience", "korthikanti", "mlm")
+"""Sources with Megatron's pipelines, whose stages have equally many layers."""
 SAME_CLUSTER = {"ultrascale": "nanotron"}
 """Sources that ran on the cluster of another one, by the start of their identifiers."""
 HARDWARE = (
@@ -70,14 +72,14 @@ class Row:
 
     Attributes:
         id: Identifier in its file.
-        group: Group of comparable rows: model, hardware and number of devices.
+        group: Group of comparable rows: table, model, hardware and number of devices.
         config: Configuration of the run.
         hardware: Hardware of the run.
         tokens_per_s: Measured tokens per second and device.
     """
 
     id: str
-    group: tuple[str, str, int]
+    group: tuple[str, str, str, int]
     config: RunConfig
     hardware: HardwareConfig
     tokens_per_s: float
@@ -119,7 +121,8 @@ def express(row: dict[str, Any]) -> Row:
     except ConfigError as error:
         problem = error.problems[0]
         raise NotExpressedError(f"{problem.key} is refused") from None
-    group = (str(row["model"]), option, int(row["num_gpus"]))
+    table = str(row.get("group") or row["id"].split("-")[0])
+    group = (table, str(row["model"]), option, int(row["num_gpus"]))
     return Row(row["id"], group, config, hardware, measured)
 
 
@@ -253,7 +256,24 @@ def _schedule(row: dict[str, Any]) -> list[str]:
         raise NotExpressedError(f"schedule {reported}")
     if row["layers"] < stages * row["pp"]:
         raise NotExpressedError("a stage without a layer")
-    return [f"strategy.pipeline.schedule={name}", f"strategy.pipeline.stages_per_rank={stages}"]
+    return [
+        f"strategy.pipeline.schedule={name}",
+        f"strategy.pipeline.stages_per_rank={stages}",
+        *_split(row, stages * row["pp"]),
+    ]
+
+
+def _split(row: dict[str, Any], stages: int) -> list[str]:
+    """Return the layers of each stage of software that does not count the work of ends."""
+    layers, source = row["layers"], row["id"].split("-")[0]
+    if source in EVEN_STAGES and layers % stages == 0:
+        counts = [layers // stages] * stages
+    elif source == "zb":  # "first/last stage hold one layer fewer"
+        most = (layers + 2) // stages
+        counts = [most - 1, *[most] * (stages - 2), most - 1]
+    else:
+        return []
+    return [f"strategy.pipeline.split={counts}"]
 
 
 def _training(row: dict[str, Any]) -> list[str]:

@@ -1,9 +1,9 @@
 """Compares predicted with published tokens per second and device, by source and within groups.
 
 For each source it also prints the errors with one factor for its cluster and software: each
-prediction is divided by the median ratio of the source's other runs. For each group of runs with
-the same model, device and number of devices it prints the rank correlation, and the measured speed
-of the run with the fastest prediction, divided by the best.
+prediction is divided by the median ratio of the source's other runs. For each group of runs of one
+table with the same model, device and number of devices it prints the rank correlation, and the
+measured speed of the run with the fastest prediction, divided by the best.
 """
 
 from __future__ import annotations
@@ -160,20 +160,20 @@ def _errors(ratios: Sequence[float]) -> str:
 
 
 def _report_groups(results: Sequence[Result]) -> None:
-    groups: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for result in results:
         groups[tuple(result["group"])].append((result["predicted"], result["measured"]))
-    print(f"\n{'group':56}{'rows':>5}{'Spearman':>10}{'first':>7}")
+    print(f"\n{'group':64}{'rows':>5}{'Spearman':>10}{'first':>7}")
     correlations, firsts = [], []
-    for (model, hardware, devices), pairs in sorted(groups.items()):
+    for (table, model, hardware, devices), pairs in sorted(groups.items()):
         if len(pairs) < LEAST_ROWS:
             continue
         rho = spearman([a for a, _ in pairs], [b for _, b in pairs])
         correlations.append(rho)
         first = max(pairs)[1] / max(measured for _, measured in pairs)
         firsts.append(first)
-        name = f"{model}, {hardware}, {devices} devices"
-        print(f"{name:56}{len(pairs):5}{rho:10.2f}{first:7.2f}")
+        name = f"{table}: {model}, {hardware}, {devices} devices"
+        print(f"{name:64}{len(pairs):5}{rho:10.2f}{first:7.2f}")
     if correlations:
         print(
             f"groups {len(correlations)}, median Spearman {statistics.median(correlations):.2f}, "
