@@ -46,14 +46,18 @@ FLASH_ATTENTION_2 = 0.34
 "FlashAttention-2", 2023, section 4.1. The hardware groups have the figure of torch's current
 kernel.
 """
+UNFUSED = 0.08
+"""Fraction of an A100's peak that unfused attention reaches.
+
+Source: Korthikanti et al., 2022, table 4: computing 8 heads of 96 features for 4 x 2,048
+positions again takes 1.3 ms, or 20 TFLOP/s if half of the square is counted.
+"""
 ATTENTION = {
     # Torch 1.13 of 2023, before FlashAttention-2: 25 to 40% of an A100's peak (the same paper,
     # abstract); the middle.
     "llmfoundry": 0.325,
-    # Not fused. Korthikanti et al., 2022, table 4: computing 8 heads of 768 features for 4 x 2,048
-    # positions again takes 1.3 ms, or 20 TFLOP/s if half of the square is counted.
-    "korthikanti": 0.08,
-    "bigscience": 0.08,
+    "korthikanti": UNFUSED,
+    "bigscience": UNFUSED,
 }
 """Fraction of an A100's peak that the attention of older software reaches on long sequences."""
 CSV_NUMBERS = (
@@ -122,6 +126,8 @@ def express(row: dict[str, Any]) -> Row:
         problem = error.problems[0]
         raise NotExpressedError(f"{problem.key} is refused") from None
     table = str(row.get("group") or row["id"].split("-")[0])
+    if "across dates" in str(row.get("notes")):
+        table += " " + str(row["source"]).rpartition("(")[2].rstrip(")")
     group = (table, str(row["model"]), option, int(row["num_gpus"]))
     return Row(row["id"], group, config, hardware, measured)
 
@@ -182,6 +188,8 @@ def _model(row: dict[str, Any]) -> list[str]:
     for key in ("layers", "hidden", "heads", "ffn", "seq_len"):
         if not row.get(key):
             raise NotExpressedError(f"{key} not given")
+    if ATTENTION.get(row["id"].split("-")[0]) == UNFUSED and row["hidden"] // row["heads"] % 8:
+        raise NotExpressedError("unfused attention without tensor cores (odd features of a head)")
     gated = row.get("activation") == "swiglu"
     heads, tensor = row["heads"], row.get("tp") or 1
     vocabulary = -(-(row.get("vocab") or GPT2_VOCABULARY) // (tensor * 128)) * tensor * 128
