@@ -14,6 +14,7 @@ from typing import Any
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
 
 GPT2_VOCABULARY = 50257
@@ -27,7 +28,10 @@ NODE_GBIT_S = {
 }
 """Network of a node, Gb/s, if the source differs from the maker's system."""
 
-
+EVEN_STAGES = ("bigscience", "korthikanti", "mlm")
+"""Sources with Megatron's pipelines, whose stages have equally many layers."""
+SAME_CLUSTER = {"ultrascale": "nanotron"}
+"""Sources that ran on the cluster of another one, by the start of their identifiers."""
 HARDWARE = (
     (r"A100.*40 ?GB", "a100_40gb"),
     (r"A100.*80 ?GB", "a100_80gb"),
@@ -42,6 +46,20 @@ FLASH_ATTENTION_2 = 0.34
 "FlashAttention-2", 2023, section 4.1. The hardware groups have the figure of torch's current
 kernel.
 """
+UNFUSED = 0.08
+"""Fraction of an A100's peak that unfused attention reaches.
+
+Source: Korthikanti et al., 2022, table 4: computing 8 heads of 96 features for 4 x 2,048
+positions again takes 1.3 ms, or 20 TFLOP/s if half of the square is counted.
+"""
+ATTENTION = {
+    # Torch 1.13 of 2023, before FlashAttention-2: 25 to 40% of an A100's peak (the same paper,
+    # abstract); the middle.
+    "llmfoundry": 0.325,
+    "korthikanti": UNFUSED,
+    "bigscience": UNFUSED,
+}
+"""Fraction of an A100's peak that the attention of older software reaches on long sequences."""
 CSV_NUMBERS = (
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "num_gpus"),
     *("tp", "pp", "zero_stage", "micro_batch_size", "grad_accum"),
@@ -58,17 +76,32 @@ class Row:
 
     Attributes:
         id: Identifier in its file.
-        group: Group of comparable rows: model, hardware and number of devices.
+        group: Group of comparable rows: table, model, hardware and number of devices.
         config: Configuration of the run.
         hardware: Hardware of the run.
         tokens_per_s: Measured tokens per second and device.
     """
 
     id: str
-    group: tuple[str, str, int]
+    group: tuple[str, str, str, int]
     config: RunConfig
     hardware: HardwareConfig
     tokens_per_s: float
+
+    @property
+    def source(self) -> str:
+        """Name of the source, which stands for one cluster and one software."""
+        name = self.id.split("-")[0]
+        return SAME_CLUSTER.get(name, name)
+
+    @property
+    def layout(self) -> str:
+        """Degrees, micro-batch and recomputation in words."""
+        strategy, train = self.config.strategy, self.config.train
+        degrees = Layout.of(self.config, world_size=num_ranks(self.config)).axes
+        words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        words += [f"micro-batch {train.micro_batch_size}", f"recomputation {train.recomputation}"]
+        return ", ".join([str(strategy.data_parallel), *words])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -92,7 +125,10 @@ def express(row: dict[str, Any]) -> Row:
     except ConfigError as error:
         problem = error.problems[0]
         raise NotExpressedError(f"{problem.key} is refused") from None
-    group = (str(row["model"]), option, int(row["num_gpus"]))
+    table = str(row.get("group") or row["id"].split("-")[0])
+    if "across dates" in str(row.get("notes")):
+        table += " " + str(row["source"]).rpartition("(")[2].rstrip(")")
+    group = (table, str(row["model"]), option, int(row["num_gpus"]))
     return Row(row["id"], group, config, hardware, measured)
 
 
@@ -106,6 +142,8 @@ def _from_csv(index: int, row: dict[str, str]) -> dict[str, Any]:
         "activation": "swiglu",
         "tied_embeddings": row["tied_embeddings"] == "True",
         "param_dtype": row["param_dtype"],
+        "grad_dtype": row["grad_dtype"],
+        "master_weights": "fp32" if "master fp32" in row["optimizer"] else "",
         "ac_mode": row["ac_mode"],
         "pp_schedule": row["pp_schedule"],
         "sequence_parallel": True,  # the script's default; the chart does not say
@@ -133,7 +171,10 @@ def _hardware(row: dict[str, Any]) -> tuple[HardwareConfig, str]:
     assert hardware is not None
     if option in HOPPER:
         hardware = replace(hardware, attention_efficiency=FLASH_ATTENTION_2)
-    gbit = NODE_GBIT_S.get(row["id"].split("-")[0])
+    name = row["id"].split("-")[0]
+    if name in ATTENTION:
+        hardware = replace(hardware, attention_efficiency=ATTENTION[name])
+    gbit = NODE_GBIT_S.get(name)
     if gbit is not None:
         assert hardware.devices_per_node is not None
         hardware = replace(hardware, network_gb_s=gbit / 8 / hardware.devices_per_node)
@@ -147,6 +188,8 @@ def _model(row: dict[str, Any]) -> list[str]:
     for key in ("layers", "hidden", "heads", "ffn", "seq_len"):
         if not row.get(key):
             raise NotExpressedError(f"{key} not given")
+    if ATTENTION.get(row["id"].split("-")[0]) == UNFUSED and row["hidden"] // row["heads"] % 8:
+        raise NotExpressedError("unfused attention without tensor cores (odd features of a head)")
     gated = row.get("activation") == "swiglu"
     heads, tensor = row["heads"], row.get("tp") or 1
     vocabulary = -(-(row.get("vocab") or GPT2_VOCABULARY) // (tensor * 128)) * tensor * 128
@@ -221,7 +264,24 @@ def _schedule(row: dict[str, Any]) -> list[str]:
         raise NotExpressedError(f"schedule {reported}")
     if row["layers"] < stages * row["pp"]:
         raise NotExpressedError("a stage without a layer")
-    return [f"strategy.pipeline.schedule={name}", f"strategy.pipeline.stages_per_rank={stages}"]
+    return [
+        f"strategy.pipeline.schedule={name}",
+        f"strategy.pipeline.stages_per_rank={stages}",
+        *_split(row, stages * row["pp"]),
+    ]
+
+
+def _split(row: dict[str, Any], stages: int) -> list[str]:
+    """Return the layers of each stage of software that does not count the work of ends."""
+    layers, source = row["layers"], row["id"].split("-")[0]
+    if source in EVEN_STAGES and layers % stages == 0:
+        counts = [layers // stages] * stages
+    elif source == "zb":  # "first/last stage hold one layer fewer"
+        most = (layers + 2) // stages
+        counts = [most - 1, *[most] * (stages - 2), most - 1]
+    else:
+        return []
+    return [f"strategy.pipeline.split={counts}"]
 
 
 def _training(row: dict[str, Any]) -> list[str]:
@@ -241,12 +301,32 @@ def _training(row: dict[str, Any]) -> list[str]:
             raise NotExpressedError("another compiler")
         compiled = False
     return [
+        *_stored(row, precision),
         f"train.precision={precision}",
         f"train.micro_batch_size={size}",
         f"train.global_batch_size={full}",
         f"train.activation_checkpointing={_checkpointing(row)}",
         f"train.compile={str(bool(compiled)).lower()}",
         f"train.matmul_dtype={_products(row, is_compiled=bool(compiled))}",
+    ]
+
+
+def _stored(row: dict[str, Any], precision: str) -> list[str]:
+    """Return how weights are stored: in fp32, or in 16 bits beside fp32 masters.
+
+    With ZeRO-1, 16-bit weights have masters, which are the shards.
+    """
+    masters, software = str(row.get("master_weights")), str(row.get("mixed_precision"))
+    is_pure = row.get("zero_stage") == 1 and str(row.get("param_dtype")) in ("bf16", "fp16")
+    has_masters = masters.startswith("fp32") and "sharded params" not in masters
+    main_gradients = "fp32 main" in software or "fp32 master" in software
+    if not (has_masters or is_pure or main_gradients):
+        return []
+    sums_in_fp32 = main_gradients or "fp32" in str(row.get("grad_dtype"))
+    return [
+        f"train.param_dtype={precision}",
+        "optimizer.master_weights=fp32",
+        f"train.grad_dtype={'fp32' if sums_in_fp32 else 'parameter'}",
     ]
 
 
