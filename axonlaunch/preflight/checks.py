@@ -185,15 +185,13 @@ def _examine(
     config: RunConfig, *, devices: int | None, report: OnProgress
 ) -> tuple[list[ConfigIssue], Dataset | None]:
     """Return the problems of a configuration, and its dataset if it was built."""
-    here, source = devices is not None, source_of(config)
-    ranks = num_ranks(config)
-    layout = Layout.of(config, world_size=ranks)
+    here = devices is not None
     # Check the rules again after resolving, because each rank checks its configuration too.
     problems = find_rule_violations(config)
     if devices is not None:
         problems += device_problems(config, devices)
         problems += _custom_parts(config)
-        problems += source.device_problems(config.launch.device)
+        problems += source_of(config).device_problems(config.launch.device)
         if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
             problems += push_problems(config.checkpoint.push)
     dataset, issues = dataset_without_tokenizing(config)
@@ -208,31 +206,15 @@ def _examine(
     if spec is not None:
         problems += loss_term_problems(config.train, spec)
     if spec is not None and dataset is not None:
-        mismatches = list(model_data_mismatches(config, spec, dataset, model))
-        if needs_custom_loss(dataset) or config.train.loss is not None:
-            mismatches = list(custom_data_problems(config, model, dataset))
-        elif not mismatches and model is not None and source.code != "included":
-            is_library = source.code == "library"  # its embedding and head can grow
-            larger = source.setting("vocab_size", dataset.num_classes) if is_library else ""
-            problems_of_outputs = output_problems(model, spec, dataset, setting=larger)
-            mismatches = [source.problem(each.message) for each in problems_of_outputs]
-        problems += mismatches
-        if not mismatches and model is not None and config.train.defers_head:
-            problems += head_problems(model, spec, dataset, train=config.train)
+        problems += _mismatches(config, spec, model, dataset)
     if model is not None and spec is not None:
-        problems += sharding_problems(config, spec, model)
-        problems += statistics_problems(config, model)
+        problems += _layout_problems(config, spec, model)
         problems += packing_problems(config, spec, dataset)
-        for axis in PRINTED:
-            problems += AXIS_PROBLEMS[axis.name](config, spec, model)
-        problems += expert_problems(config, spec, model)
-        problems += balance_problems(config, spec, model)
-        problems += product_problems(config, spec, model)
         problems += pushed_adapter_problems(config, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:
-        problems += _memory(config, model, layout)
+        problems += _memory(config, model, Layout.of(config, world_size=num_ranks(config)))
         problems += _disk(config, model)
         if dataset is not None and config.train.trace.tensors == "full":
             problems += trace_problems(config, model, dataset)
@@ -243,6 +225,35 @@ def _examine(
     if here and dataset is not None and not isinstance(dataset, Untokenized) and not problems:
         problems += changed_data_problems(config, dataset)
     return problems, None if isinstance(dataset, Untokenized) else dataset
+
+
+def _mismatches(
+    config: RunConfig, spec: ModelSpec, model: nn.Module | None, dataset: Dataset
+) -> list[ConfigIssue]:
+    """Return the problems of a model with the data: its inputs, its outputs and the loss."""
+    source = source_of(config)
+    mismatches = list(model_data_mismatches(config, spec, dataset, model))
+    if needs_custom_loss(dataset) or config.train.loss is not None:
+        mismatches = list(custom_data_problems(config, model, dataset))
+    elif not mismatches and model is not None and source.code != "included":
+        is_library = source.code == "library"  # its embedding and head can grow
+        larger = source.setting("vocab_size", dataset.num_classes) if is_library else ""
+        problems = output_problems(model, spec, dataset, setting=larger)
+        mismatches = [source.problem(each.message) for each in problems]
+    if not mismatches and model is not None and config.train.defers_head:
+        return list(head_problems(model, spec, dataset, train=config.train))
+    return mismatches
+
+
+def _layout_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield the problems of a model with the layout of the run."""
+    yield from sharding_problems(config, spec, model)
+    yield from statistics_problems(config, model)
+    for axis in PRINTED:
+        yield from AXIS_PROBLEMS[axis.name](config, spec, model)
+    yield from expert_problems(config, spec, model)
+    yield from balance_problems(config, spec, model)
+    yield from product_problems(config, spec, model)
 
 
 def fetch_model_and_data(config: RunConfig) -> None:
