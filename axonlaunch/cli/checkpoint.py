@@ -13,7 +13,6 @@ import typer
 
 from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help, words_of
-from axonlaunch.system.storage.files import why_no_folder
 from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
@@ -73,8 +72,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from axonlaunch.checkpoint.format import step_folders
     from axonlaunch.checkpoint.format.storage import reaching
     from axonlaunch.checkpoint.loading import fallback
+    from axonlaunch.checkpoint.loading.given_path import require_folder
 
-    _require_folder(run_dir)
+    require_folder(run_dir)
     with reaching(run_dir):
         checkpoints = _all(run_dir)
         sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in checkpoints]
@@ -121,8 +121,9 @@ def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) ->
     from axonlaunch.checkpoint import corrupt_checkpoints
     from axonlaunch.checkpoint.format.storage import reaching
     from axonlaunch.checkpoint.loading import diff
+    from axonlaunch.checkpoint.loading.given_path import require_folder
 
-    _require_folder(run_dir)
+    require_folder(run_dir)
     with spinner("reading"), reaching(run_dir):
         problems = {str(path): [reason] for path, reason in corrupt_checkpoints(run_dir).items()}
         for checkpoint in _all(run_dir):
@@ -166,9 +167,12 @@ def diff(
     """
     from axonlaunch.checkpoint.format.storage import reaching
     from axonlaunch.checkpoint.loading import diff
+    from axonlaunch.checkpoint.loading.given_path import require_checkpoint
 
     with spinner("comparing"), reaching(first), reaching(second):
-        differences = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
+        differences = diff.compare_checkpoints(
+            require_checkpoint(first), require_checkpoint(second)
+        )
     if as_json:
         print_json(
             {
@@ -278,6 +282,7 @@ def export_run(
     as_json: Json = False,
 ) -> None:
     """Export weights as safetensors files, and upload them to the Hugging Face Hub."""
+    from axonlaunch.checkpoint.loading.given_path import require_checkpoint
     from axonlaunch.config import ConfigError
     from axonlaunch.config.precision import NUMBER_FORMATS
     from axonlaunch.config.problems.errors import one_of
@@ -290,7 +295,7 @@ def export_run(
         refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in NUMBER_FORMATS:
         refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
-    checkpoint = _checkpoint(run_dir)
+    checkpoint = require_checkpoint(run_dir)
     config = _config(checkpoint, trust)
     with ExitStack() as stack:
         show = stack.enter_context(spinner("writing"))
@@ -350,8 +355,9 @@ def import_(
 ) -> None:
     """Create a run from exported weights."""
     from axonlaunch import config as configuration
+    from axonlaunch.checkpoint.loading.given_path import require_folder
 
-    _require_folder(folder)
+    require_folder(folder)
     with spinner("reading"):
         from axonlaunch.checkpoint.exchange import weights
 
@@ -375,34 +381,7 @@ def _all(path: Path) -> list[Checkpoint]:
     return [checkpoint] if checkpoint else list_checkpoints(path)
 
 
-def _checkpoint(path: Path) -> Checkpoint:
-    from axonlaunch.checkpoint import corrupt_checkpoints, find_checkpoint
-    from axonlaunch.checkpoint.format.storage import reaching
-
-    _require_folder(path)
-    with reaching(path):
-        checkpoint = find_checkpoint(path)
-        corrupt = (
-            ""
-            if checkpoint
-            else "; ".join(f"{p} {reason}" for p, reason in corrupt_checkpoints(path).items())
-        )
-    if checkpoint is None:
-        refuse(corrupt or f"{path}: contains no checkpoint; give a run or a checkpoint")
-    return checkpoint
-
-
 def _config(checkpoint: Checkpoint, trusted: bool) -> RunConfig:
     from axonlaunch.config import read_frozen
 
     return read_frozen(checkpoint.path.parent.parent, trusted=trusted)
-
-
-def _require_folder(path: Path) -> None:
-    from axonlaunch.checkpoint.format.storage import reaching
-    from axonlaunch.config import suggest_run_folder
-
-    with reaching(path):
-        is_folder = path.is_dir()
-    if not is_folder:
-        refuse(f"{path}: {why_no_folder(path)}{suggest_run_folder(path)}")

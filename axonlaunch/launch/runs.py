@@ -168,7 +168,7 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
     names = {launcher_of(run.config): run.config.launch for run in runs}
     for name, launch in names.items():
         if not launcher(name).sweeps and len(runs) > 1:
-            raise ConfigError([_refused_sweep(name, launch)])
+            raise ConfigError([_refused_sweep(name, launch, len(runs))])
         if runs[0].options.render and not launcher(name).renders:
             message = (
                 "--render prints what would be submitted; use slurm, kubernetes, skypilot or dstack"
@@ -182,9 +182,9 @@ def refuse_mixed_launchers(runs: Sequence[Run]) -> None:
         raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
 
 
-def _refused_sweep(name: str, launch: LaunchConfig) -> ConfigIssue:
+def _refused_sweep(name: str, launch: LaunchConfig, runs: int) -> ConfigIssue:
     if launch.name == name:
-        message = "launches no sweeps; start the runs one by one"
+        message = f"launches one run per command, not {runs}; start them one by one"
         return ConfigIssue("launch.name", message, name)
     message = "a sweep runs on one node; use 1, or start its runs one by one"
     return ConfigIssue("launch.nnodes", message, launch.nnodes)

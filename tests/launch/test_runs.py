@@ -113,7 +113,7 @@ def test_a_launcher_that_launches_no_sweeps_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LAUNCHERS, "facts", lambda name: slurm)
     options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
     run = Run(overrides=SLURM, composed=None, config=load(SLURM), options=options)
-    with pytest.raises(ConfigError, match=r"^launch.name=slurm: launches no sweeps; start"):
+    with pytest.raises(ConfigError, match="slurm: launches one run per command, not 2; "):
         prepare_runs([run, run])
 
 

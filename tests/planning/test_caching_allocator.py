@@ -217,6 +217,7 @@ def test_cublas_workspace_is_counted_per_thread(overrides: list[str], mib: float
 
 
 EXPERT = "strategy.expert.degree"
+REPLICATED = ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ EXPERT = "strategy.expert.degree"
     [
         (["strategy=ddp", "launch.nproc=8"], Communicators([8])),
         (
-            ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"],
+            REPLICATED,
             Communicators([8, 2, 4]),
         ),
         (
@@ -239,6 +240,10 @@ EXPERT = "strategy.expert.degree"
         (
             ["strategy=fsdp", f"{EXPERT}=4", "model=moe_debug", "launch.nproc=8"],
             Communicators([8, 2, 4], [3]),
+        ),
+        (
+            [*REPLICATED, f"{EXPERT}=2", "model=moe_debug"],
+            Communicators([8, 2, 4, 2, 2, 2], [1]),
         ),
         (
             ["strategy=fsdp", f"{EXPERT}=8", "model=moe_debug", "launch.nproc=8"],

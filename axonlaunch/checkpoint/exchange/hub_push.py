@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 KEY = "checkpoint.push"
 _CARD = "README.md"
-_FILE_BYTES = 5 * 10**9
 _WRITES = ("write", "admin", "contributor")
 _MAY_WRITE = ("repo.write", "repo.content.write")
 
@@ -80,7 +79,7 @@ def push_run(config: RunConfig) -> str:
         raise ConfigError([ConfigIssue(KEY, "there is no checkpoint to upload", repo)])
     with tempfile.TemporaryDirectory(dir=config.run_dir, prefix="upload-") as folder:
         exported = Path(folder, "exported")
-        weights.export_weights(checkpoint, config, exported, dtype=None, file_bytes=_FILE_BYTES)
+        weights.export_weights(checkpoint, config, exported, dtype=None)
         return push_export(
             exported, checkpoint, config, repo, private=config.checkpoint.push_private
         )

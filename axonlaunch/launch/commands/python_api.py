@@ -290,7 +290,7 @@ def export(
     transformers loads the new folder of a run with ``model=hf``, and PEFT that of an adapter.
 
     Args:
-        folder: Run with a checkpoint, or one of its checkpoints.
+        folder: Folder or fsspec URL of a run or of one of its checkpoints.
         out: Folder to create; it may exist if it is empty.
         dtype: ``fp32``, ``bf16`` or ``fp16``; None keeps the dtype of each tensor.
         merge: Whether to write the full model with the adapter merged into it, instead of the
@@ -306,17 +306,17 @@ def export(
     """
     import torch
 
-    from axonlaunch.checkpoint import find_checkpoint
     from axonlaunch.checkpoint.exchange.weights import export_weights
+    from axonlaunch.checkpoint.format.storage import storage_path
+    from axonlaunch.checkpoint.loading.given_path import require_checkpoint
 
     if dtype is not None and dtype not in NUMBER_FORMATS:
         message = f"is not supported; use {one_of([*NUMBER_FORMATS])}"
         raise ConfigError([ConfigIssue("dtype", message, dtype)])
-    checkpoint = find_checkpoint(Path(folder))
-    if checkpoint is None:
-        message = f"{folder}: contains no checkpoint; give a run or a checkpoint"
-        raise ConfigError([ConfigIssue("", message)])
+    checkpoint = require_checkpoint(storage_path(str(folder)))
     config = configuration.read_frozen(checkpoint.path.parent.parent, trusted=trust)
+    if merge and config.adapter is None:
+        raise ConfigError([ConfigIssue("merge", f"{checkpoint.path} has no adapter", merge)])
     kind = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
     written = export_weights(checkpoint, config, Path(out), dtype=kind, merge=merge)
     return [Path(out, name) for name in written]

@@ -65,7 +65,7 @@ def estimate_in_rounds(
     memory: float,
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
-    step_limit: float = math.inf,
+    ranked_limit: float = math.inf,
 ) -> Found:
     """Estimate the fastest layouts in rounds, until some of them fit.
 
@@ -80,7 +80,7 @@ def estimate_in_rounds(
         memory: Bytes of device memory that an estimate may use.
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
-        step_limit: Ranked step time, in seconds, from which layouts are not estimated.
+        ranked_limit: Value of ``ranked_s`` from which layouts are not estimated.
 
     Raises:
         ConfigError: No layout of the first round can be run or traced.
@@ -98,8 +98,8 @@ def estimate_in_rounds(
         try:
             order = TracedOrder(_valid(preselected, check), hardware=config.hardware)
             fastest = iter(order)
-            if math.isfinite(step_limit):
-                fastest = takewhile(lambda pair: _ranked_s(*pair) < step_limit, order)
+            if math.isfinite(ranked_limit):
+                fastest = takewhile(lambda pair: _ranked_s(*pair) < ranked_limit, order)
             estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
             if plans:

@@ -109,7 +109,7 @@ def search_layouts(
     if lower:
         try:
             found = merge_found(
-                found, estimate_layouts(lower, step_limit=worthwhile_time(found.plans))
+                found, estimate_layouts(lower, ranked_limit=worthwhile_time(found.plans))
             )
         except ConfigError as error:
             problems += error.problems
