@@ -204,7 +204,7 @@ def test_rounded_states_differ_by_the_derived_size(exponent: int, share: float) 
     rounding = StateRounding(
         reference, {"weight.exp_avg": 0.0}, spacing=2.0**-7, of_largest=2.0**-7
     )
-    derived = rounding.of_state("weight.exp_avg", share, count=state.numel())
+    derived = rounding.allowed_in_state("weight.exp_avg", share, count=state.numel())
     assert derived / 10 < _difference(other, one) < derived
     assert derived < _difference(state.bfloat16().float(), one)  # rounding to nearest is found
 

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.precision import (
-    FP32,
     Float8Format,
     MatmulFormat,
     QuantizedFormat,
@@ -147,7 +146,7 @@ class StateRounding:
     def __contains__(self, name: str) -> bool:
         return name in self._peaks
 
-    def of_state(self, name: str, unrounded: float, *, count: int) -> float:
+    def allowed_in_state(self, name: str, unrounded: float, *, count: int) -> float:
         """Return the relative difference of a rounded state.
 
         Args:
@@ -158,7 +157,7 @@ class StateRounding:
         one = self._of_largest * self._peaks[name] / math.sqrt(count)
         return math.sqrt(self._spacing * unrounded) + one
 
-    def of_parameter(self, name: str, step: int, unrounded: float, *, count: int) -> float:
+    def allowed_in_parameter(self, name: str, step: int, unrounded: float, *, count: int) -> float:
         """Return the relative difference of a parameter that its rounded states cause.
 
         Args:
@@ -193,7 +192,7 @@ def state_rounding(
         name: floors.get(name.rpartition(".")[2], 0.0)
         for name, state in reference.states.items()
         if state.numel()
-        and (_is_quantized(state) if is_quantized else state.itemsize < FP32.nbytes)
+        and (_is_quantized(state) if is_quantized else state.itemsize < torch.float32.itemsize)
     }
     return StateRounding(reference, rounded, spacing=spacing, of_largest=of_largest)
 

@@ -229,11 +229,11 @@ class Tolerances:
         unrounded = max(self.base, self._times * self._rounding(step, "gradient", parameter))
         if kind == "state" and name in rounded:
             least = measured if self._is_low else unrounded
-            return max(least, rounded.of_state(name, unrounded, count=difference.count))
+            return max(least, rounded.allowed_in_state(name, unrounded, count=difference.count))
         if self._is_low:
             return measured
         if kind == "parameter":
-            moved = rounded.of_parameter(name, step, unrounded, count=difference.count)
+            moved = rounded.allowed_in_parameter(name, step, unrounded, count=difference.count)
             return max(measured, self.base + moved)
         return max(measured, self._times * self._largest_noise.get(step, 0.0))
 
