@@ -131,10 +131,12 @@ def test_sharding_is_tried_before_offload() -> None:
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    *_, offloading, _, _, _, _ = candidate_changes(
+    *_, alone, _, _, _, _ = candidate_changes(
         run("strategy=tensor", "strategy.tensor.degree=8", *HEADS)
     )
-    assert offloading == []
+    assert [option.settings for option in alone] == [option.settings for option in offloading]
+    assert "sharded" in offloading[0].cost
+    assert "sharded" not in alone[0].cost
 
 
 def test_lower_precision_of_states_and_masters_is_tried_last() -> None:

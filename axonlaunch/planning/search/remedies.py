@@ -347,13 +347,9 @@ def _offload(config: RunConfig, layout: Layout) -> Options:
         "full": "parameters and gradients cross the link to host memory, and the host updates them",
     }
     if not layout.facts.shards_parameters:
-        if layout.data_ranks == 1:
-            return []
         sharded: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}
-        return [
-            Option({**sharded, key: value}, f"parameters are sharded, and {cost}")
-            for value, cost in costs.items()
-        ]
+        shards = "parameters are sharded, and " if layout.data_ranks > 1 else ""
+        return [Option({**sharded, key: value}, f"{shards}{cost}") for value, cost in costs.items()]
     remaining = {"none": [*costs], "full": []}.get(current, ["full"])
     return [Option({key: value}, costs[value]) for value in remaining]
 
