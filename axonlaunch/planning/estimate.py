@@ -211,7 +211,7 @@ def suggest_changes(
         Result of the search.
     """
     if forecast.fits is not False:
-        return Searched(0, 0.0)
+        return Searched([], 0.0)
     try:
         ended: Searched = yield from forked_call.stream(
             context,
@@ -221,7 +221,7 @@ def suggest_changes(
             task="looking for changes that fit",
         )
     except ConfigError as error:
-        return Searched(0, 0.0, error.problems[0].message)
+        return Searched([], 0.0, error.problems[0].message)
     return ended
 
 
@@ -268,7 +268,7 @@ def with_changes(context: ForkServerContext, config: RunConfig, forecast: Foreca
     return dataclasses.replace(
         forecast,
         changes=tuple(changes),
-        untried=ended.untried,
+        untried=len(ended.untried),
         notes=notes,
         routings=with_routing_changes(context, config, forecast),
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -276,12 +277,12 @@ class Searched:
     """Result of a search for remedies.
 
     Attributes:
-        untried: Number of changes that may fit but were not estimated before the time limit.
+        untried: Overrides of the changes that may fit but were not estimated before the time limit.
         seconds: Duration of the search.
         reason: Reason why the search was impossible; empty otherwise.
     """
 
-    untried: int
+    untried: Sequence[str]
     seconds: float
     reason: str = ""
 
