@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -281,7 +282,7 @@ class Searched:
         reason: Reason why the search was impossible; empty otherwise.
     """
 
-    untried: list[list[str]]
+    untried: Sequence[str]
     seconds: float
     reason: str = ""
 

@@ -87,6 +87,22 @@ def test_estimate_rounds_page_locked_host_memory_like_torch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("offload", "on_host"), [("params", 2), ("optimizer_states", 2), ("full", 4)]
+)
+def test_tensors_in_host_memory_are_not_reserved_on_the_device(offload: str, on_host: int) -> None:
+    """A single rank has no collective after which its gradients are known."""
+    wide = ["model.hidden_size=1024", "train.global_batch_size=1", "launch.nproc=1"]
+    overrides = ["strategy=fsdp", "train.precision=bf16", *wide]
+    parameters = 4 * 8 * 12 * 1024**2
+    kept, offloaded = (
+        estimate(run(*overrides, f"strategy.fsdp.cpu_offload={what}")).reserved_bytes
+        for what in ("none", offload)
+    )
+    assert kept - offloaded == pytest.approx(on_host * parameters, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "overrides",
     [["strategy=fsdp"], PIPELINE],
     ids=["fsdp", "pipeline"],

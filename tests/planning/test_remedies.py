@@ -131,10 +131,12 @@ def test_sharding_is_tried_before_offload() -> None:
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    *_, offloading, _, _, _, _ = candidate_changes(
+    *_, alone, _, _, _, _ = candidate_changes(
         run("strategy=tensor", "strategy.tensor.degree=8", *HEADS)
     )
-    assert offloading == []
+    assert [option.settings for option in alone] == [option.settings for option in offloading]
+    assert "sharded" in offloading[0].cost
+    assert "sharded" not in alone[0].cost
 
 
 def test_lower_precision_of_states_and_masters_is_tried_last() -> None:
@@ -234,8 +236,8 @@ def test_sharding_continues_from_where_it_is(overrides: list[str], first: str | 
     assert (kinds or [None])[0] == first
 
 
-def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
-    """Return the changes, and the number of untried ones."""
+def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], list[str]]:
+    """Return the changes, and the untried ones."""
     search = search_changes(chosen, estimate(chosen), memory=600, formula=formula, **options)
     changes: list[list[str]] = []
     while True:
@@ -257,7 +259,9 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
     )
     assert [next(search).overrides] == reported(chosen, 600)[:1]
     assert len(tried) == 1
-    assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
+    changes, untried = searched(chosen, estimate=counting, is_over=lambda: True)
+    assert (changes, len(untried)) == ([], TRACED)
+    assert untried[0] == " ".join(reported(chosen, 600)[0])
     assert len(tried) == 1
 
 
@@ -281,7 +285,8 @@ def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
     def slow(changed: RunConfig) -> Estimate:
         raise TimeoutError
 
-    assert searched(run("strategy=fsdp"), estimate=slow) == ([], TRACED)
+    changes, untried = searched(run("strategy=fsdp"), estimate=slow)
+    assert (changes, len(untried)) == ([], TRACED)
 
 
 @pytest.mark.parametrize(("node_gib", "fits"), [(None, None), (1, False), (64, True)])
@@ -326,6 +331,8 @@ def test_quantized_base_is_tried_after_changes_that_keep_numerics() -> None:
         {"adapter.base": "int8"},
         {"adapter.base": "nf4"},
     ]
+    *_, options, _, _ = candidate_changes(run("adapter=lora", "train.precision=bf16"))
+    assert options[0].settings == {"train.param_dtype": "bf16"}
     *_, options, _, _ = candidate_changes(run("adapter=lora", "adapter.base=int8"))
     assert [option.settings for option in options] == [{"adapter.base": "nf4"}]
     assert candidate_changes(run())[-3] == []

@@ -260,9 +260,8 @@ def _outcome(ended: Searched, count: int) -> str:
 
         return NOT_SEARCHED + ended.reason
     if ended.untried:
-        number, more = len(ended.untried), "more " if count else ""
-        changes = f"{number} {more}change" + ("" if number == 1 else "s")
+        untried, more = len(ended.untried), "more " if count else ""
+        changes = f"{more}change" if untried == 1 else f"{more}changes"
         stopped = f"the search stopped after {ended.seconds:.0f} s without trying them"
-        first = " ".join(ended.untried[0])
-        return f"{changes} may fit: {stopped}; by formulas, {first} comes first"
+        return f"{untried} {changes} may fit: {stopped}. The first is {ended.untried[0]}"
     return "" if count else "None of the tried changes makes it fit; use more ranks."

@@ -294,6 +294,10 @@ def _run_steps(
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
     with dry.storing():
+        categorize_gradients(dry.engine, trace)
+        if "optimizer" in trace.host:  # the first update would create the states on the device
+            with trace.during("optimizer"):
+                trace.tag(dry.engine.optimizer_states(), "optimizer")
         if reduced.layout.pipeline > 1:
             dry.settle()
         for _ in range(1 if reduced.layout.pipeline > 1 else 2):
@@ -302,7 +306,6 @@ def _run_steps(
             with trace.during("temporary"), fake_world.assume_true():
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
-            categorize_gradients(dry.engine, trace)
         recording = trace.recording(dry.engine, blocks)
     return recording, {stage: len(members) for stage, members in blocks.items()}
 
