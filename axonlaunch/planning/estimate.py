@@ -268,7 +268,7 @@ def with_changes(context: ForkServerContext, config: RunConfig, forecast: Foreca
     return dataclasses.replace(
         forecast,
         changes=tuple(changes),
-        untried=len(ended.untried),
+        untried=ended.untried,
         notes=notes,
         routings=with_routing_changes(context, config, forecast),
     )

@@ -322,7 +322,7 @@ class Forecast:
         notes: Differences between the estimate and the run.
         measured: Configured keys of ``hardware`` for the memory outside torch's allocator.
         changes: Changes that make the run fit; empty if they were not searched.
-        untried: Number of changes that may fit but were not estimated before the time limit.
+        untried: Overrides of the changes that may fit but were not estimated before the time limit.
         routings: Memory for each load of the experts; empty if experts are not divided.
         training: Duration and cost of training; None if no number of tokens was given.
     """
@@ -338,7 +338,7 @@ class Forecast:
     notes: list[str]
     measured: tuple[str, ...] = ()
     changes: tuple[Remedy, ...] = ()
-    untried: int = 0
+    untried: Sequence[str] = ()
     routings: tuple[RoutingForecast, ...] = ()
     training: TrainingForecast | None = None
 
