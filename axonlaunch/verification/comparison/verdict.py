@@ -72,7 +72,7 @@ def decide_verdict(
     largest = {kind: _largest(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := largest[kind]) is not None]
     proved = _prove(reference, differences)
-    notes, precision = [], precision_of(config)
+    notes = []
     if reference.dropout:
         notes.append(_dropout_note(reference.dropout, masks))
     layout = Layout.of(config, world_size=num_ranks(config))
@@ -83,7 +83,8 @@ def decide_verdict(
             if d.kind == "choice" and tolerances.allows(d) and layout.reports_outputs(d.rank)
         ]
     )
-    if wrong and reference.num_experts and config.train.compile and precision.compute.is_low:
+    is_compiled_mixture = config.train.compile and reference.num_experts > 0
+    if wrong and is_compiled_mixture and precision_of(config).compute.is_low:
         notes.append(_COMPILED_EXPERTS)
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
