@@ -9,6 +9,7 @@ from support.configured import run_config
 from support.hf_families import FAMILIES
 from torch import Tensor
 
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines import build
 from axonlaunch.engines.precision.policy import keep_parameters_in
@@ -71,6 +72,24 @@ def test_router_loss_that_depends_on_the_micro_batch_is_noticed(
     monkeypatch.setattr(build, "_router_loss", lambda plan: OwnChoices(lambda counts: None))
     verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
     assert not verdict.passed
+
+
+def test_differences_of_compiled_experts_have_a_note_on_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide = compare.decide_verdict
+
+    def decide_as_compiled(config: RunConfig, *others: Any) -> ParityResult:
+        return decide(with_values(config, {"train.compile": True}), *others)
+
+    for is_compiled in (False, True):
+        monkeypatch.setattr(build, "_router_loss", lambda plan: None)  # a difference
+        if is_compiled:
+            monkeypatch.setattr(compare, "decide_verdict", decide_as_compiled)
+        loss = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+        verdict = verify("mixtral", "strategy=ddp", "train.precision=bf16", **loss)
+        assert not verdict.passed
+        assert any("compiled routers" in note for note in verdict.notes) == is_compiled
 
 
 BF16_LORA = [

@@ -15,7 +15,12 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
 from axonlaunch.engines.expert.dispatch import Dispatch, LostRowsError
-from axonlaunch.engines.expert.routing import InvalidRouteError, choice_of, naming_invalid_route
+from axonlaunch.engines.expert.routing import (
+    InvalidRouteError,
+    choice_of,
+    naming_invalid_route,
+    weights_of,
+)
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
     ShardSpec,
@@ -163,7 +168,7 @@ def _explained_forward(module: Any, layer: str) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        _require_finite_weights(layer, kwargs.get("top_k_weights", args[-1] if args else None))
+        _require_finite_weights(layer, weights_of(args, kwargs))
         with naming_invalid_route(layer, choice_of(args, kwargs), num_experts=num_experts):
             return forward(*args, **kwargs)
 

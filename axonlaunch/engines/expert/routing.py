@@ -92,6 +92,12 @@ def choice_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return choice
 
 
+def weights_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the weights of these experts, [T, K], from the same arguments."""
+    weights: Tensor = kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[-1]
+    return weights
+
+
 def invalid_expert(experts: Tensor, *, num_experts: int) -> tuple[int, str]:
     """Return the first token with an expert that does not exist, and what is wrong with it.
 

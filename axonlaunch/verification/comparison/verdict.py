@@ -11,6 +11,7 @@ import torch
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.verification.comparison.exercised_features import exercised_features
 from axonlaunch.verification.comparison.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
@@ -27,6 +28,11 @@ _NEVER_ROUNDED = {"arithmetic", "order", "counted", "again", "sum"}
 """Kinds that are compared in every step, even if rounding is too large for other kinds."""
 _MAX_LISTED = 8
 """Largest number of ranks that a difference lists."""
+
+_COMPILED_EXPERTS = (
+    "compiled routers can't be given the choices of one process: if rounding sends tokens to "
+    "other experts, their gradients differ; compare with train.compile=false, too"
+)
 
 
 def decide_verdict(
@@ -77,6 +83,9 @@ def decide_verdict(
             if d.kind == "choice" and tolerances.allows(d) and layout.reports_outputs(d.rank)
         ]
     )
+    is_compiled_mixture = config.train.compile and reference.num_experts > 0
+    if wrong and is_compiled_mixture and precision_of(config).compute.is_low:
+        notes.append(_COMPILED_EXPERTS)
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
