@@ -90,6 +90,14 @@ def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
     )
 
 
+def test_search_names_offload_with_updates_on_the_host_if_no_layout_fits(found: Any) -> None:
+    host = ["hardware.host_gb_s=50", "hardware.host_efficiency=0.8"]
+    with pytest.raises(ConfigError) as raised:
+        found("hardware.memory_gib=0.5", *host, off=1.5)
+    [issue] = raised.value.problems
+    assert "strategy.fsdp.cpu_offload=full (updates on the host" in issue.message
+
+
 def test_search_names_setting_that_prevents_fit(found: Any) -> None:
     key = "strategy.data_parallel"
     assert key in SEARCHED

@@ -105,6 +105,11 @@ def none_fits(
     ]
     counts = (n * devices for n in _MULTIPLES if fits(config, n * devices, fixed))
     changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
+    on_host = {**fixed, keys.OFFLOAD: "full"}
+    offloads = keys.OFFLOAD not in fixed and config.hardware.host_gb_s is not None
+    if offloads and _can_fit(config, devices, on_host, fits):
+        setting = _setting_text(keys.OFFLOAD, "full")
+        changes.append(f"{setting} (updates on the host, whose time plan can't predict)")
     if lowered is not None and _can_fit(lowered, devices, fixed, fits):
         changes.append(f"--allow {keys.LOW_PRECISION} (changes numerics)")
     for options in _smaller_runs(config):
