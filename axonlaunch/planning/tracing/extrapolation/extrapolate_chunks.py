@@ -38,7 +38,7 @@ def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
     sum_of_all = chunked_loss.sum_of_chunks
 
     def sum_of_few(
-        loss: chunked_loss.Sum,
+        loss: chunked_loss.LossSum,
         head: DeferredHead,
         rows: Sequence[Tensor],
         targets: Sequence[Tensor],
