@@ -51,7 +51,8 @@ def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
         repeat(len(middle))
         entered = _enter(repeat, *middle)
         one = chunked_loss.chunk_loss(loss, head, entered, targets[1])
-        total = total + _leave(repeat, len(middle), one)
+        left: Tensor = _leave(repeat, len(middle), one)
+        total = total + left
         repeat(1)
         return total + chunked_loss.chunk_loss(loss, head, last, targets[-1])
 
