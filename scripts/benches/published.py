@@ -211,10 +211,11 @@ def _of_model(row: Row) -> Iterator[str]:
         yield (
             f"{norm} with {act} and {pos} positions" if reported else "not given: norm or positions"
         )
-    if _is_gpt2(row) and _shape(row) != "gpt":
-        yield "dropout or unfused attention of another model than GPT-2"
-    if row.get("transformer_impl") == "local":
-        yield "layers of Megatron without TransformerEngine"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if row.get(name):
+            yield "dropout"
+    if row.get("attention_backend") == "unfused" or row.get("transformer_impl") == "local":
+        yield "unfused attention"
 
 
 def _of_arithmetic(row: Row) -> Iterator[str]:
@@ -226,6 +227,8 @@ def _of_arithmetic(row: Row) -> Iterator[str]:
             yield f"{row.get('param_dtype')} parameters with {row['master_weights']} masters"
         else:
             yield "how parameters are kept is not given"
+    if "main grads" in str(row.get("grad_dtype")):
+        yield "gradients in buffers that exist between steps"
     optimizer = _optimizer(row)
     if optimizer in _OPTIMIZERS:
         if masters == "none" and "bnb" not in optimizer and "torchao" not in optimizer:
@@ -251,15 +254,7 @@ def _of_run(row: Row) -> Iterator[str]:
         yield f"compiled by {str(row['torch_compile']).split()[0]}"
 
 
-def _is_gpt2(row: Row) -> bool:
-    """Return whether a row needs transformers' GPT-2, which has dropout and unfused attention."""
-    dropout = row.get("hidden_dropout") or row.get("attention_dropout")
-    return bool(dropout) or row.get("attention_backend") == "unfused"
-
-
 def _model(row: Row) -> list[str]:
-    if _is_gpt2(row):
-        return _gpt2(row)
     bare = {
         "hidden_size": row["hidden"],
         "num_hidden_layers": row["layers"],
@@ -273,27 +268,6 @@ def _model(row: Row) -> list[str]:
     if option == "llama_debug":
         bare["num_key_value_heads"] = row.get("kv_heads") or row["heads"]
     return [f"model={option}", *(f"model.{name}={value}" for name, value in bare.items())]
-
-
-def _gpt2(row: Row) -> list[str]:
-    hidden, attention = row.get("hidden_dropout") or 0.0, row.get("attention_dropout") or 0.0
-    content = {
-        "model_type": "gpt2",
-        "n_embd": row["hidden"],
-        "n_layer": row["layers"],
-        "n_head": row["heads"],
-        "n_inner": row["ffn"],
-        "n_positions": row["seq_len"],
-        "vocab_size": row["vocab"],
-        "tie_word_embeddings": str(bool(row.get("tied_embeddings"))).lower(),
-        "resid_pdrop": hidden,
-        "embd_pdrop": hidden,
-        "attn_pdrop": attention,
-    }
-    listed = ", ".join(f"{name}: {value}" for name, value in content.items())
-    is_unfused = row.get("attention_backend") == "unfused"
-    kernel = ["model.attention=eager"] if is_unfused else []
-    return ["model=hf", "model.init=random", f"model.config={{{listed}}}", *kernel]
 
 
 def _shape(row: Row) -> str | None:

@@ -52,7 +52,10 @@ TENSOR = "strategy=tensor strategy.tensor.sequence_parallel=true"
 LAYOUTS = {
     "zero1": (2, "strategy=zero1"),
     "zero2, recomputed": (2, "strategy=zero2 train.activation_checkpointing=full"),
-    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
+    "hsdp": (
+        4,
+        "strategy=hsdp strategy.fsdp.replicate=2 train.activation_checkpointing=selective",
+    ),
     "offload": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
     "tensor": (2, "strategy=tensor"),
     "sequence": (2, TENSOR),

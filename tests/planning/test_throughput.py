@@ -71,6 +71,14 @@ def test_a_slower_network_never_makes_a_step_quicker(fsdp: StepWork) -> None:
     assert slow.breakdown["matrix products"] == fast.breakdown["matrix products"]
 
 
+@pytest.mark.slow
+def test_ranks_that_share_sequences_do_not_exchange_tokens_of_experts() -> None:
+    slow_link = ["launch.nproc=8", "hardware.link_gb_s=1"]
+    parts = reported(run("strategy=fsdp", "strategy.context.degree=2", *slow_link)).breakdown
+    assert "communication cp" in parts
+    assert "communication ep" not in parts
+
+
 def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
     assert config.hardware is not None

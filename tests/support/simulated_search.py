@@ -33,6 +33,8 @@ def size(run: RunConfig, layout: Layout) -> float:
         smaller /= 8
     if quantizes_states(run.optimizer):
         smaller /= 2
+    if run.strategy.fsdp.cpu_offload == "full":
+        smaller /= 16
     return 8 * GIB * smaller / (shards * layout.tensor * layout.pipeline)
 
 

@@ -23,8 +23,8 @@ EXAMPLES = """Examples:
   axonlaunch ls models --plugin my_models
 """
 HF = "hf"
-_HYPHENATED = {"sequence": "se-\nquence", "pipeline": "pipe-\nline", "context": "con-\ntext"}
-"""Long words of the headers of ``ls hf``, so that the table fits into 80 columns."""
+_LONGEST_WORD = 6
+"""Letters of a header's word in ``ls hf``, so that the table fits into 80 columns."""
 SHOWS_REASONS = 12
 """Reasons why layouts are not proved are printed for at most this many models."""
 LISTS = {
@@ -157,9 +157,8 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     shown = Table(box=None, padding=(0, 1, 0, 0))
     shown.add_column("model\ntype", style="bold", overflow="fold")
     for layout in table.layouts:
-        words = layout.replace(" x ", "x").split()
-        header = "\n".join(_HYPHENATED.get(word, word) for word in words)
-        shown.add_column(header, no_wrap=True)
+        words = map(_hyphenate, layout.replace(" x ", "x").split())
+        shown.add_column("\n".join(words), no_wrap=True)
     for kind, family in families.items():
         shown.add_row(
             kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)
@@ -184,3 +183,8 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
                 console.print(escape(f"{kind}, {names}: {reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     console.print(f"\nproved with {versions}; see axonlaunch help huggingface")
+
+
+def _hyphenate(word: str) -> str:
+    middle = len(word) // 2
+    return word if len(word) <= _LONGEST_WORD else f"{word[:middle]}-\n{word[middle:]}"

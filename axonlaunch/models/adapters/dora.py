@@ -68,7 +68,9 @@ def adapted_norms(
     device = weight.device.type
     # Autocast does not exist on the meta device, which is used to find the shapes of a stage.
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
-        adapted = torch.mm(up.to(dtype), down.to(dtype)).mul_(scale).add_(weight)
+        # Selective recomputation saves results of ``mm``, which must not change then.
+        product = torch.bmm(up.to(dtype)[None], down.to(dtype)[None])[0]
+        adapted = product.mul_(scale).add_(weight)
         norms = torch.linalg.vector_norm(adapted, dim=1)
         return norms if total is None else total(norms.square()).sqrt()
 

@@ -56,7 +56,7 @@ class LayerBytes:
 
     Attributes:
         kept: Activations that a repeated layer keeps for backward.
-        kept_leading: Those of a layer before the repeated ones.
+        kept_leading: Activations that a layer before the repeated ones keeps.
         recomputed: Additional activations of the layer whose backward runs; 0 without
             recomputation.
         transient: Gradients of activations within the layer whose backward runs.
@@ -99,7 +99,7 @@ def layer_bytes(
     hidden = work.hidden_size * work.sample_length * itemsize
     saved, complete = activations[mode], activations["none"]
 
-    def divided(num_bytes: float, replicated: float) -> float:
+    def divide(num_bytes: float, replicated: float) -> float:
         """Divide activations, of which hidden states are replicated unless they are in parts."""
         part = 0.0 if in_parts else min(num_bytes, replicated * hidden)
         return part + (num_bytes - part) / tensor
@@ -110,15 +110,15 @@ def layer_bytes(
     extra = _tensor_extra(mode, hidden, tensor=tensor, in_parts=in_parts)
     extra += hidden * (1 - 1 / tensor) if saves_sum else 0.0
     inputs = _REPLICATED if mode == "none" else 1  # recomputation keeps the input of a layer
-    kept, kept_leading = divided(saved.layer, inputs), divided(saved.leading, inputs)
-    recomputed = divided(complete.layer, _REPLICATED)
+    kept, kept_leading = divide(saved.layer, inputs), divide(saved.leading, inputs)
+    recomputed = divide(complete.layer, _REPLICATED)
     if expert_load:
         kept, recomputed = (
-            divided(part.undispatched, replicated) + expert_load / tensor * part.dispatched
+            divide(part.undispatched, replicated) + expert_load / tensor * part.dispatched
             for part, replicated in ((saved, inputs), (complete, _REPLICATED))
         )
     if has_leading:
-        recomputed = max(recomputed, divided(complete.leading, _REPLICATED))
+        recomputed = max(recomputed, divide(complete.leading, _REPLICATED))
     recomputed += _tensor_extra("none", hidden, tensor=tensor, in_parts=in_parts)
     recomputed = 0.0 if mode == "none" else recomputed
     kept, kept_leading = kept + extra, kept_leading + extra

@@ -12,6 +12,8 @@ from axonlaunch.system.text.formatting import size
 
 _MIN_SHARE = 0.01
 """Share of a step below which a difference is not reported."""
+_MIN_REASON = 0.25
+"""Share of the difference of two steps above which a part of it is reported in any case."""
 _CHANGES = "*"
 """Mark of layouts that change numerics."""
 
@@ -83,10 +85,13 @@ def why_slower(first: Planned, second: Planned) -> str:
     differences = {
         name: second.breakdown.get(name, 0.0) - first.breakdown.get(name, 0.0) for name in names
     }
+    least = _MIN_SHARE * first.step_s
+    if second.step_s > first.step_s:
+        least = min(least, _MIN_REASON * (second.step_s - first.step_s))
     largest = [
         f"{name} {seconds:+.2g} s"
         for name, seconds in sorted(differences.items(), key=lambda item: -item[1])
-        if seconds > _MIN_SHARE * first.step_s
+        if seconds > least
     ]
     slower = second.step_s / first.step_s - 1
     if slower < 0 and second.rank_factor > first.rank_factor:

@@ -20,8 +20,10 @@ from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.candidates import Candidate
 
 Fixed = Mapping[str, Any]
-_MULTIPLES = (2, 4, 8)
-"""Multiples of the number of devices to suggest."""
+_MULTIPLES = tuple(2**n for n in range(1, 11))
+"""Multiples of the number of devices that may be suggested."""
+_MOST_MULTIPLES = 4
+"""Number of these that are tried."""
 _HALVINGS = 3
 """How often a sequence may be halved in a suggestion."""
 
@@ -103,8 +105,15 @@ def none_fits(
         for key, value in fixed.items()
         if fits(config, devices, _without(fixed, key))
     ]
-    counts = (n * devices for n in _MULTIPLES if fits(config, n * devices, fixed))
+    # Half of these devices would have too little memory even if all of it were divided.
+    likely = (n * devices for n in _MULTIPLES if 2 * n * room >= takes)
+    counts = (n for n in itertools.islice(likely, _MOST_MULTIPLES) if fits(config, n, fixed))
     changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
+    on_host = {**fixed, keys.OFFLOAD: "full"}
+    offloads = keys.OFFLOAD not in fixed and config.hardware.host_gb_s is not None
+    if offloads and _can_fit(config, devices, on_host, fits):
+        setting = _setting_text(keys.OFFLOAD, "full")
+        changes.append(f"{setting} (updates on the host, whose time plan can't predict)")
     if lowered is not None and _can_fit(lowered, devices, fixed, fits):
         changes.append(f"--allow {keys.LOW_PRECISION} (changes numerics)")
     for options in _smaller_runs(config):

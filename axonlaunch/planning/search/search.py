@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from axonlaunch.planning.search.low_precision import (
     worthwhile_time,
 )
 from axonlaunch.planning.search.preselection import with_memory
-from axonlaunch.planning.search.rounds import estimate_in_rounds, merge_found
+from axonlaunch.planning.search.rounds import Found, estimate_in_rounds, merge_found
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
 LISTED = 5
@@ -137,9 +137,16 @@ def search_layouts(
         searched=searched,
         candidates=found.plans[:LISTED],
         untraced=found.untraced,
-        not_tried=tuple(map(str, problems)),
+        not_tried=(*map(str, problems), *([] if lowers else _lower_note(config, kept, found))),
         nodes=nodes,
     )
+
+
+def _lower_note(config: RunConfig, kept: Sequence[str], found: Found) -> Iterator[str]:
+    """Yield that lower precision may need no offload, if the first layout offloads."""
+    if found.plans[0].rank_factor > 1 and smallest_run(config, kept) is not None:
+        option = f"--allow {keys.LOW_PRECISION} (changes numerics)"
+        yield f"lower precision, with which offload may not be needed; use {option}"
 
 
 def _without_refused_chunks(

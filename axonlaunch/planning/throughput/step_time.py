@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.axes import DATA_AXES, EXPERT, EXPERT_SHARD
+from axonlaunch.config.axes import DATA_AXES, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.consistency.run_precision import sums_as_stored
@@ -304,7 +304,7 @@ class StepTime:
         """Return the name of a mesh axis for reports, which combine all data axes."""
         if key.kind == "all_to_all" and self._layout.expert > 1:
             return EXPERT
-        if _OF_DATA.issuperset(key.axes):
+        if _OF_DATA.issuperset(key.axes) and not self._exchanges_sequences(key):
             return "dp"
         return key.axes[0] if len(key.axes) == 1 else "world"
 
@@ -372,8 +372,18 @@ class StepTime:
             and key.kind != "all_to_all"
             and bool(key.axes)
             and _OF_DATA.issuperset(key.axes)
+            and not self._exchanges_sequences(key)
             and not is_scalar_reduction
         )
+
+    def _exchanges_sequences(self, key: CollectiveOp) -> bool:
+        """Return whether a collective exchanges keys and values, which attention waits for.
+
+        Parameters and gradients travel along other data axes too, if there are any.
+        """
+        layout = self._layout
+        others = layout.dp_shard if layout.facts.shards_parameters else layout.dp_replicate
+        return others > 1 and bool(key.axes) and set(key.axes) <= {*LIKE_DATA}
 
     def _is_hidden(self, key: CollectiveOp) -> bool:
         """Return whether a collective overlaps with computation and is counted separately."""

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.engines.tensor.outputs.deferred_head import DeferredHead, RowLoss
 
-Sum = Callable[[Tensor, Tensor], Tensor]
+LossSum = Callable[[Tensor, Tensor], Tensor]
 """Maps logits and targets to the sum over counted targets."""
 
 
-def in_chunks(loss: Sum, *, chunk: int) -> RowLoss:
+def in_chunks(loss: LossSum, *, chunk: int) -> RowLoss:
     """Return the loss of hidden states, computed for a number of tokens at a time.
 
     Args:
@@ -38,7 +38,7 @@ def in_chunks(loss: Sum, *, chunk: int) -> RowLoss:
 
 
 def sum_of_chunks(
-    loss: Sum, head: DeferredHead, rows: Sequence[Tensor], targets: Sequence[Tensor]
+    loss: LossSum, head: DeferredHead, rows: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> Tensor:
     """Return the summed loss of chunks of hidden states and targets. Traces replace it."""
     total = torch.zeros((), device=rows[0].device)
@@ -48,7 +48,7 @@ def sum_of_chunks(
     return total
 
 
-def chunk_loss(loss: Sum, head: DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+def chunk_loss(loss: LossSum, head: DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the summed loss of one chunk, whose logits are recomputed in backward."""
 
     def compute(hidden: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
     sum_of_all = chunked_loss.sum_of_chunks
 
     def sum_of_few(
-        loss: chunked_loss.Sum,
+        loss: chunked_loss.LossSum,
         head: DeferredHead,
         rows: Sequence[Tensor],
         targets: Sequence[Tensor],
@@ -51,7 +51,8 @@ def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
         repeat(len(middle))
         entered = _enter(repeat, *middle)
         one = chunked_loss.chunk_loss(loss, head, entered, targets[1])
-        total = total + _leave(repeat, len(middle), one)
+        left: Tensor = _leave(repeat, len(middle), one)
+        total = total + left
         repeat(1)
         return total + chunked_loss.chunk_loss(loss, head, last, targets[-1])
 
