@@ -9,8 +9,9 @@ Memory: outside torch's allocator, a process needs 0.4 GiB of a device if it is 
 says so. ``hardware.context_mib`` and ``hardware.communicator_mib`` replace these constants.
 ``scripts/gpu memory`` measures the context (0.75 GiB on an H200, as in ``hardware=h200``).
 
-Speed: compared with 336 published runs (``scripts/bench throughput``), the median error of step
-times is 11.6%. ``axonlaunch plan`` uses them only to rank layouts.
+Speed: compared with 245 published runs (``scripts/bench throughput``), the median error of step
+times is 7.1%. On a congested network a step can take a multiple of that. ``axonlaunch plan`` uses
+them only to rank layouts.
 """
 
 from axonlaunch.system.text.formatting import MIB
@@ -59,13 +60,13 @@ COLLECTIVE_S = 6.6e-6
 
 Source: NCCL's ``src/graph/tuning.cc``, ring, LL.
 """
-CONGESTED_NODES = 128
+CONGESTED_NODES = 58
 """Number of nodes between which collectives reach half of the network's bandwidth.
 
 Congestion and the slowest node of many cost more, the more nodes take part.
 
 Source: fitted on one run, InternEvo's 7B on 1,024 A100 in 128 nodes (tensor 2 x zero1). Without
-tensor parallelism the errors on 256, 512 and 1,024 fall from 5%, 14% and 34% to 2%, 7% and 14%.
+tensor parallelism the errors on 256, 512 and 1,024 fall from 20%, 30% and 50% to 15%, 14% and 15%.
 """
 LAUNCH_S = 47e-6
 """Seconds in which the host starts an operation of an uncompiled block, with the Python around it.
