@@ -248,7 +248,9 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_lists_remedies() -> None:
-    reported = estimate_to_json(replace(forecast(memory=40 * GIB), changes=(REMEDY,), untried=["seed=1"]))
+    reported = estimate_to_json(
+        replace(forecast(memory=40 * GIB), changes=(REMEDY,), untried=["seed=1"])
+    )
     assert (reported["fits"], reported["verdict"], reported["margin"]) == (False, "too_large", 0.1)
     assert reported["workload"]["sequence_length"] == 8192
     assert reported["untried"] == ["seed=1"]
