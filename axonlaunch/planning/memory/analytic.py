@@ -333,7 +333,8 @@ def peak_bytes(
         beside_layer += analytic_states.cast_ratio(config) * layer_bytes / layout.tensor
     moments["last block"]["temporary"] += beside_layer
     moments["first block"]["temporary"] += beside_layer
-    in_backward = layer.recomputed + layer.transient
+    # Without recomputation, a layer frees activations as gradients within it appear.
+    in_backward = layer.recomputed + (layer.transient if is_recomputed else 0.0)
     # The first rank of a pipeline also computes the loss beside gradients.
     beside_kept = in_backward if layout.pipeline == 1 else max(in_backward, end_activations)
     peaks = [
