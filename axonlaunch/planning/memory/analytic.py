@@ -5,7 +5,7 @@ The planner uses this to discard layouts; the remaining ones are traced. The sta
 not included.
 
 Compared with full estimates of 27 runs of a Llama of 0.8 B parameters (data, tensor, context and
-pipeline parallelism and mixes of them, with and without recomputation), tensors are 2.0% off on
+pipeline parallelism and mixes of them, with and without recomputation), tensors are 2.1% off on
 average and 6.5% at most, and the process 2.2% and 8.2%. For 8 runs of GPT and of a mixture of
 experts, tensors are at most 22% below (experts of tensor ranks) and 13% above.
 """
