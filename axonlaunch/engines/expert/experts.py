@@ -19,7 +19,7 @@ from axonlaunch.engines.expert.routing import (
     InvalidRouteError,
     choice_of,
     naming_invalid_route,
-    weights_of,
+    route_weights_of,
 )
 from axonlaunch.engines.tensor.parallel_layers.local_parameters import (
     ReadsLocally,
@@ -168,7 +168,7 @@ def _explained_forward(module: Any, layer: str) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        _require_finite_weights(layer, weights_of(args, kwargs))
+        _require_finite_weights(layer, route_weights_of(args, kwargs))
         with naming_invalid_route(layer, choice_of(args, kwargs), num_experts=num_experts):
             return forward(*args, **kwargs)
 

@@ -92,7 +92,7 @@ def choice_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return choice
 
 
-def weights_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def route_weights_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the weights of these experts, [T, K], from the same arguments."""
     weights: Tensor = kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[-1]
     return weights
