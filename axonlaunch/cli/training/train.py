@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.launch.commands.dry_run import DryRun
+    from axonlaunch.launch.commands.node_shares import NodeShare
     from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
     from axonlaunch.launch.launcher import LaunchOptions
     from axonlaunch.launch.request import Request
-    from axonlaunch.launch.runs import RunResult
+    from axonlaunch.launch.runs import Run, RunResult
 
 MOST_SAMPLES = 1000
 """Largest number of runs of a sweep."""
@@ -137,6 +138,7 @@ def command(
         from axonlaunch.launch.environment.launcher_process import LauncherProcess
         from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.request import Request
+        from axonlaunch.launch.runs import print_comparison
 
         request = Request(
             overrides=overrides or [],
@@ -169,7 +171,18 @@ def command(
                 render=render,
                 identity=launcher.identity,
             )
-            results = _launch_runs(request, environment.for_node(), options)
+            runs, shares = _prepare_runs(request, environment.for_node(), options)
+            results: list[RunResult] = []
+            if shares:
+                from axonlaunch.launch.commands.parallel_sweep import launch_at_once
+
+                results = launch_at_once(runs, shares, request)
+            else:
+                for run in runs:
+                    results.append(run.launch())
+                    if results[-1].is_last:
+                        break
+            print_comparison(runs, results)
             status = _status_of([result.status for result in results])
             summaries = [result.summary for result in results if result.summary is not None]
     if as_json:
@@ -180,18 +193,19 @@ def command(
     raise typer.Exit(status)
 
 
-def _launch_runs(
+def _prepare_runs(
     request: Request, environment: ClusterEnvironment, options: LaunchOptions
-) -> list[RunResult]:
-    """Launch the runs of a command line, and print their comparison.
+) -> tuple[list[Run], list[NodeShare]]:
+    """Compose and check the runs of a command line.
 
     Returns:
-        The results of the runs that were launched.
+        The runs, and the shares of this node for those that train at once; no shares if they train
+        one after another.
 
     Raises:
-        ConfigError: A run can't be launched; nothing was started.
+        ConfigError: A run can't be launched.
     """
-    from axonlaunch.launch.runs import load_runs, prepare_runs, print_comparison
+    from axonlaunch.launch.runs import load_runs, prepare_runs
 
     # The first process of a container ignores signals without a handler. Ranks save first: their
     # supervisor has another handler.
@@ -200,22 +214,14 @@ def _launch_runs(
     # because the server started before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     runs = load_runs(request, environment, options)
+    shares: list[NodeShare] = []
     if request.parallel is not None:
-        from axonlaunch.launch.commands.parallel_sweep import launch_at_once, share_node
+        from axonlaunch.launch.commands.parallel_sweep import share_node
 
         runs, shares = share_node(
             runs, at_once=request.parallel, server=lambda: options.fork_server
         )
-        runs = prepare_runs(runs)
-        results = launch_at_once(runs, shares, request)
-    else:
-        runs, results = prepare_runs(runs), []
-        for run in runs:
-            results.append(run.launch())
-            if results[-1].is_last:
-                break
-    print_comparison(runs, results)
-    return results
+    return prepare_runs(runs), shares
 
 
 def _status_of(statuses: Sequence[int]) -> int:
