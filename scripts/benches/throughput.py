@@ -13,6 +13,9 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.planning.throughput.step_work import step_works
 from axonlaunch.planning.throughput.throughput import speed_of
+from axonlaunch.system.storage.cache import source_hash
 
 Result = dict[str, Any]
 
@@ -44,17 +48,20 @@ def main() -> None:
     parser.add_argument(
         "--results",
         type=Path,
-        help="JSON lines to which results are added; runs that it has are not predicted again",
+        help=(
+            "JSON lines to which results are added; rows that it has are not predicted again, as "
+            "long as the row, its configuration and the source of axonlaunch stay the same"
+        ),
     )
     arguments = parser.parse_args()
     if missing := [str(path) for path in arguments.rows if not path.is_file()]:
         parser.error(f"--rows={missing[0]}: there is no such file")
     left_out: Counter[str] = Counter()
+    earlier = _earlier(arguments.results)
     rows = list(_expressed(arguments.rows, left_out))
-    results = _earlier(arguments.results)
-    done = {result["id"] for result in results}
+    results = [earlier[digest(row)] for row in rows if digest(row) in earlier]
     print(f"{'row':44}{'predicted':>10}{'measured':>10}{'error':>8}")
-    for result in _predicted([row for row in rows if row.id not in done], left_out):
+    for result in _predicted([row for row in rows if digest(row) not in earlier], left_out):
         results.append(result)
         if arguments.results is not None:
             with arguments.results.open("a") as file:
@@ -85,10 +92,22 @@ def _expressed(files: Iterable[Path], left_out: Counter[str]) -> Iterator[Row]:
         yield row
 
 
-def _earlier(file: Path | None) -> list[Result]:
+def _earlier(file: Path | None) -> dict[str, Result]:
+    """Return earlier results by digest."""
     if file is None or not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+        return {}
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    return {result.get("digest", ""): result for result in results}
+
+
+def digest(row: Row) -> str:
+    """Return a hash of everything that a row's result depends on."""
+    return sha256(repr((row, _source(), version("torch"))).encode()).hexdigest()[:32]
+
+
+@cache
+def _source() -> str:
+    return source_hash()
 
 
 def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
@@ -115,6 +134,7 @@ def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
                     left_out[error.problems[0].key] += 1
                     continue
                 yield {
+                    "digest": digest(row),
                     "id": row.id,
                     "source": row.source,
                     "group": row.group,
