@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any, Literal
+
+from axonlaunch.system.storage.cache import source_hash
 
 GIB = 1024**3
 
@@ -95,6 +99,11 @@ def divides_among_some(row: Row) -> bool:
     ranks = row["num_gpus"] // ((row.get("tp") or 1) * (row.get("pp") or 1))
     size = row.get("zero1_group_size") or ranks // (row.get("dp_replicate") or 1)
     return bool(size < ranks)
+
+
+def digest(*run: object) -> str:
+    """Return a hash of a run, the source of axonlaunch and the version of torch."""
+    return sha256(repr((run, source_hash(), version("torch"))).encode()).hexdigest()[:32]
 
 
 def reasons(row: Row) -> list[str]:

@@ -13,12 +13,10 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import published
 import published_speed
 from published_speed import Row
 
@@ -26,7 +24,6 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.planning.throughput.step_work import step_works
 from axonlaunch.planning.throughput.throughput import speed_of
-from axonlaunch.system.storage.cache import source_hash
 
 Result = dict[str, Any]
 
@@ -59,9 +56,10 @@ def main() -> None:
     left_out: Counter[str] = Counter()
     earlier = _earlier(arguments.results)
     rows = list(_expressed(arguments.rows, left_out))
-    results = [earlier[digest(row)] for row in rows if digest(row) in earlier]
+    results = [earlier[published.digest(row)] for row in rows if published.digest(row) in earlier]
+    rows = [row for row in rows if published.digest(row) not in earlier]
     print(f"{'row':44}{'predicted':>10}{'measured':>10}{'error':>8}")
-    for result in _predicted([row for row in rows if digest(row) not in earlier], left_out):
+    for result in _predicted(rows, left_out):
         results.append(result)
         if arguments.results is not None:
             with arguments.results.open("a") as file:
@@ -100,16 +98,6 @@ def _earlier(file: Path | None) -> dict[str, Result]:
     return {result.get("digest", ""): result for result in results}
 
 
-def digest(row: Row) -> str:
-    """Return a hash of everything that a row's result depends on."""
-    return sha256(repr((row, _source(), version("torch"))).encode()).hexdigest()[:32]
-
-
-@cache
-def _source() -> str:
-    return source_hash()
-
-
 def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
     """Yield the results of runs. Those with equal steps, apart from their number, are traced once.
 
@@ -134,7 +122,7 @@ def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
                     left_out[error.problems[0].key] += 1
                     continue
                 yield {
-                    "digest": digest(row),
+                    "digest": published.digest(row),
                     "id": row.id,
                     "source": row.source,
                     "group": row.group,
