@@ -8,7 +8,6 @@ the estimate of the allocator, ``steady`` with parameters, gradients and optimiz
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import statistics
@@ -89,11 +88,10 @@ def _as_torchtitan_of_2024() -> None:
 
 
 def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Estimated:
-    """Return ``estimate_run``'s answer, from a folder if it is there."""
+    """Return ``estimate_run``'s answer, from a folder if the same source has put it there."""
     if folder is None:
         return estimate_run(run, capacity)
-    key = hashlib.sha256(repr((run, capacity)).encode()).hexdigest()[:16]
-    file = folder / f"{key}.json"
+    file = folder / f"{published.digest(run, capacity)}.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(estimate_run(run, capacity)))

@@ -9,13 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any, Literal
+
+from axonlaunch.system.storage.cache import source_hash
 
 GIB = 1024**3
 
 Row = Mapping[str, Any]
 Kind = Literal["allocated", "active", "reserved", "nvidia-smi", "steady"]
 
+SOME_DATA_RANKS = "optimizer states divided among some of the data ranks"
+"""Reason why such rows can't be expressed."""
 _UNITS = {"bytes": 1, "GiB": GIB, "GB = 1e9": 10**9}
 _SHARDED = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 _SCHEDULES = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b"}
@@ -70,6 +76,36 @@ def device_bytes(row: Row) -> int | None:
     return None if reported is None else round(float(reported[1]) * GIB)
 
 
+def masters(row: Row) -> Literal["sharded", "fp32", "none"] | None:
+    """Return how fp32 weights are kept: as parameters, as masters, or not at all; None: unknown.
+
+    With ZeRO-1, 16-bit weights have masters, which are the shards.
+    """
+    reported, parameters = str(row.get("master_weights")), str(row.get("param_dtype"))
+    software = str(row.get("mixed_precision"))
+    if "sharded params" in reported:
+        return "sharded"
+    of_zero1 = row.get("zero_stage") == 1 and parameters in ("bf16", "fp16")
+    of_software = "fp32 main" in software or "fp32 master" in software
+    if reported.startswith("fp32") or of_zero1 or of_software:
+        return "fp32"
+    return "none" if reported == "none" and parameters in ("bf16", "bf16 (pure_bf16)") else None
+
+
+def divides_among_some(row: Row) -> bool:
+    """Return whether ZeRO-1 or ZeRO-2 divides states among only some of the data ranks."""
+    if row.get("zero_stage") not in (1, 2):
+        return False
+    ranks = row["num_gpus"] // ((row.get("tp") or 1) * (row.get("pp") or 1))
+    size = row.get("zero1_group_size") or ranks // (row.get("dp_replicate") or 1)
+    return bool(size < ranks)
+
+
+def digest(*run: object) -> str:
+    """Return a hash of a run, the source of axonlaunch and the version of torch."""
+    return sha256(repr((run, source_hash(), version("torch"))).encode()).hexdigest()[:32]
+
+
 def reasons(row: Row) -> list[str]:
     """Return every reason why a measured row can't be expressed as a run."""
     return list(dict.fromkeys(_reasons(row)))
@@ -112,10 +148,10 @@ def _scope(row: Row) -> Literal["highest", "first", "last"]:
 def _arithmetic(row: Row) -> list[str]:
     """Return the formats of parameters, gradients, masters, states and products."""
     overrides = ["train.precision=bf16"]
-    masters = _masters(row)
-    if masters != "sharded":
+    kept = masters(row)
+    if kept != "sharded":
         overrides.append("train.param_dtype=bf16")
-    if masters == "fp32":
+    if kept == "fp32":
         overrides += ["optimizer.master_weights=fp32"]
         overrides += ["train.grad_dtype=fp32"] if "fp32" in str(row.get("grad_dtype")) else []
     if (products := _products(row)) != "bf16":
@@ -130,7 +166,7 @@ def _arithmetic(row: Row) -> list[str]:
 def _layout(row: Row) -> list[str]:
     """Return the strategy, with its degrees and its schedule."""
     tensor, pipeline, context = (row.get(name) or 1 for name in ("tp", "pp", "cp"))
-    replicas, stage = row.get("dp_replicate") or 1, row.get("zero_stage", 3)
+    replicas, stage = row.get("dp_replicate") or 1, row.get("zero_stage")
     if row["num_gpus"] == 1:
         strategy = "single"
     elif replicas > 1 and stage == 3:
@@ -152,18 +188,6 @@ def _layout(row: Row) -> list[str]:
         if (row.get("virtual_stages") or 1) > 1:
             overrides.append(f"strategy.pipeline.stages_per_rank={row['virtual_stages']}")
     return overrides
-
-
-def _masters(row: Row) -> Literal["sharded", "fp32", "none"] | None:
-    """Return how fp32 weights are kept: as parameters, as masters, or not at all; None: unknown."""
-    masters, parameters = str(row.get("master_weights")), str(row.get("param_dtype"))
-    if "sharded params" in masters:
-        return "sharded"
-    if masters.startswith("fp32") and parameters == "bf16" and "ZeRO" not in masters:
-        return "fp32"
-    if masters == "none" and parameters in ("bf16", "bf16 (pure_bf16)"):
-        return "none"
-    return None
 
 
 def _products(row: Row) -> str | None:
@@ -222,7 +246,8 @@ def _of_arithmetic(row: Row) -> Iterator[str]:
     if _products(row) is None:
         reported = row.get("linear_precision") or row.get("fp8")
         yield f"products in {reported}"
-    if (masters := _masters(row)) is None:
+    kept = masters(row)
+    if kept is None or (kept == "fp32" and row.get("param_dtype") != "bf16"):
         if row.get("master_weights"):
             yield f"{row.get('param_dtype')} parameters with {row['master_weights']} masters"
         else:
@@ -231,13 +256,18 @@ def _of_arithmetic(row: Row) -> Iterator[str]:
         yield "gradients in buffers that exist between steps"
     optimizer = _optimizer(row)
     if optimizer in _OPTIMIZERS:
-        if masters == "none" and "bnb" not in optimizer and "torchao" not in optimizer:
+        if kept == "none" and "bnb" not in optimizer and "torchao" not in optimizer:
             yield f"optimizer {row['optimizer']} without masters"
     elif "adam" not in optimizer or re.search(r"\d-bit", optimizer):
         yield f"optimizer {row['optimizer']}"
 
 
 def _of_run(row: Row) -> Iterator[str]:
+    ranks = row.get("num_gpus") or 1
+    if ranks > 1 and row.get("zero_stage") is None:
+        yield "not given: stage of ZeRO"
+    elif ranks > 1 and divides_among_some(row):
+        yield SOME_DATA_RANKS
     if row.get("fsdp_impl") == "FSDP1":
         yield "FSDP1"
     if row.get("chunked_loss"):

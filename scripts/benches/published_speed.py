@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import published
+
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
@@ -237,8 +239,8 @@ def _data_parallel(row: dict[str, Any], ranks: int) -> list[str]:
         overrides.append("strategy.fsdp.sharding=shard_grad_op")
     elif zero == 3 and replicas > 1:
         overrides += ["strategy.fsdp.sharding=hybrid_shard", f"strategy.fsdp.replicate={replicas}"]
-    if zero == 1 and (row.get("zero1_group_size") or ranks) < ranks:
-        raise NotExpressedError("optimizer states divided among some of the data ranks")
+    if published.divides_among_some(row):
+        raise NotExpressedError(published.SOME_DATA_RANKS)
     if _reduces_in_16_bit(row):
         overrides.append("strategy.reduce_dtype=bf16")
     return overrides
@@ -277,7 +279,9 @@ def _split(row: dict[str, Any], stages: int) -> list[str]:
     if source in EVEN_STAGES and layers % stages == 0:
         counts = [layers // stages] * stages
     elif source == "zb":  # "first/last stage hold one layer fewer"
-        most = (layers + 2) // stages
+        most, rest = divmod(layers + 2, stages)
+        if rest:
+            raise NotExpressedError("ends count as a layer each, and its stages are not equal then")
         counts = [most - 1, *[most] * (stages - 2), most - 1]
     else:
         return []
@@ -312,17 +316,11 @@ def _training(row: dict[str, Any]) -> list[str]:
 
 
 def _stored(row: dict[str, Any], precision: str) -> list[str]:
-    """Return how weights are stored: in fp32, or in 16 bits beside fp32 masters.
-
-    With ZeRO-1, 16-bit weights have masters, which are the shards.
-    """
-    masters, software = str(row.get("master_weights")), str(row.get("mixed_precision"))
-    is_pure = row.get("zero_stage") == 1 and str(row.get("param_dtype")) in ("bf16", "fp16")
-    has_masters = masters.startswith("fp32") and "sharded params" not in masters
-    main_gradients = "fp32 main" in software or "fp32 master" in software
-    if not (has_masters or is_pure or main_gradients):
+    """Return how weights are stored: in fp32, or in 16 bits beside fp32 masters."""
+    if published.masters(row) != "fp32":
         return []
-    sums_in_fp32 = main_gradients or "fp32" in str(row.get("grad_dtype"))
+    reported = f"{row.get('grad_dtype')} {row.get('mixed_precision')}"
+    sums_in_fp32 = "fp32" in reported
     return [
         f"train.param_dtype={precision}",
         "optimizer.master_weights=fp32",

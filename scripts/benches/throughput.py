@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import published
 import published_speed
 from published_speed import Row
 
@@ -44,17 +45,21 @@ def main() -> None:
     parser.add_argument(
         "--results",
         type=Path,
-        help="JSON lines to which results are added; runs that it has are not predicted again",
+        help=(
+            "JSON lines to which results are added; rows that it has are not predicted again, as "
+            "long as the row, its configuration and the source of axonlaunch stay the same"
+        ),
     )
     arguments = parser.parse_args()
     if missing := [str(path) for path in arguments.rows if not path.is_file()]:
         parser.error(f"--rows={missing[0]}: there is no such file")
     left_out: Counter[str] = Counter()
+    earlier = _earlier(arguments.results)
     rows = list(_expressed(arguments.rows, left_out))
-    results = _earlier(arguments.results)
-    done = {result["id"] for result in results}
+    results = [earlier[published.digest(row)] for row in rows if published.digest(row) in earlier]
+    rows = [row for row in rows if published.digest(row) not in earlier]
     print(f"{'row':44}{'predicted':>10}{'measured':>10}{'error':>8}")
-    for result in _predicted([row for row in rows if row.id not in done], left_out):
+    for result in _predicted(rows, left_out):
         results.append(result)
         if arguments.results is not None:
             with arguments.results.open("a") as file:
@@ -85,10 +90,12 @@ def _expressed(files: Iterable[Path], left_out: Counter[str]) -> Iterator[Row]:
         yield row
 
 
-def _earlier(file: Path | None) -> list[Result]:
+def _earlier(file: Path | None) -> dict[str, Result]:
+    """Return earlier results by digest."""
     if file is None or not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+        return {}
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    return {result.get("digest", ""): result for result in results}
 
 
 def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
@@ -115,6 +122,7 @@ def _predicted(rows: Sequence[Row], left_out: Counter[str]) -> Iterator[Result]:
                     left_out[error.problems[0].key] += 1
                     continue
                 yield {
+                    "digest": published.digest(row),
                     "id": row.id,
                     "source": row.source,
                     "group": row.group,

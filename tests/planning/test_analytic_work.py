@@ -209,6 +209,7 @@ def of_data_ranks(work: Work) -> dict[tuple[str, tuple[str, ...]], float]:
         "strategy=zero2 launch.nproc=2",
         "strategy=fsdp launch.nproc=2",
         "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+        "strategy=ddp launch.nproc=2 train.activation_checkpointing=full optimizer=sgd",
     ],
 )
 def test_analytic_memory_is_close_to_trace(

@@ -112,6 +112,7 @@ def test_first_pass_of_a_router_loss_is_counted_for_each_micro_batch(strategy: l
     "layout",
     [
         "strategy=fsdp launch.nproc=2 train.micro_batch_size=1",
+        "strategy=ddp launch.nproc=2 train.freeze=[layers.*,embed_tokens.*,norm.*]",
         pytest.param(
             "strategy=tensor strategy.tensor.sequence_parallel=true launch.nproc=2",
             marks=pytest.mark.slow,

@@ -8,8 +8,8 @@ from support.configured import estimate_config
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.planning.measured_constants import LAUNCH_S
-from axonlaunch.planning.throughput.operations import HostWait
-from axonlaunch.planning.throughput.step_work import StepWork, step_work
+from axonlaunch.planning.throughput.operations import Amount, CollectiveOp, HostWait, Phase
+from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork, step_work
 from axonlaunch.planning.throughput.throughput import (
     Throughput,
     speed_of,
@@ -77,6 +77,31 @@ def test_ranks_that_share_sequences_do_not_exchange_tokens_of_experts() -> None:
     parts = reported(run("strategy=fsdp", "strategy.context.degree=2", *slow_link)).breakdown
     assert "communication cp" in parts
     assert "communication ep" not in parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "phase", "axis", "name"),
+    [
+        ("strategy.expert.degree=2", "forward", "ep", "ep"),
+        ("strategy.expert.degree=8", "forward", "dp_shard", "ep"),  # the same ranks
+        ("strategy.expert.degree=2 strategy.tensor.degree=2", "backward", "tp", "ep"),
+        ("strategy.expert.degree=8", "update", "dp_shard", "dp"),  # Muon's
+        ("strategy.expert.degree=2 strategy.tensor.degree=2", "update", "tp", "tp"),
+        ("strategy.expert.degree=4 strategy.context.degree=2", "backward", "cp", "cp"),
+    ],
+)
+def test_only_tokens_for_experts_count_as_communication_of_experts(
+    layout: str, phase: Phase, axis: str, name: str
+) -> None:
+    mixture = ["model=moe_debug", "data.sequence_length=64", "strategy=fsdp", "launch.nproc=8"]
+    config = run(*mixture, *layout.split())
+    sent = Share({CollectiveOp(phase, "all_to_all", (axis,)): Amount(1, 1e9)})
+    nothing = Share({})
+    step, micro = (sent, nothing) if phase == "update" else (nothing, sent)
+    stage = StageWork(step_ends=step, step_layer=nothing, micro_ends=micro, micro_layer=nothing)
+    parts = reported(config, StepWork(stage, stage, (1,), 1, 2048, 64, 1)).breakdown
+    counted = [key for key, seconds in parts.items() if seconds and "communication" in key]
+    assert counted == [f"communication {name}"]
 
 
 def test_gathering_hides_under_computation(fsdp: StepWork) -> None:

@@ -332,7 +332,7 @@ def peak_bytes(
     dequantized = read_at_once * shares.dequantized * _total_bytes(work)
     beside_layer = dequantized
     if is_recomputed and not layout.facts.shards_parameters:  # its weights are cast once more
-        beside_layer += analytic_states.cast_ratio(config) * layer_bytes / layout.tensor
+        beside_layer += analytic_states.copy_ratio(config) * layer_bytes / layout.tensor
     moments["last block"]["temporary"] += beside_layer
     moments["first block"]["temporary"] += beside_layer
     # Without recomputation, a layer frees activations as gradients within it appear.

@@ -194,7 +194,7 @@ def _sharded_moments(
     ``full`` has the bytes of a layer and of all parameters of the rank when they are gathered.
     """
     (layer, all_gathered), (looked_up, multiplied) = full, ends
-    compute_ratio, accumulated = cast_ratio(config), (1.0 if _accumulates(layout) else 0.0)
+    compute_ratio, accumulated = _compute_ratio(config), (1.0 if _accumulates(layout) else 0.0)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
     parameter_shard = 0.0 if offload in ("params", "full") else shard
     optimizer_shard = 0.0 if offload in ("optimizer_states", "full") else shard
@@ -265,16 +265,20 @@ def _cast_bytes(
     Products keep the cast parameters for backward; recomputed layers cast them again.
     """
     looked_up, multiplied = ends
-    compute_ratio = cast_ratio(config)
-    if compute_ratio == 1:
-        return 0.0, 0.0
+    ratio = copy_ratio(config)
     is_kept = config.train.recomputation == "none"
     kept = total * (1 - shares.quantized) - looked_up if is_kept else multiplied
-    return compute_ratio * kept, compute_ratio * multiplied
+    return ratio * kept, ratio * multiplied
 
 
-def cast_ratio(config: RunConfig) -> float:
-    """Return the relative size of a cast parameter, for example 0.5 for fp32 cast to bf16."""
+def copy_ratio(config: RunConfig) -> float:
+    """Return the relative size of a parameter's copy in the compute type; 0 if it needs none."""
+    ratio = _compute_ratio(config)
+    return ratio if ratio < 1 else 0.0
+
+
+def _compute_ratio(config: RunConfig) -> float:
+    """Return the relative size of a parameter in the compute type, 0.5 for fp32 and bf16."""
     precision = precision_of(config)
     return min(1.0, precision.compute.nbytes / precision.parameters.nbytes)
 

@@ -302,11 +302,25 @@ class StepTime:
 
     def _axis(self, key: CollectiveOp) -> str:
         """Return the name of a mesh axis for reports, which combine all data axes."""
-        if key.kind == "all_to_all" and self._layout.expert > 1:
+        if self._sends_to_experts(key):
             return EXPERT
         if _OF_DATA.issuperset(key.axes) and not self._exchanges_sequences(key):
             return "dp"
         return key.axes[0] if len(key.axes) == 1 else "world"
+
+    def _sends_to_experts(self, key: CollectiveOp) -> bool:
+        """Return whether a collective exchanges tokens with the ranks of other experts.
+
+        Muon sends matrices in updates, and ranks that share sequences send gradients of keys and
+        values. A group along ``ep`` that is also one along axes of the run's mesh has their names;
+        it has the innermost ranks. If these share sequences, too, all they send counts here.
+        """
+        layout = self._layout
+        if key.kind != "all_to_all" or key.phase == "update" or layout.expert == 1:
+            return False
+        if EXPERT in key.axes:
+            return True
+        return layout.ranks_along(key.axes) == layout.expert and layout.stride(key.axes[-1]) == 1
 
     def _is_update_gather(self, key: CollectiveOp) -> bool:
         """Return whether a collective gathers the parameters updated by ZeRO-1."""

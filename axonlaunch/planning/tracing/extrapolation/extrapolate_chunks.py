@@ -8,6 +8,9 @@ them stands for all others:
   happens once, such as adding it to an earlier micro-batch's, happens beside the one in between.
 - The gradients of the hidden states of all chunks exist until the first one is done. The chunk in
   between leaves one for each chunk that it stands for.
+
+If only the head is trained, no hidden states have gradients, and no backward tells where a chunk
+ends. All chunks run then.
 """
 
 from __future__ import annotations
@@ -22,18 +25,19 @@ from torch import Tensor
 from axonlaunch.engines.tensor.outputs import chunked_loss
 from axonlaunch.engines.tensor.outputs.deferred_head import DeferredHead
 
-_Repeat = Callable[[int], None]
+Repeat = Callable[[int], None]
+"""Is called with the number of chunks for which all operations until its next call stand."""
+
 _LEAST = 4
 """Number of chunks from which not all are run."""
 
 
 @contextmanager
-def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
+def few_chunks(repeat: Repeat) -> Iterator[None]:
     """Run at most three chunks of each loss while the context is entered.
 
     Args:
-        repeat: Is called with the number of equal chunks for which all operations until its next
-            call stand.
+        repeat: Is called where the number of chunks for which operations stand changes.
     """
     sum_of_all = chunked_loss.sum_of_chunks
 
@@ -43,7 +47,8 @@ def few_chunks(repeat: _Repeat = lambda _: None) -> Iterator[None]:
         rows: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> Tensor:
-        if len(rows) < _LEAST:
+        only_head = torch.is_grad_enabled() and not rows[0].requires_grad
+        if len(rows) < _LEAST or only_head:
             return sum_of_all(loss, head, rows, targets)
         first, *middle, last = rows
         total = torch.zeros((), device=first.device)
@@ -67,7 +72,7 @@ class _Enter(torch.autograd.Function):
     """Returns the first of several chunks, and a gradient for each of them in backward."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: _Repeat, *chunks: Tensor) -> Tensor:
+    def forward(ctx: Any, repeat: Repeat, *chunks: Tensor) -> Tensor:
         ctx.repeat, ctx.count = repeat, len(chunks)
         return chunks[0].view_as(chunks[0])
 
@@ -82,7 +87,7 @@ class _Leave(torch.autograd.Function):
     """Returns a chunk's loss; its backward begins that of the chunk."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: _Repeat, count: int, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, repeat: Repeat, count: int, loss: Tensor) -> Tensor:
         ctx.repeat, ctx.count = repeat, count
         return loss.view_as(loss)
 
