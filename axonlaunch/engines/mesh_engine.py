@@ -27,6 +27,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.engine import StepResult
 from axonlaunch.engines.expert.balance import ExpertCounts, ExpertLoad
+from axonlaunch.engines.expert.experts import require_no_lost_rows
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.step import Update
@@ -420,7 +421,11 @@ class MeshEngine:
         """Return the load of each layer with experts in the last step; empty without experts.
 
         Every rank of the world must call it, and the host waits for the device.
+
+        Raises:
+            LostRowsError: A registered dispatch dropped rows since the last call.
         """
+        require_no_lost_rows(self.modules)
         counts = self._parts.expert_counts
         return {} if counts is None else counts.loads()
 

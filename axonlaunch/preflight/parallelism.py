@@ -280,7 +280,7 @@ def expert_degrees(spec: ModelSpec, model: nn.Module) -> list[int]:
 def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield why experts can't be compiled or recomputed, or routers not balance them by biases."""
     described: Any = config.model
-    is_included = source_of(config).code == "included" and spec.experts(model)
+    is_included = source_of(config).code == "included" and bool(spec.experts(model))
     precision = precision_of(config)
     is_bf16 = precision.compute.is_low and not precision.needs_loss_scale
     if is_included and config.train.compile and not is_bf16:
@@ -294,11 +294,23 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
             "choice; use none, or train.compile=false"
         )
         yield ConfigIssue("train.activation_checkpointing", message, mode)
-    if is_included and config.train.compile and spec.mixes_samples == "batch":
-        message = "compiled blocks can't pass on the choices of their routers; use false"
-        yield ConfigIssue("model.router_aux_loss", message, described.router_aux_loss)
-    if not balances_by_bias(described):
-        return
+    with_choices: list[str] = []
+    if is_included and spec.mixes_samples == "batch":
+        with_choices.append("model.router_aux_loss=false")
+    if balances_by_bias(described):
+        problems = [*_bias_problems(config, spec, model)]
+        yield from problems
+        with_choices += [] if problems else ["model.balance=none"]
+    if config.train.compile and with_choices:
+        message = (
+            "compiled blocks can't pass on the choices of their routers; use false, or "
+            f"{' and '.join(with_choices)}"
+        )
+        yield ConfigIssue("train.compile", message, True)
+
+
+def _bias_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield why biases can't balance the experts of a model."""
     experts = spec.experts(model)
     if not experts or any(router_with_bias(model, name) is None for name in experts):
         message = (
@@ -309,9 +321,6 @@ def balance_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> It
     elif config.adapter is not None:
         message = "an exported adapter does not contain the biases of routers; use none"
         yield ConfigIssue("model.balance", message, "bias")
-    elif config.train.compile:
-        message = "compiled blocks can't count the tokens of experts; use model.balance=none"
-        yield ConfigIssue("train.compile", message, True)
 
 
 def state_problems(

@@ -15,6 +15,7 @@ from support.logged_runs import lines, train
 from support.moe_layouts import LAYOUTS, RATE, SETTINGS
 from support.rank_engine import rank_engine
 from torch import Tensor
+from torch.nn import functional
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention
@@ -197,7 +198,9 @@ def test_registered_dispatch_moves_the_tokens(monkeypatch: pytest.MonkeyPatch) -
 
     def run(world: World) -> float:
         engine, loader = rank_engine(chosen, world)
-        return float(engine.train_step(loader.batch(0)).loss)
+        loss = float(engine.train_step(loader.batch(0)).loss)
+        engine.expert_loads()  # which would refuse lost rows
+        return loss
 
     losses = World.mock(2).run(run)
     assert DISPATCHES.summaries()["counted"] == "All-to-all, counted."
@@ -216,9 +219,21 @@ class DropsRows(AllToAll):
         return rows[1:], local_experts, ticket
 
 
+class DropsTokens(AllToAll):
+    """Experts with a limited capacity: what does not fit has the result 0."""
+
+    def send(self, hidden: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, object]:
+        rows, local_experts, ticket = super().send(hidden, experts)
+        return rows[:-1], local_experts[:-1], ticket
+
+    def combine(self, results: Tensor, weights: Tensor, ticket: object) -> Tensor:
+        return super().combine(functional.pad(results, (0, 0, 0, 1)), weights, ticket)
+
+
 @pytest.mark.parametrize(
     ("dispatch", "message"),
     [
+        (DropsTokens, r"DropsTokens\.send .* lost rows for layers\.1\.mlp\.experts: 2 since the "),
         (
             DropsResults,
             r"DropsResults\.combine .* returned 1 rows for layers\.1\.mlp\.experts, not 32",
@@ -236,6 +251,7 @@ def test_dispatch_that_drops_tokens_is_an_error(
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
         engine.train_step(loader.batch(0))
+        engine.expert_loads()
 
     with pytest.raises(RankFailedError, match=message):
         World.mock(4).run(run)

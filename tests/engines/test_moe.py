@@ -146,11 +146,16 @@ def test_muon_leaves_adapters_of_experts_to_adamw() -> None:
         ),
         (
             ["train.precision=bf16", "model.router_aux_loss=0.1"],
-            "model.router_aux_loss=0.1: compiled blocks can't pass on the choices of their "
-            "routers; use false",
+            "train.compile=true: compiled blocks can't pass on the choices of their routers; use "
+            "false, or model.router_aux_loss=false",
+        ),
+        (
+            ["train.precision=bf16", "model.router_aux_loss=0.1", "model.balance=bias"],
+            "train.compile=true: compiled blocks can't pass on the choices of their routers; use "
+            "false, or model.router_aux_loss=false and model.balance=none",
         ),
     ],
-    ids=["fp32", "loss of routers"],
+    ids=["fp32", "loss of routers", "loss and biases of routers"],
 )
 def test_experts_that_cannot_be_compiled_are_refused(overrides: list[str], problem: str) -> None:
     chosen = [*SETTINGS, *LAYOUTS["fsdp"], *UNBALANCED, "train.compile=true", *overrides]

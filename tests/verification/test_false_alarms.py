@@ -61,6 +61,23 @@ def overflowing() -> nn.Module:
     return Overflowing()
 
 
+class HalfOfRange(nn.Module):
+    """A model whose scaled gradients fill more than half of fp16's range in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(784, 10)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(x.flatten(1) * 7)
+        return outputs
+
+
+def half_of_range() -> nn.Module:
+    return HalfOfRange()
+
+
 def normed() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)
@@ -174,6 +191,15 @@ def test_steps_that_fp16_skips_are_equal_skips() -> None:
 def test_the_step_that_is_made_to_overflow_does_so_where_a_rank_has_gradients_of_rows() -> None:
     verdict = verify([*MODELS["mlp"], "strategy=zero1", "launch.nproc=2", "train.precision=fp16"])
     assert verdict.features["skipped steps"] == "1 of 6"
+    assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+def test_sum_of_ranks_that_would_overflow_fp16_is_no_overflow() -> None:
+    """Ranks average in fp32, so that only a rank's gradient or the mean can overflow."""
+    model, masters = f"model.target={__name__}:half_of_range", "optimizer.master_weights=fp32"
+    config = run_config([*OWN, *ZERO1, *FP16, model, masters, "launch.backend=mock"])
+    verdict = compare.on_mock(config, ComparisonPlan(steps=1))
+    assert verdict.features["skipped steps"] == "0 of 1"
     assert verdict.passed, (verdict.reason, verdict.differences)
 
 

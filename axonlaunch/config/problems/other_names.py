@@ -166,3 +166,11 @@ key here, and short names.
 
 Names of tools whose files ``axonlaunch convert`` reads are in ``validation.other_tools``.
 """
+
+_NO_SYMMETRIC_MEMORY = (
+    "collectives of fully_shard in symmetric memory are not offered, because they were not "
+    "compared with those of NCCL; remove it, or use strategy.tensor.async_collectives, which uses "
+    "symmetric memory on a tensor axis"
+)
+NOT_OFFERED = dict.fromkeys(("symm_mem", "symmetric_memory"), _NO_SYMMETRIC_MEMORY)
+"""Maps names of what users look for in vain to the reason and what to use instead."""

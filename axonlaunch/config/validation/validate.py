@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain, value_problems
-from axonlaunch.config.problems.other_names import FOREIGN_NAMES
+from axonlaunch.config.problems.other_names import FOREIGN_NAMES, NOT_OFFERED
 from axonlaunch.config.registry import EntryPointError, Registry
 from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
 from axonlaunch.config.validation.group_options import typed_groups
@@ -320,6 +320,8 @@ def _other_name(key: str, name: str, value: Any) -> str | None:
     """
     if meant := FOREIGN_NAMES.get(name):
         return f"there is no such key; did you mean {meant}?"
+    if reason := NOT_OFFERED.get(name):
+        return f"there is no such key; {reason}"
     from axonlaunch.config.validation.other_tools.counterparts import (
         counterpart_of,
     )  # tables take a while

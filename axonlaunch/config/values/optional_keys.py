@@ -41,13 +41,17 @@ def vocabulary_size(data: Any) -> int | None:
 def num_experts(model: Any) -> int | None:
     """Return ``model.num_experts``, or that of ``model=hf``; None if it is unknown without torch.
 
-    For ``model=hf`` it is in ``model.config`` or in the ``config.json`` of a local folder.
+    For ``model=hf`` it is in ``model.config`` or in the ``config.json`` of a local folder. It is
+    unknown if these have several numbers above 1, because only transformers knows which is used.
     """
-    content = {"num_experts": getattr(model, "num_experts", None)}
+    numbers = {getattr(model, "num_experts", None)}
     if isinstance(overrides := getattr(model, "config", None), Mapping):
-        content |= {**_config_file(getattr(model, "path", None)), **overrides}
-    numbers = [content[name] for name in _NUM_EXPERTS if isinstance(content.get(name), int)]
-    return numbers[0] if numbers else None
+        of_file = _config_file(getattr(model, "path", None))
+        texts = (of_file.get("text_config"), overrides.get("text_config"))
+        parts = [part for part in ({**of_file, **overrides}, *texts) if isinstance(part, Mapping)]
+        numbers = {part.get(name) for part in parts for name in _NUM_EXPERTS}
+    several = [number for number in numbers if isinstance(number, int) and number > 1]
+    return several[0] if len(several) == 1 else None
 
 
 def _config_file(path: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from axonlaunch.engines.expert import routing
 
 
 class LostRowsError(PlainError, RuntimeError):
-    """A dispatch returned another number of rows than it got."""
+    """A registered dispatch returned another number of rows than it got, or dropped rows."""
 
 
 class Dispatch(Protocol):

@@ -14,7 +14,8 @@ from torch.nn import functional
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
 from axonlaunch.config.options.adapter import EXPERTS
-from axonlaunch.engines.expert.dispatch import Dispatch, LostRowsError
+from axonlaunch.engines.expert.dispatch import AllToAll, Dispatch, LostRowsError
+from axonlaunch.engines.expert.lost_rows import RowCounts, require_all_rows
 from axonlaunch.engines.expert.routing import (
     InvalidRouteError,
     choice_of,
@@ -42,11 +43,13 @@ class DispatchedExperts(ReadsLocally):
         dispatch: Moves rows between the ranks.
         tensor_group: Ranks that have the same tokens. Each of them dispatches a part of the tokens.
         layer: Name of the module, for messages.
+        row_counts: Rows that a registered dispatch lost; None for the included dispatch.
     """
 
     dispatch: Dispatch
     tensor_group: ProcessGroup | None
     layer: str
+    row_counts: RowCounts | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's weighted sum of expert results."""
@@ -65,6 +68,8 @@ class DispatchedExperts(ReadsLocally):
         except InvalidRouteError as error:
             raise self._explain(error, weights.detach()) from None
         self._require_rows("send", rows, like=local_experts)
+        if self.row_counts is not None:
+            self.row_counts.add(experts, local_experts)
         ones = torch.ones_like(local_experts, dtype=weights.dtype).unsqueeze(-1)
         results = super().forward(rows, local_experts.unsqueeze(-1), ones)
         combined = self.dispatch.combine(results, weights, ticket)
@@ -87,7 +92,7 @@ class DispatchedExperts(ReadsLocally):
         return InvalidRouteError.of_layer(self.layer, reason, token=token)
 
     def _require_rows(self, method: str, rows: Tensor, *, like: Tensor) -> None:
-        """Refuse a registered dispatch that lost rows; a sum of fewer would be broadcast."""
+        """Refuse another number of rows from a registered dispatch; torch would broadcast them."""
         if len(rows) != len(like):
             name = type(self.dispatch).__name__
             raise LostRowsError(
@@ -132,14 +137,19 @@ def dispatch_experts(
             continue
         num_experts = module.num_experts
         assert isinstance(num_experts, int)
+        dispatch = make_dispatch(axis.group, num_experts=num_experts)
+        is_included = type(dispatch) is AllToAll
         module.__dict__.update(
             _axis=axis,
             _sums_gradients=False,
             shard_specs=dict.fromkeys(module._parameters, ShardSpec(0)),
             num_experts=num_experts // axis.group.size,
-            dispatch=make_dispatch(axis.group, num_experts=num_experts),
+            dispatch=dispatch,
             tensor_group=tensor_group,
             layer=name,
+            row_counts=(
+                None if is_included else RowCounts(dispatch, axis.group, num_experts=num_experts)
+            ),
         )
         if isinstance(module, LoraExperts):
             _shard_adapters(module, axis, num_experts=num_experts)
@@ -248,6 +258,22 @@ def broken_expert_rows(
                 yield f"{name}.{key}"
 
 
-def dispatched_experts(module: nn.Module) -> list[nn.Module]:
+def dispatched_experts(module: nn.Module) -> list[DispatchedExperts]:
     """Return the divided experts inside a module, in order."""
     return [part for part in module.modules() if isinstance(part, DispatchedExperts)]
+
+
+def require_no_lost_rows(stages: Iterable[nn.Module]) -> None:
+    """Refuse a registered dispatch that dropped rows since the last call.
+
+    Every rank of the world must call this. With a registered dispatch, the host waits for the
+    device.
+
+    Args:
+        stages: This rank's parts of the model.
+
+    Raises:
+        LostRowsError: An expert received fewer rows than tokens chose it.
+    """
+    parts = (part for stage in stages for part in dispatched_experts(stage))
+    require_all_rows({part.layer: part.row_counts for part in parts if part.row_counts is not None})

@@ -7,7 +7,7 @@ copying.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,17 @@ IN_FLIGHT = 3
 updated, one leaving. Without a limit, the host would enqueue all parameters, because it does not
 wait for the device.
 """
+
+
+def most_in_flight(sizes: Sequence[int]) -> int:
+    """Return the most elements that copies of an update have on the device together.
+
+    It is an upper bound, at most one parameter above the exact number.
+
+    Args:
+        sizes: Elements of each parameter.
+    """
+    return min(sum(sizes), IN_FLIGHT * max(sizes, default=0))
 
 
 class InOrder:

@@ -11,11 +11,18 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from torch import Tensor, nn
+
+from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import DP_REPLICATE, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.precision import master_format
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.engine import Engine
+from axonlaunch.engines.optimizer.copy_streams import most_in_flight
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.measured_constants import (
     CUBLAS_THREADS,
@@ -32,13 +39,19 @@ from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.engine_categories import categorize_gradients
+from axonlaunch.planning.tracing.engine_categories import (
+    categorize_gradients,
+    host_categories,
+)
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.node.allocator_settings import AllocatorSettings
 from axonlaunch.system.text.formatting import MIB
+
+_COPY_STREAM = -1
+"""Number of the stream that brings tensors from the host to an update."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +97,12 @@ class DeviceRequests:
     Attributes:
         changes: Requests to torch's allocator.
         symmetric: Bytes of symmetric memory, which the allocator does not provide.
+        copies: Bytes of the copies of host tensors that an update has on the device together.
     """
 
     changes: list[Change]
     symmetric: int = 0
+    copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,9 @@ def replay(
         workspaces: Bytes of each cuBLAS workspace, from ``cublas_workspaces``.
     """
     changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *recorded.changes]
+    if recorded.copies:
+        copied = -len(workspaces) - 1
+        changes += [Change(copied, recorded.copies, _COPY_STREAM), Change(copied, 0)]
     allocator = Allocator(settings, capacity=capacity)
     allocator.replay(changes)
     return ReplayedRequests(allocator.peak_reserved, _peak_live_bytes(changes), recorded.symmetric)
@@ -237,18 +255,16 @@ def record(
     """
     spare_blocks = reduced.spare_blocks(stages, needed=FEWEST)
     if spare_blocks > 0:
-        recording, counts = _record_steps(reduced.without(spare_blocks, stages), rank, on_host)
+        shallow = reduced.without(spare_blocks, stages)
+        recorded = _record_steps(shallow, rank, on_host, spare_blocks=spare_blocks)
+        counts, leading = recorded.counts, reduced.leading or 0
         # Schedules that split the backward visit blocks in an order that cannot be extended.
         with suppress(ValueError):
-            leading = reduced.leading or 0
-            changes = extended(recording, blocks=spare_blocks, counts=counts, leading=leading)
-            return DeviceRequests(
-                changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
+            return recorded.requests(
+                extended(recorded.recording, blocks=spare_blocks, counts=counts, leading=leading)
             )
-    recording, _ = _record_steps(reduced, rank, on_host)
-    return DeviceRequests(
-        recording.changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
-    )
+    recorded = _record_steps(reduced, rank, on_host)
+    return recorded.requests(recorded.recording.changes)
 
 
 def symmetric_memory(config: RunConfig, part: int) -> int:
@@ -269,9 +285,31 @@ def symmetric_memory(config: RunConfig, part: int) -> int:
     return -(-2 * part // SYMMETRIC_PAGE) * SYMMETRIC_PAGE
 
 
+@dataclass(frozen=True)
+class _RecordedSteps:
+    """The recording of a rank.
+
+    Attributes:
+        config: Configuration of the run.
+        recording: The requests, of a model that may lack blocks.
+        counts: Number of recorded blocks by stage.
+        copies: See ``DeviceRequests``; with the blocks that the recorded model lacks.
+    """
+
+    config: RunConfig
+    recording: Recording
+    counts: dict[int, int]
+    copies: int
+
+    def requests(self, changes: list[Change]) -> DeviceRequests:
+        """Return the requests with these changes of the complete model."""
+        symmetric = symmetric_memory(self.config, self.recording.max_reduced_bytes)
+        return DeviceRequests(changes, symmetric, self.copies)
+
+
 def _record_steps(
-    reduced: ReducedRun, rank: int, on_host: Collection[Category]
-) -> tuple[Recording, dict[int, int]]:
+    reduced: ReducedRun, rank: int, on_host: Collection[Category], *, spare_blocks: int = 0
+) -> _RecordedSteps:
     """Record two steps, because the cached blocks of the first step affect the second.
 
     A pipeline runs only one, because its step is long.
@@ -283,12 +321,14 @@ def _record_steps(
         expert_load=reduced.config.estimate.expert_load,
     )
     with refusing_untraceable(reduced.config):
-        return _run_steps(reduced, FakeRank(reduced, world, trace=trace), trace)
+        return _run_steps(
+            reduced, FakeRank(reduced, world, trace=trace), trace, spare_blocks=spare_blocks
+        )
 
 
 def _run_steps(
-    reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace
-) -> tuple[Recording, dict[int, int]]:
+    reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace, *, spare_blocks: int
+) -> _RecordedSteps:
     spec = spec_for(reduced.config)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
@@ -307,7 +347,42 @@ def _run_steps(
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
         recording = trace.recording(dry.engine, blocks)
-    return recording, {stage: len(members) for stage, members in blocks.items()}
+        spare = [stage[-1] for stage in blocks.values() if stage] * spare_blocks
+        copies = _update_copies(reduced.config, dry.engine, spare=spare)
+    counts = {stage: len(members) for stage, members in blocks.items()}
+    return _RecordedSteps(reduced.config, recording, counts, copies)
+
+
+def _update_copies(config: RunConfig, engine: Engine, *, spare: Sequence[nn.Module]) -> int:
+    """Return the bytes of the copies that an update on the device makes of tensors on the host.
+
+    They are in a stream of their own, whose memory no other stream uses. An update on the host
+    makes none.
+
+    Args:
+        config: Configuration of the run.
+        engine: Engine of a model that may lack blocks.
+        spare: A block for each that it lacks.
+    """
+    offload = CPUOffload(config.strategy.fsdp.cpu_offload)
+    if not host_categories(config) or not offload.streams_the_update:
+        return 0
+    updated = [tensor for _, tensor in engine.named_updated()]
+    if offload is CPUOffload.OPTIMIZER_STATES:
+        copied = sum(local_part(state.detach()).nbytes for state in engine.optimizer_states())
+    else:
+        # Masters are on the device, and take the place of the parameters.
+        copied = sum(_local_numel(t) * (t.grad_dtype or t.dtype).itemsize for t in updated)
+        if master_format(config.optimizer) is None:
+            copied += sum(_local_numel(t) * t.itemsize for t in updated)
+    sizes = [_local_numel(tensor) for tensor in updated]
+    per_element = copied / max(1, sum(sizes))
+    lacking = [p for block in spare for p in block.parameters() if p.requires_grad]
+    return int(most_in_flight([*sizes, *map(_local_numel, lacking)]) * per_element)
+
+
+def _local_numel(tensor: Tensor) -> int:
+    return local_part(tensor.detach()).numel()
 
 
 def _peak_live_bytes(changes: Iterable[Change]) -> int:

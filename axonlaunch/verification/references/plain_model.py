@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -165,6 +165,36 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
         kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
         collated = batch.combine(kept, start=part.start, stop=part.stop)
         yield CollatedSamples(collated, len(kept), is_counted=any(counted))
+
+
+class RankMeans:
+    """Averages gradients over data ranks in fp32, as layouts do: their sum may overflow in fp16."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, ranks: int) -> None:
+        """Start without gradients.
+
+        Args:
+            parameters: The trained parameters.
+            ranks: Number of data ranks; 1 leaves the gradients as they are.
+        """
+        self._parameters = [*parameters] if ranks > 1 else []
+        self._ranks = ranks
+        self._means: dict[nn.Parameter, Tensor] = {}
+
+    def add_gradients(self) -> None:
+        """Add the gradients of a micro-batch, and remove them from the parameters."""
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                mean = gradient.to(dtype) / self._ranks
+                previous = self._means.get(parameter)
+                self._means[parameter] = mean if previous is None else previous + mean
+                parameter.grad = None
+
+    def replace_gradients(self) -> None:
+        """Give the parameters the means, in the type of their gradients."""
+        for parameter, mean in self._means.items():
+            parameter.grad = mean.to(parameter.grad_dtype or parameter.dtype)
 
 
 def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:

@@ -296,16 +296,16 @@ class PlainRun:
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
         self._chosen.begin(self._choices[number] if self._choices else {})
         chosen = self._chosen if self._num_experts else nullcontext()
+        means = plain_model.RankMeans(self._trained.values(), ranks=self._ranks)
         with self._rounding(number), watch as calls, chosen:
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece, training=True) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
+                means.add_gradients()
                 total += float(loss.detach())
         if calls is not None:
             self._reads_again = plain_model.rereads_parameters(self.model, calls)
-        for parameter in self._trained.values() if self._ranks > 1 else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._ranks)
+        means.replace_gradients()
         has_drawn = not number and has_drawn_numbers(self._device, seed=config.seed)
         if has_drawn and self._depends_on_draws(batch):
             raise NoReferenceError(

@@ -105,7 +105,8 @@ DEEPSEEK = ["model=hf", "model.init=random", f"model.config={plain(SPECIAL['deep
         ),
         (
             [*DEEPSEEK, "model.balance=bias", "train.compile=true", "data=synthetic_tokens"],
-            "train.compile=true: compiled blocks can't count the tokens of experts; use model.bal",
+            "train.compile=true: compiled blocks can't pass on the choices of their routers; use "
+            "false, or model.balance=none",
         ),
     ],
 )

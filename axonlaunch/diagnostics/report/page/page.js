@@ -326,8 +326,7 @@
     const box = element("div", { class: "chart", "data-curve": "experts" });
     section("Experts", element("p", { class: "faint" },
       "Tokens of the fullest expert of each block, divided by the mean over its experts. 1 is balanced; " +
-      "a row that becomes dark is a router that sends most tokens to few experts. No token is " +
-      "dropped."), box);
+      "a row that becomes dark is a router that sends most tokens to few experts."), box);
     const highest = Math.max(2, ...loads.flat());
     map(box, {
       steps, columns: loads, names: blocks.map((block) => `block ${block}`),
