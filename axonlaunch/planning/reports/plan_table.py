@@ -51,6 +51,11 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.typical:
         keys = " and ".join(plan.typical)
         yield f"memory includes typical figures, which can be off by 2x, for {keys}"
+    if plan.imbalance is not None:
+        yield (
+            f"where ranks split experts, one is assumed to get {plan.imbalance:g} times the mean "
+            "number of tokens; for another router set estimate.imbalance"
+        )
     for problem in plan.not_tried:
         yield f"not searched: {problem}"
     if any(planned.numerics for planned in plan.candidates):
