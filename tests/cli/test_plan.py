@@ -244,6 +244,9 @@ def test_plan_lists_its_assumptions_and_omissions() -> None:
     print_plan(plan, Console(file=stream, width=80), seconds=1.0)
     assert "so assumed: hardware.link_efficiency=0.8\n" in stream.getvalue()
     assert "2 more layouts may be faster than the first one" in stream.getvalue()
+    for ranks, expected in ((8, False), (12, True), (256, False)):
+        notices = " ".join(notes(dataclasses.replace(plan, nodes=RunNodes(1, ranks))))
+        assert ("12 data-parallel ranks can't share 128 samples" in notices) == expected
     assert "one is assumed to get 2 times the mean number of tokens" in stream.getvalue()
     reported = plan_to_json(plan, 1.0)
     assert (reported["assumed"], reported["untraced"]) == (assumed, 2)
