@@ -172,7 +172,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) ->
 
 
 def test_plan_says_on_which_nodes_its_layouts_are() -> None:
-    plan = Plan(Workload(128, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
+    plan = Plan(Workload(96, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
     [note] = notes(plan)
     assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes and ")
     assert not [*notes(dataclasses.replace(plan, nodes=RunNodes(count=1, ranks=8)))]
