@@ -429,6 +429,8 @@ class Plan:
         typical: Keys of memory outside torch's allocator for which typical figures stand.
         not_tried: Allowed changes of numerics that the run can't use, with the reason.
         nodes: Nodes of every layout.
+        imbalance: Assumed tokens of the rank with the most, relative to the mean, in layouts that
+            split experts over ranks; None if none does.
     """
 
     workload: Workload
@@ -439,3 +441,4 @@ class Plan:
     typical: tuple[str, ...] = ()
     not_tried: tuple[str, ...] = ()
     nodes: RunNodes = field(default_factory=RunNodes)
+    imbalance: float | None = None

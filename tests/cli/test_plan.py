@@ -172,7 +172,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) ->
 
 
 def test_plan_says_on_which_nodes_its_layouts_are() -> None:
-    plan = Plan(Workload(128, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
+    plan = Plan(Workload(96, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
     [note] = notes(plan)
     assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes and ")
     assert not [*notes(dataclasses.replace(plan, nodes=RunNodes(count=1, ranks=8)))]
@@ -239,9 +239,14 @@ def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
 
 def test_plan_lists_its_assumptions_and_omissions() -> None:
     workload, stream = Workload(128, None, 8192, "bf16", None), io.StringIO()
-    plan = Plan(workload, 10, [planned(step_s=1.0)], {"hardware.link_efficiency": 0.8}, untraced=2)
+    assumed = {"hardware.link_efficiency": 0.8}
+    plan = Plan(workload, 10, [planned(step_s=1.0)], assumed, untraced=2, imbalance=2.0)
     print_plan(plan, Console(file=stream, width=80), seconds=1.0)
     assert "so assumed: hardware.link_efficiency=0.8\n" in stream.getvalue()
     assert "2 more layouts may be faster than the first one" in stream.getvalue()
+    for ranks, expected in ((8, False), (12, True), (256, False)):
+        notices = " ".join(notes(dataclasses.replace(plan, nodes=RunNodes(1, ranks))))
+        assert ("12 data-parallel ranks can't share 128 samples" in notices) == expected
+    assert "one is assumed to get 2 times the mean number of tokens" in stream.getvalue()
     reported = plan_to_json(plan, 1.0)
-    assert (reported["assumed"], reported["untraced"]) == ({"hardware.link_efficiency": 0.8}, 2)
+    assert (reported["assumed"], reported["untraced"]) == (assumed, 2)

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.simulated_search import found
+from support.configured import estimate_config
+from support.simulated_search import MODEL, found
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.engines.pipeline.split import balance
 from axonlaunch.planning.memory.pipeline_ranks import stage_layers
-from axonlaunch.planning.search import rounds
+from axonlaunch.planning.search import refusals, rounds
 from axonlaunch.planning.search.candidates import OFFLOAD_GAIN
 from axonlaunch.planning.search.keys import SEARCHED
 
@@ -92,6 +93,21 @@ def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
         f"{ON_HOST}, --allow low_precision (changes numerics), "
         "data.sequence_length=8 or adapter=lora"
     )
+
+
+def test_search_names_the_next_batch_that_all_devices_share_if_it_fits_then() -> None:
+    tried: Any = SimpleNamespace(
+        layout="pipeline 3", process_bytes=90 * GIB, needs_more_host=False, host_memory=None
+    )
+    issue = refusals.none_fits(
+        estimate_config([*MODEL, "launch.nproc=1"]),
+        [tried],
+        devices=3,
+        searched=1,
+        fixed={},
+        fits=lambda run, devices, fixed: run.train.global_batch_size % 3 == 0,
+    )
+    assert issue.message.endswith("is expected to fit with train.global_batch_size=18")
 
 
 def test_search_names_setting_that_prevents_fit(found: Any) -> None:

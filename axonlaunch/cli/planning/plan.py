@@ -140,6 +140,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "nodes": asdict(plan.nodes),
         "assumed": plan.assumed,
         "typical": plan.typical,
+        "imbalance": plan.imbalance,
         "not_tried": plan.not_tried,
         "seconds": round(seconds, 1),
         "candidates": candidates,

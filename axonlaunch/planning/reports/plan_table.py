@@ -45,12 +45,21 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.nodes.count > 1:
         nodes = f"{plan.nodes.count:,} nodes with {plan.nodes.ranks} ranks each"
         yield f"assumes {nodes}; for others set launch.nnodes and launch.nproc"
+    devices, batch = plan.nodes.count * plan.nodes.ranks, plan.workload.global_batch_size
+    if batch > devices and (rest := batch % devices):
+        larger = f"train.global_batch_size={batch - rest + devices}"
+        yield f"{devices:,} data-parallel ranks can't share {batch:,} samples; {larger} allows it"
     if plan.assumed:
         figures = ", ".join(f"{key}={value:g}" for key, value in plan.assumed.items())
         yield f"not published for this hardware, so assumed: {figures}"
     if plan.typical:
         keys = " and ".join(plan.typical)
         yield f"memory includes typical figures, which can be off by 2x, for {keys}"
+    if plan.imbalance is not None:
+        yield (
+            f"where ranks split experts, one is assumed to get {plan.imbalance:g} times the mean "
+            "number of tokens; for another router set estimate.imbalance"
+        )
     for problem in plan.not_tried:
         yield f"not searched: {problem}"
     if any(planned.numerics for planned in plan.candidates):

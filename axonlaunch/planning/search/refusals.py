@@ -116,7 +116,7 @@ def none_fits(
         changes.append(f"{setting} (updates on the host, whose time plan can't predict)")
     if lowered is not None and _can_fit(lowered, devices, fixed, fits):
         changes.append(f"--allow {keys.LOW_PRECISION} (changes numerics)")
-    for options in _smaller_runs(config):
+    for options in (_shared_batch(config, devices), *_smaller_runs(config)):
         values = (option for option in options if _can_fit(option.config, devices, fixed, fits))
         changes += [option.text for option in itertools.islice(values, 1)]
     if changes:
@@ -134,6 +134,13 @@ class _Smaller:
 
     config: RunConfig
     text: str
+
+
+def _shared_batch(config: RunConfig, devices: int) -> list[_Smaller]:
+    """Return the run with the next batch that all devices can share, if they can't share this."""
+    key, batch = "train.global_batch_size", config.train.global_batch_size
+    missing = -batch % devices
+    return [_with_setting(config, key, batch + missing)] if missing else []
 
 
 def _smaller_runs(config: RunConfig) -> Iterator[list[_Smaller]]:

@@ -139,7 +139,12 @@ def search_layouts(
         untraced=found.untraced,
         not_tried=(*map(str, problems), *([] if lowers else _lower_note(config, kept, found))),
         nodes=nodes,
+        imbalance=config.estimate.imbalance if _splits_experts(layouts) else None,
     )
+
+
+def _splits_experts(layouts: Iterable[Candidate]) -> bool:
+    return any(candidate.layout.expert > 1 for candidate in layouts)
 
 
 def _lower_note(config: RunConfig, kept: Sequence[str], found: Found) -> Iterator[str]:

@@ -159,8 +159,9 @@ def figure(hardware: HardwareConfig, name: str) -> Any:
     Raises:
         ConfigError: The figure is not published.
     """
-    refuse_missing(hardware, [name])
-    return getattr(hardware, name)
+    if (value := getattr(hardware, name)) is None:
+        refuse_missing(hardware, [name])
+    return value
 
 
 def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:

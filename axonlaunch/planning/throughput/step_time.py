@@ -109,8 +109,8 @@ class StepTime:
         if layout.pipeline == 1:
             return self._parts_without_pipeline(work).total + self._copy_time(work)
         times, copied = [], self._input_copy_time(work)
-        for index, layers in enumerate(work.layers):
-            stage = work.stage(index)
+        for index in work.different_stages:
+            stage, layers = work.stage(index), work.layers[index]
             forward, backward = (
                 self._micro_batch(stage, layers, phases, copied=copied).total
                 for phases in (_FORWARD, _BACKWARD)

@@ -144,6 +144,20 @@ class StepWork:
         """Number of layers of the model without the leading ones."""
         return sum(self.layers) - self.leading.count
 
+    @property
+    def different_stages(self) -> list[int]:
+        """Indices of stages such that every stage has the work and the layers of one of them."""
+        last = len(self.layers) - 1
+        places = {
+            (index == 0, index == last, layers, self._leading_of(index)): index
+            for index, layers in enumerate(self.layers)
+        }
+        return [*places.values()]
+
+    def _leading_of(self, index: int) -> int:
+        """Return the number of leading layers of a stage."""
+        return min(self.layers[index], max(0, self.leading.count - sum(self.layers[:index])))
+
     def stage(self, index: int) -> StageWork:
         """Return the work of a stage, whose layer is the mean of the leading and repeated layers.
 
@@ -155,8 +169,7 @@ class StepWork:
         elif index < len(self.layers) - 1:
             work = StageWork(empty, work.step_layer, empty, work.micro_layer)
         layers, leading = self.layers[index], self.leading
-        count = min(layers, max(0, leading.count - sum(self.layers[:index])))
-        if not count:
+        if not (count := self._leading_of(index)):
             return work
         step_layer, micro_layer = (
             empty.plus(repeated, times=1 - count / layers).plus(other, times=count / layers)

@@ -18,6 +18,7 @@ from axonlaunch.preflight.inspection import inspect
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
+_TENSOR = ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
@@ -110,6 +111,19 @@ def test_unsupported_context_parallel_model_is_refused_before_start(kind: str) -
     assert issue.key == "strategy.context.degree"
     assert "its sequences can't be split" in issue.message
     assert re.search(REFUSED[kind], issue.message)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [CONTEXT, [*_TENSOR, "strategy.tensor.sequence_parallel=true"]],
+    ids=["context", "sequence"],
+)
+def test_mask_that_needs_tokens_of_other_ranks_is_refused_before_start(layout: list[str]) -> None:
+    # Its tokens of an image attend to each other, and a table says which belong together.
+    text = {"model_type": "gemma4_unified_text", "hidden_size": 64, "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="mask looks up values of tokens that are on other ranks"):
+        run_config(without_folder("gemma4_unified", *layout, text_config=text))
+    run_config(without_folder("gemma4_unified_text", *layout, **text))
 
 
 def test_one_unsupported_block_refuses_context_parallelism() -> None:

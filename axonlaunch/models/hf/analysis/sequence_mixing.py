@@ -218,10 +218,12 @@ class MixingWatch(TorchDispatchMode):
         self._block = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = func.overloadpacket.__name__
+        if name == "index" and not self._block:
+            self._refuse_absent(*args)
         result = func(*args, **(kwargs or {}))
         if self._is_paused:
             return result
-        name: str = func.overloadpacket.__name__
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         is_hidden = any(tensor.requires_grad for tensor in inputs)
@@ -255,6 +257,15 @@ class MixingWatch(TorchDispatchMode):
             raise MixingError(
                 f"{subject} positions from 0 instead of using the positions it is given"
             )
+
+    def _refuse_absent(self, table: Tensor, indices: Any) -> None:
+        """Refuse to look up all positions of a sequence in values of a part, as masks may do.
+
+        Rows of tokens that routers sort are looked up too, but inside of blocks.
+        """
+        sizes = {size for index in indices if index is not None for size in index.shape}
+        if self.length in table.shape and self.length * _RANKS in sizes:
+            raise MixingError("its mask looks up values of tokens that are on other ranks")
 
     def _counts(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
         """Return whether an operation creates positions: ``arange``, or a table's first rows."""
