@@ -235,6 +235,23 @@ def test_rounded_states_differ_by_the_derived_size(exponent: int, share: float) 
     assert derived < _difference(state.bfloat16().float(), one)  # rounding to nearest is found
 
 
+def test_a_parameter_without_rounded_states_differs_only_as_much_as_its_gradients() -> None:
+    eight_bits = ["optimizer=adamw_8bit", "launch.backend=mock"]
+    config = run_config([*MODELS["mlp"], *DDP, *eight_bits])
+    start = {"0.weight": torch.ones(64, 64), "0.bias": torch.ones(64)}
+    end = {name: values * 1.1 for name, values in start.items()}
+    states = {f"{name}.exp_avg": values for name, values in start.items()}
+    reference = Reference([], start, end, {}, states, end, saved_step=1)
+    tolerances = Tolerances(config, reference, [])
+    is_allowed = {
+        name: tolerances.allows(
+            compare_tensors((0, "parameter", name), values * (1 + 3e-5), values, floor=0.0)
+        )
+        for name, values in end.items()
+    }
+    assert is_allowed == {"0.weight": True, "0.bias": False}
+
+
 def _round_at_random(values: Tensor) -> Tensor:
     weight, state = nn.Parameter(torch.zeros_like(values)), values.clone()
     optimizer = SimpleNamespace(state={weight: {"exp_avg": state}})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +30,7 @@ from axonlaunch.engines.tensor.parallel_layers import layers
 from axonlaunch.models import build as models_build
 from axonlaunch.models.modules import attention
 from axonlaunch.verification.comparison import compare, comparison_config
+from axonlaunch.verification.references import reference_runs
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import compare_numbers
 from axonlaunch.verification.result import ParityResult
@@ -301,6 +304,22 @@ class Noisy(nn.Linear):
         return functional.dropout(super().forward(inputs), 0.5, self.training)
 
 
+class NoisyBackward(nn.Linear):
+    """Draws random numbers that change gradients only."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        none = self.weight.sum() - self.weight.detach().sum()
+        return outputs + none * torch.rand_like(outputs)
+
+
+class Undefined(nn.Linear):
+    """Draws random numbers without effect, and has no finite outputs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * torch.rand(1) * math.nan
+
+
 class Broken(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         raise ValueError("the model itself is wrong")
@@ -310,6 +329,8 @@ class Broken(nn.Linear):
     ("layer", "failure"),
     [
         (Noisy, "the model draws random numbers in training"),
+        (NoisyBackward, "the model draws random numbers in training"),
+        (Undefined, "the first loss of one process is nan"),
         (Broken, "one process fails, without the layout: ValueError: the model itself is wrong"),
     ],
 )
@@ -321,6 +342,31 @@ def test_a_model_with_no_reference_is_no_pass(
     verdict = verify(["model=custom", *ONE_BY_ONE], model="user")
     assert not verdict.passed
     assert failure in str(verdict.failure)
+
+
+class Wavering(nn.Linear):
+    """Rounds its sums at random, as some GPU kernels do."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * (1 + 2.0**-22 * random.choice([-1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("device", "layer", "failure"),
+    [
+        ("cpu", Wavering, "the model is random: with the same weights"),
+        ("cuda", Wavering, "None"),
+        ("cuda", NoisyBackward, "the model draws random numbers in training"),
+    ],
+)
+def test_a_gpu_that_sums_in_a_random_order_makes_no_model_random(
+    device: str, layer: type[nn.Linear], failure: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setitem(MODELS, "user", [f"model.target={__name__}:user", "data=digits"])
+    monkeypatch.setattr(sys.modules[__name__], "LAYER", layer)
+    monkeypatch.setattr(reference_runs, "reference_device", lambda _: torch.device(device))
+    monkeypatch.setattr(reference_runs, "has_drawn_numbers", lambda *_, **__: True)
+    assert failure in str(verify(["model=custom", *ONE_BY_ONE], model="user").failure)
 
 
 LAYER: type[nn.Linear] = nn.Linear

@@ -110,7 +110,8 @@ class StateRounding:
     ``d / spacing`` of its elements is then rounded to another neighbor, at a distance of
     ``spacing``, so that the root mean square of the differences is ``sqrt(spacing * d)``. A single
     element can always be among them, also the largest one. An element of an update changes by the
-    share by which its state changes.
+    share by which its state changes. A parameter whose own states are not rounded only has other
+    gradients, because these depend on all parameters.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class StateRounding:
         for name, floor in floors.items():
             state = reference.states[name]
             self._peaks[name] = float(state.abs().max()) / max(_size(state) + floor, 1e-300)
+        self._with_rounded_states = {name.rpartition(".")[0] for name in self._peaks}
         self._moves: dict[tuple[int, str], tuple[float, float]] = {}
         after = (reference.saved_step, reference.parameters), (len(reference.steps), reference.end)
         for step, parameters in after:
@@ -157,16 +159,21 @@ class StateRounding:
         one = self._of_largest * self._peaks[name] / math.sqrt(count)
         return math.sqrt(self._spacing * unrounded) + one
 
-    def allowed_in_parameter(self, name: str, step: int, unrounded: float, *, count: int) -> float:
-        """Return the relative difference of a parameter that its rounded states cause.
+    def allowed_in_parameter(
+        self, name: str, step: int, *, unrounded: float, gradient: float, count: int
+    ) -> float:
+        """Return the relative difference of a parameter that rounded states cause.
 
         Args:
             name: Name of the parameter.
             step: Number of updates.
             unrounded: Relative difference of its states before rounding.
+            gradient: Relative difference of its gradients.
             count: Number of elements that are compared.
         """
         mean, largest = self._moves.get((step, name), (0.0, 0.0))
+        if name not in self._with_rounded_states:
+            return gradient * mean
         one = self._spacing * largest / math.sqrt(count)
         return math.sqrt(self._spacing * unrounded) * mean + one
 

@@ -53,7 +53,6 @@ from axonlaunch.verification.references.plain_model import (
     LoadableWeights,
     PlainBalance,
     clone_buffers,
-    has_drawn_numbers,
     loss_sum,
     moves_buffers,
     plain_quantized,
@@ -75,9 +74,6 @@ from axonlaunch.verification.references.plain_rounding import (
     without_rounded_factors,
 )
 from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
-
-_SEEDS = 20
-"""Number of seeds for which a loss must be the same if random numbers have no effect."""
 
 
 class NoReferenceError(Exception):
@@ -285,34 +281,17 @@ class PlainRun:
     def step(self, number: int) -> ReferenceStep:
         """Run forward and backward of every micro-batch, then clip and update."""
         config = self._config
-        torch.manual_seed(config.seed + number)
         batch = self._batch(number)
         if not number and self._dropout.largest:
             self._masks = self._num_masks(batch)
         counted = self._count(batch)
         if self._balance is not None:
             self._balance.begin_step()
-        total = 0.0
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
-        self._chosen.begin(self._choices[number] if self._choices else {})
-        chosen = self._chosen if self._num_experts else nullcontext()
-        means = plain_model.RankMeans(self._trained.values(), ranks=self._ranks)
-        with self._rounding(number), watch as calls, chosen:
-            for piece in self._pieces(batch):
-                loss = self._loss_sum(piece, training=True) / max(1, counted)
-                self._scaler.scale(loss * self._ranks).backward()
-                means.add_gradients()
-                total += float(loss.detach())
+        with watch as calls:
+            total, gradients = self._backward(batch, number, seed=config.seed + number)
         if calls is not None:
             self._reads_again = plain_model.rereads_parameters(self.model, calls)
-        means.replace_gradients()
-        has_drawn = not number and has_drawn_numbers(self._device, seed=config.seed)
-        if has_drawn and self._depends_on_draws(batch):
-            raise NoReferenceError(
-                "the model draws random numbers in training, which differ between layouts; "
-                "turn this off in model.arguments (verify turns nn.Dropout off itself)"
-            )
-        gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
         if self._scaler.is_enabled() and number == self._plan.overflow:
             comparison_inputs.overflow(self._trained[next(iter(gradients))])
         rate = plain_rate(
@@ -324,6 +303,38 @@ class PlainRun:
         scale = float(self._scaler.get_scale())
         choices = self._chosen.choices()
         return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients, choices)
+
+    def first_gradients(self, *, seed: int) -> tuple[float, dict[str, Tensor]]:
+        """Return loss and gradients of the first step without an update.
+
+        Args:
+            seed: Seed of the random numbers that the model draws.
+        """
+        batch, buffers = self._batch(0), clone_buffers(self.model)
+        results = self._backward(batch, 0, seed=seed)
+        restore_buffers(self.model, buffers)
+        for parameter in self._trained.values():
+            parameter.grad = None
+        return results
+
+    def _backward(
+        self, batch: AnyBatch, number: int, *, seed: int
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Run forward and backward of a step; return the mean loss and copies of the gradients."""
+        torch.manual_seed(seed)
+        total, counted = 0.0, self._count(batch)
+        self._chosen.begin(self._choices[number] if self._choices else {})
+        chosen = self._chosen if self._num_experts else nullcontext()
+        means = plain_model.RankMeans(self._trained.values(), ranks=self._ranks)
+        with self._rounding(number), chosen:
+            for piece in self._pieces(batch):
+                loss = self._loss_sum(piece, training=True) / max(1, counted)
+                self._scaler.scale(loss * self._ranks).backward()
+                means.add_gradients()
+                total += float(loss.detach())
+        means.replace_gradients()
+        gradients = {n: p.grad for n, p in self._trained.items() if p.grad is not None}
+        return total, _copies(gradients)
 
     def _batch(self, number: int) -> AnyBatch:
         """Return a step's global batch with masked targets.
@@ -381,23 +392,6 @@ class PlainRun:
                     self._trained[name].copy_(master)
                 master.grad = self._trained[name].grad = None
         return norm, skipped
-
-    @torch.no_grad()
-    def _depends_on_draws(self, batch: AnyBatch) -> bool:
-        """Return whether random numbers of forwards change the loss of a batch.
-
-        Routers of Phimoe draw numbers even if their configuration leaves them without effect. Each
-        forward then chooses the same experts, so the signs by which biases move stay the same.
-        """
-        buffers, losses = clone_buffers(self.model), set[float]()
-        for seed in range(_SEEDS):
-            torch.manual_seed(seed)
-            pieces = self._pieces(batch)
-            losses.add(sum(float(self._loss_sum(piece, training=True)) for piece in pieces))
-            restore_buffers(self.model, buffers)
-            if len(losses) > 1:
-                return True
-        return False
 
     def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
         """Yield the whole batch, or the layout's micro-batches if results depend on their size.

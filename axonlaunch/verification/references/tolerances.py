@@ -232,10 +232,13 @@ class Tolerances:
             return max(least, rounded.allowed_in_state(name, unrounded, count=difference.count))
         if self._is_low:
             return measured
+        of_gradients = max(self.base, self._times * self._largest_noise.get(step, 0.0))
         if kind == "parameter":
-            moved = rounded.allowed_in_parameter(name, step, unrounded, count=difference.count)
+            moved = rounded.allowed_in_parameter(
+                name, step, unrounded=unrounded, gradient=of_gradients, count=difference.count
+            )
             return max(measured, self.base + moved)
-        return max(measured, self._times * self._largest_noise.get(step, 0.0))
+        return max(measured, of_gradients)
 
     def allows(self, difference: Difference) -> bool:
         """Return whether rounding explains a difference."""
