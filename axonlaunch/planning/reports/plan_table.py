@@ -34,7 +34,7 @@ def build_plan_table(plan: Plan) -> Table:
             planned.layout,
             Text(memory) if planned.fits else Text(f"{memory} {_unfit(planned)}", style="red"),
             f"{planned.tokens_per_s_per_device:,.0f}",
-            f"{planned.step_s:.3g} s",
+            _step(planned.step_s),
             "" if planned.mfu is None else f"{planned.mfu:.1%}",
         )
     return table
@@ -67,6 +67,10 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.untraced:
         layouts = "1 more layout" if plan.untraced == 1 else f"{plan.untraced:,} more layouts"
         yield f"by formulas, {layouts} may be faster than the first one, but were not traced"
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def _unfit(planned: Planned) -> str:
