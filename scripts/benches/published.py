@@ -166,13 +166,13 @@ def _arithmetic(row: Row) -> list[str]:
 def _layout(row: Row) -> list[str]:
     """Return the strategy, with its degrees and its schedule."""
     tensor, pipeline, context = (row.get(name) or 1 for name in ("tp", "pp", "cp"))
-    replicas, stage = row.get("dp_replicate") or 1, row.get("zero_stage")
+    replicas = row.get("dp_replicate") or 1
     if row["num_gpus"] == 1:
         strategy = "single"
-    elif replicas > 1 and stage == 3:
+    elif replicas > 1 and row["zero_stage"] == 3:
         strategy = "hsdp"
     else:
-        strategy = _SHARDED[stage]
+        strategy = _SHARDED[row["zero_stage"]]
     overrides = [
         f"strategy={strategy}",
         f"strategy.tensor.degree={tensor}",
