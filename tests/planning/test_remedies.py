@@ -244,7 +244,7 @@ def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], list[s
         try:
             changes.append(next(search).overrides)
         except StopIteration as end:
-            return changes, len(end.value)
+            return changes, end.value
 
 
 def test_changes_come_one_by_one_until_the_time_is_over() -> None:
