@@ -7,7 +7,7 @@ them stands for all others:
   by the last one and added to by each other one. The first one completes it, so that nothing that
   happens once, such as adding it to an earlier micro-batch's, happens beside the one in between.
 - The gradients of the hidden states of all chunks exist until the first one is done. The chunk in
-  between leaves one for each chunk that it stands for.
+  between runs as the last of those that it stands for: the gradients of the others exist already.
 
 If only the head is trained, no hidden states have gradients, and no backward tells where a chunk
 ends. All chunks run then.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,11 @@ def few_chunks(repeat: Repeat) -> Iterator[None]:
         total = torch.zeros((), device=first.device)
         total = total + chunked_loss.chunk_loss(loss, head, first, targets[0])
         repeat(len(middle))
-        entered = _enter(repeat, *middle)
+        gradients: list[Tensor] = []
+        entered = _enter(repeat, gradients, *middle)
         one = chunked_loss.chunk_loss(loss, head, entered, targets[1])
-        left: Tensor = _leave(repeat, len(middle), one)
+        empty = partial(torch.empty, first.shape, dtype=first.dtype, device=first.device)
+        left: Tensor = _leave(repeat, gradients, len(middle), empty, one)
         total = total + left
         repeat(1)
         return total + chunked_loss.chunk_loss(loss, head, last, targets[-1])
@@ -69,32 +72,41 @@ def few_chunks(repeat: Repeat) -> Iterator[None]:
 
 
 class _Enter(torch.autograd.Function):
-    """Returns the first of several chunks, and a gradient for each of them in backward."""
+    """Returns the first of several chunks; its backward ends that of the chunk."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: Repeat, *chunks: Tensor) -> Tensor:
-        ctx.repeat, ctx.count = repeat, len(chunks)
+    def forward(ctx: Any, repeat: Repeat, gradients: list[Tensor], *chunks: Tensor) -> Tensor:
+        ctx.repeat, ctx.gradients = repeat, gradients
         return chunks[0].view_as(chunks[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.repeat(1)
-        others = (torch.empty_like(gradient) for _ in range(ctx.count - 1))
-        return None, gradient, *others
+        others = [*ctx.gradients]
+        ctx.gradients.clear()
+        return None, None, gradient, *others
 
 
 class _Leave(torch.autograd.Function):
-    """Returns a chunk's loss; its backward begins that of the chunk."""
+    """Returns a chunk's loss; its backward first makes the gradients of the other chunks."""
 
     @staticmethod
-    def forward(ctx: Any, repeat: Repeat, count: int, loss: Tensor) -> Tensor:
-        ctx.repeat, ctx.count = repeat, count
+    def forward(
+        ctx: Any,
+        repeat: Repeat,
+        gradients: list[Tensor],
+        count: int,
+        empty: Callable[[], Tensor],
+        loss: Tensor,
+    ) -> Tensor:
+        ctx.repeat, ctx.gradients, ctx.count, ctx.empty = repeat, gradients, count, empty
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.gradients += [ctx.empty() for _ in range(ctx.count - 1)]
         ctx.repeat(ctx.count)
-        return None, None, gradient
+        return None, None, None, None, gradient
 
 
 _enter: Any = _Enter.apply
