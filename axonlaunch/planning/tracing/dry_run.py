@@ -86,16 +86,17 @@ class FakeRank:
             config = with_values(config, {"train.compile_mode": "default"})
         self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)
 
-    def storing(self, repeat: Repeat = lambda _: None) -> AbstractContextManager[Any]:
+    def storing(self, repeat: Repeat | None = lambda _: None) -> AbstractContextManager[Any]:
         """Return a context in which tensors are fake and traced.
 
         Args:
             repeat: Is called where the number of chunks of a loss for which operations stand
-                changes.
+                changes. None runs all chunks.
         """
         stack = ExitStack()
         stack.enter_context(self._mode)
-        stack.enter_context(few_chunks(repeat))
+        if repeat is not None:
+            stack.enter_context(few_chunks(repeat))
         if self._trace is not None:
             stack.enter_context(self._trace)
         return stack
