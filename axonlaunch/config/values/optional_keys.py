@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.system.storage.files import read_text
+
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations of transformers."""
+_LARGEST = 1 << 20
+"""Bytes of a configuration of transformers that is read here."""
 
 
 def num_data_workers(data: Any) -> int:
@@ -57,8 +61,8 @@ def num_experts(model: Any) -> int | None:
 def _config_file(path: str | None) -> dict[str, Any]:
     """Return the content of a model's ``config.json``; {} if there is none that can be read."""
     try:
-        content = json.loads((Path(path) / "config.json").read_text()) if path else {}
-    except (OSError, ValueError):
+        content = json.loads(read_text(Path(path, "config.json"), at_most=_LARGEST)) if path else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

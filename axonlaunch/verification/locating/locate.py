@@ -22,8 +22,13 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.verification.locating import tensor_dump
 from axonlaunch.verification.locating.recorded_steps import Pair, Quantity, RecordedSteps
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
-from axonlaunch.verification.references.differences import Difference, compare_tensors, simple_ratio
-from axonlaunch.verification.references.tolerances import GRADIENT_FLOOR, root_mean_square
+from axonlaunch.verification.references.differences import (
+    Difference,
+    compare_tensors,
+    root_mean_square,
+    simple_ratio,
+)
+from axonlaunch.verification.references.tolerances import GRADIENT_FLOOR
 from axonlaunch.verification.result import tolerance_of
 
 _TOLERANCE_FACTOR = 10.0

@@ -7,7 +7,7 @@ ranks are known. ``verdict`` decides whether a difference passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,15 @@ def simple_ratio(difference: Difference) -> str | None:
     if ratio is None or not difference.is_factor:
         return None
     return f"{ratio:.2f} times" if abs(ratio - 1) > 0.1 else f"{ratio:.3f} times"
+
+
+def root_mean_square(tensors: Iterable[Tensor]) -> float:
+    """Return the root mean square of all elements."""
+    squares, count = 0.0, 0
+    for tensor in tensors:
+        squares += float(tensor.double().square().sum())
+        count += tensor.numel()
+    return math.sqrt(squares / max(1, count))
 
 
 def compare_numbers(

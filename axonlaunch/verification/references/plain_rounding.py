@@ -33,6 +33,7 @@ from axonlaunch.config.precision import (
 )
 from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.tensors.packed_blocks import state_values
+from axonlaunch.verification.references.differences import root_mean_square
 from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.result import PARAMETER_FLOOR
 
@@ -134,7 +135,8 @@ class StateRounding:
         self._peaks: dict[str, float] = {}
         for name, floor in floors.items():
             state = reference.states[name]
-            self._peaks[name] = float(state.abs().max()) / max(_size(state) + floor, 1e-300)
+            size = max(root_mean_square([state]) + floor, 1e-300)
+            self._peaks[name] = float(state.abs().max()) / size
         self._with_rounded_states = {name.rpartition(".")[0] for name in self._peaks}
         self._moves: dict[tuple[int, str], tuple[float, float]] = {}
         after = (reference.saved_step, reference.parameters), (len(reference.steps), reference.end)
@@ -142,8 +144,9 @@ class StateRounding:
             for name, end in parameters.items():
                 if end.is_floating_point() and end.numel():
                     moved = end.float() - reference.start[name].float()
-                    largest, size = float(moved.abs().max()), _size(end) + PARAMETER_FLOOR
-                    self._moves[step, name] = _size(moved) / size, largest / size
+                    size = root_mean_square([end]) + PARAMETER_FLOOR
+                    mean, largest = root_mean_square([moved]), float(moved.abs().max())
+                    self._moves[step, name] = mean / size, largest / size
 
     def __contains__(self, name: str) -> bool:
         return name in self._peaks
@@ -202,12 +205,6 @@ def state_rounding(
         and (_is_quantized(state) if is_quantized else state.itemsize < torch.float32.itemsize)
     }
     return StateRounding(reference, rounded, spacing=spacing, of_largest=of_largest)
-
-
-def _size(tensor: Tensor) -> float:
-    """Return the root mean square of the elements."""
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return float(norm) / math.sqrt(tensor.numel())
 
 
 def _rounded(values: Tensor, numbers: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from axonlaunch.verification.references.differences import (
     Difference,
     compare_numbers,
     compare_tensors,
+    root_mean_square,
 )
 from axonlaunch.verification.references.plain_rounding import StateRounding, state_rounding
 from axonlaunch.verification.references.reference_values import Reference
@@ -285,15 +286,6 @@ def state_floors(states: Mapping[str, Tensor]) -> dict[str, float]:
         if state.numel() > 1:
             kinds.setdefault(key.rpartition(".")[2], []).append(state)
     return {kind: GRADIENT_FLOOR * root_mean_square(of) for kind, of in kinds.items()}
-
-
-def root_mean_square(tensors: Iterable[Tensor]) -> float:
-    """Return the root mean square of all elements."""
-    squares, count = 0.0, 0
-    for tensor in tensors:
-        squares += float(tensor.double().square().sum())
-        count += tensor.numel()
-    return math.sqrt(squares / max(1, count))
 
 
 def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
