@@ -270,8 +270,8 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             "a SLURM job",
             LaunchConfig,
             Launcher(
-                check="axonlaunch.launch.external.slurm:check",
-                launch="axonlaunch.launch.external.slurm:launch",
+                check="axonlaunch.launch.external.slurm.launcher:check",
+                launch="axonlaunch.launch.external.slurm.launcher:launch",
                 renders=True,
             ),
         ),
