@@ -13,7 +13,7 @@ from support.command import TINY, Command, wait_for
 
 from axonlaunch import config as configuration
 from axonlaunch.config.consistency.layout import resolved
-from axonlaunch.launch.run_dir import default_name
+from axonlaunch.launch.run_folder.names import default_name
 
 LINE = {
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"),

@@ -21,13 +21,13 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.accelerators import count_accelerators
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.failures.user_errors import config_errors
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
+from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
@@ -124,7 +124,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         config = configuration.type_config(composed.tree, composed.problems)
         identity = LauncherProcess(environment.launcher).identity
         options = LaunchOptions(fork_server=server(), started=started, identity=identity)
-        config = run_dir.resumes_if_restarted(config, identity)
+        config = resumes_if_restarted(config, identity)
         [run] = prepare_runs([Run(overrides=[], composed=None, config=config, options=options)])
         result = run.launch()
     summary = result.summary or {}

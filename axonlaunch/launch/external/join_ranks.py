@@ -22,11 +22,11 @@ from axonlaunch.comm.connection.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
+from axonlaunch.launch.run_folder.open_folder import create_joined
 from axonlaunch.system import gpus
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
@@ -209,5 +209,5 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
             time.sleep(_REPORT_S)
         return int(frozen["status"])
     config = configuration.parse_frozen(frozen["config"])
-    run_dir.create_joined(config)
+    create_joined(config)
     return config

@@ -14,8 +14,8 @@ from axonlaunch.config.options.data import TokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.planning.estimate import (
     cached_estimate,
     forecast,
@@ -60,7 +60,7 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             "(checkpoint.path) is lost; the same command starts from step 0"
         )
     if cause == "loss":
-        last = run_dir.last_saved(config)
+        last = finished_runs.last_saved(config)
         resumes = f"; with name={config.name} it resumes from step {last.step}" if last else ""
         return (
             "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"

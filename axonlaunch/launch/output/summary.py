@@ -23,7 +23,6 @@ from axonlaunch.events import (
     Started,
     StepLogged,
 )
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
 from axonlaunch.launch.output.console import (
@@ -32,10 +31,11 @@ from axonlaunch.launch.output.console import (
     show_hint,
 )
 from axonlaunch.launch.output.measured_goodput import goodput_of_run
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
-from axonlaunch.system.storage.files import append_text
+from axonlaunch.system.storage.files import append_text, replace_json
 from axonlaunch.system.storage.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.storage.strict_json import finite
 from axonlaunch.system.text.formatting import quantity, size
@@ -88,7 +88,7 @@ class RunRecorder:
         with suppress(OSError):
             for name, content in self.prediction.files().items():
                 if name not in self._kept:
-                    run_dir.write_json(self._folder / name, content)
+                    replace_json(self._folder / name, content)
                     self._kept.add(name)
 
 
@@ -211,7 +211,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
             page = forked_call.call(context, target, config, task="uploading the weights")
     except Exception as error:  # the run is done, and its report must not be lost
         console.stop()
-        again = run_dir.pushing_command(config)
+        again = finished_runs.pushing_command(config)
         print(f"error: {error}; the weights are saved, and {again} uploads them", file=sys.stderr)
         return None
     console.stop()
@@ -221,7 +221,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
 def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
     """Write a JSON file to the run folder; return whether that succeeded."""
     try:
-        run_dir.write_json(Path(config.run_dir) / name, content)
+        replace_json(Path(config.run_dir) / name, content)
     except OSError as error:
         _print_error(f"{name} could not be written", error)
         return False
@@ -386,7 +386,7 @@ def _rows_of_resuming(config: RunConfig, command: str | None) -> list[tuple[str,
     if is_url(config.checkpoint.path or ""):
         return [("to resume", again)]
     try:
-        last = run_dir.last_saved(config)
+        last = finished_runs.last_saved(config)
     except OSError as error:
         return [("to resume", again), ("resumes from", f"unknown: {error}")]
     if last is None:

@@ -21,7 +21,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     toleration,
 )
 from axonlaunch.launch.launcher import RESOLVED_SETTINGS, submission_issues
-from axonlaunch.launch.run_dir import SCRATCH_FOLDER, with_folder_of_nodes
+from axonlaunch.launch.run_folder.names import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
 _KEY = "launch.kubernetes"

@@ -14,7 +14,6 @@ from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import MOST_GRACE_S
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.external.followed_job import follow_job
 from axonlaunch.launch.external.save_time import estimate_submitted, seconds_to_save
 from axonlaunch.launch.external.slurm.batch_script import JOB, LEAST_GRACE_S, TOKEN, render
@@ -33,6 +32,8 @@ from axonlaunch.launch.launcher import (
     submission_issues,
 )
 from axonlaunch.launch.multinode import token
+from axonlaunch.launch.run_folder.names import with_run_dir
+from axonlaunch.launch.run_folder.open_folder import check_run_dir, open_run_dir
 from axonlaunch.system.storage.files import replace_text
 
 
@@ -64,8 +65,8 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             # A running job locks its folder: say that first. A waiting job does not, and
             # checkpoint.overwrite would move its folder aside.
             if not issues:
-                refuse_second_job(Path(run_dir.with_run_dir(config).run_dir))
-            run_dir.check_run_dir(config)
+                refuse_second_job(Path(with_run_dir(config).run_dir))
+            check_run_dir(config)
     if issues:
         raise ConfigError(issues)
     return config
@@ -89,7 +90,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         grace = _estimated_grace_s(config, options.fork_server)
         config = configuration.with_values(config, {"launch.slurm.grace_s": grace})
     if options.render:
-        print(render(run_dir.with_run_dir(config), makes_folder=True), end="")
+        print(render(with_run_dir(config), makes_folder=True), end="")
         return 0, None
     output = sys.stderr if options.as_json else sys.stdout
     return submit(config, announce=lambda text: print(text, file=output))
@@ -140,11 +141,11 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     """
     # Again, because earlier runs of a sweep may have taken hours: before checkpoint.overwrite moves
     # the folder of a job that another command has submitted meanwhile.
-    planned = Path(run_dir.with_run_dir(config).run_dir)
+    planned = Path(with_run_dir(config).run_dir)
     refuse_second_job(planned)
     is_new = not planned.exists()
     with ExitStack() as submission:
-        with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
+        with open_run_dir(config, announce=announce, is_submitted=True) as config:
             folder = Path(config.run_dir)
             submission.enter_context(only_submission(folder))
             _write(config, folder)
