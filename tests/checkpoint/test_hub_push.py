@@ -238,5 +238,5 @@ def test_offline_push_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_export_is_uploaded_only_with_its_card(run: RunConfig, hub: Hub, tmp_path: Path) -> None:
-    weights.export_weights(newest(run), run, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest(run), run, tmp_path / "out")
     assert not (tmp_path / "out" / "README.md").exists()

@@ -274,7 +274,9 @@ def _unknown_key(
     key = _below(prefix, name)
     if isinstance(value, dict):
         leaves = flatten(value, key).items()
-        foreign = [ConfigIssue(k, meant, v) for k, v in leaves if (meant := _other_name(k, k, v))]
+        foreign = [
+            ConfigIssue(k, meant, v) for k, v in leaves if (meant := _other_name(k, k, v, root))
+        ]
         if foreign:
             return foreign
     return [_unknown_name(prefix, name, value, fields, root)]
@@ -296,10 +298,10 @@ def _unknown_name(
     last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     here = {field: _below(prefix, field) for field in fields}
     # A key of another tool in full, then a slip in this group, then a name of another tool.
-    message = _other_name(key, key, value)
+    message = _other_name(key, key, value, root)
     if not message and prefix and (meant := nearest(name, here, cutoff=_ELSEWHERE)):
         return ConfigIssue(key, f"there is no such key; did you mean {here[meant]}?", shown)
-    if message := message or _other_name(key, name, value):
+    if message := message or _other_name(key, name, value, root):
         return ConfigIssue(key, message, shown)
     meant = here.get(nearest(name, here) or "")
     if not meant and "arguments" in fields:  # of a registered or custom class or function
@@ -310,16 +312,17 @@ def _unknown_name(
     return ConfigIssue(key, f"there is no such key; {listed}: {', '.join(sorted(fields))}", shown)
 
 
-def _other_name(key: str, name: str, value: Any) -> str | None:
+def _other_name(key: str, name: str, value: Any, root: type) -> str | None:
     """Return the message for a key of another tool; None if no tool has it.
 
     Args:
         key: Dotted key that the user wrote.
         name: Key that is looked up: the dotted key or its last part.
         value: Value that the user wrote.
+        root: Dataclass of the whole configuration.
     """
     if meant := FOREIGN_NAMES.get(name):
-        return f"there is no such key; did you mean {meant}?"
+        return f"there is no such key; {_question(meant, value, root)}"
     if reason := NOT_OFFERED.get(name):
         return f"there is no such key; {reason}"
     from axonlaunch.config.validation.other_tools.counterparts import (
@@ -328,6 +331,34 @@ def _other_name(key: str, name: str, value: Any) -> str | None:
 
     meant = counterpart_of(name, value, in_patterns=name == key and "." not in name)
     return f"there is no such key; {meant}" if meant else None
+
+
+def _question(meant: str, value: Any, root: type) -> str:
+    """Return the question whether the user meant another key.
+
+    It has the user's value if that key accepts it, otherwise the values that the key accepts.
+
+    Args:
+        meant: Path of a key, or a text that says what to write.
+        value: Value that the user wrote.
+        root: Dataclass of the whole configuration.
+    """
+    if not isinstance(value, dict):
+        meant = meant.replace("VALUE", plain(value))
+    paths = _paths(root)
+    is_group = any(path.startswith(f"{meant}.") for path in paths)
+    if meant not in paths or is_group or isinstance(value, dict):
+        return f"did you mean {meant}?"
+    tree = value
+    for name in reversed(meant.split(".")):
+        tree = {name: tree}
+    problems = [problem for problem in validate(tree, root).problems if problem.key == meant]
+    if problems:
+        allowed = problems[0].message.removeprefix("there is no such key here, ")
+        if allowed.startswith("did you mean "):
+            return allowed.replace("did you mean ", f"did you mean {meant}=", 1)
+        return f"did you mean {meant}? {allowed}"
+    return f"did you mean {meant}={plain(value)}?"
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:

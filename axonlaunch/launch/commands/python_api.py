@@ -304,8 +304,6 @@ def export(
         ConfigError: The folder has no checkpoint, ``out`` is not empty, or the configuration names
             code and ``trust`` is false.
     """
-    import torch
-
     from axonlaunch.checkpoint.exchange.weights import export_weights
     from axonlaunch.checkpoint.format.storage import storage_path
     from axonlaunch.checkpoint.loading.given_path import require_checkpoint
@@ -317,8 +315,7 @@ def export(
     config = configuration.read_frozen(checkpoint.path.parent.parent, trusted=trust)
     if merge and config.adapter is None:
         raise ConfigError([ConfigIssue("merge", f"{checkpoint.path} has no adapter", merge)])
-    kind = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
-    written = export_weights(checkpoint, config, Path(out), dtype=kind, merge=merge)
+    written = export_weights(checkpoint, config, Path(out), dtype=dtype, merge=merge)
     return [Path(out, name) for name in written]
 
 

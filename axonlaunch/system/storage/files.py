@@ -25,6 +25,8 @@ LOCKS = Path("/proc/locks")
 _BLOB = r"blobs/([0-9a-f]{40,64})"
 LARGEST_MODEL_FILE = 256 << 20
 """Maximum bytes of a file in a model folder other than weights, such as ``tokenizer.json``."""
+LARGEST_WEIGHTS_FILE = 5 * 10**9
+"""Default maximum bytes of a file of exported weights."""
 
 
 class NotRegularError(OSError):
