@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.command_help import Command
+from axonlaunch.cli.command_help import Command, Subcommands
 from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help, words_of
 from axonlaunch.system.storage.files import LARGEST_WEIGHTS_FILE
 from axonlaunch.system.text.spinner import spinner
@@ -57,7 +57,7 @@ RunDir = Annotated[
     ),
 ]
 checkpoint_app = typer.Typer(
-    help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
+    cls=Subcommands, help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
 )
 
 
