@@ -59,7 +59,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["verify", "--steps=x"], "error: --steps=x: "),
         (["verify", "--reference", "bf16"], "error: --reference=bf16: 'bf16' is not one of "),
         (["estimate", "--plot"], "error: --plot: requires an argument"),
-        (["sample", "nowhere"], "error: nowhere: no run folder"),
+        (["sample", "nowhere"], "error: nowhere: there is no such folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
         (["doctor", "--ranks", "99999"], "error: --ranks=99999: is too many for this node's cores"),
