@@ -223,6 +223,7 @@ def test_refused_import_names_model_hf(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
     from axonlaunch.training.text.sampling import continue_prompt
+    from axonlaunch.training.text.sampling_options import SamplingOptions
 
     save("qwen3", tmp_path / "model")
     text = ["data=python_source", "data.sequence_length=16"]
@@ -233,10 +234,10 @@ def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
     weights.export_weights(newest, config, tmp_path / "out")
     taken = weights.import_weights(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
-    how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}
-    expected = continue_prompt(tmp_path / "run", "def ", **how)
-    assert continue_prompt(tmp_path / "out", "def ", **how) == expected
-    assert continue_prompt(tmp_path / "again", "def ", **how) == expected
+    greedy = SamplingOptions(tokens=8, temperature=0)
+    expected = continue_prompt(tmp_path / "run", "def ", greedy)
+    assert continue_prompt(tmp_path / "out", "def ", greedy) == expected
+    assert continue_prompt(tmp_path / "again", "def ", greedy) == expected
 
 
 @pytest.mark.parametrize("prepared", ["link", "fifo"])

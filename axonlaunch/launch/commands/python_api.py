@@ -261,19 +261,14 @@ def sample(
             configuration names code and ``trust`` is false.
     """
     from axonlaunch.training.text.sampling import continue_prompt
+    from axonlaunch.training.text.sampling_options import SamplingOptions
 
     if not prompt:
         raise ConfigError([ConfigIssue("prompt", "is empty; give at least one character")])
-    return continue_prompt(
-        Path(folder),
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        trusted=trust,
+    options = SamplingOptions(
+        tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    return continue_prompt(Path(folder), prompt, options, trusted=trust)
 
 
 @config_errors()
