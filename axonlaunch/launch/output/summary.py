@@ -151,33 +151,16 @@ def finish_run(
         again: Command that resumes the run; None describes it.
     """
     finished = outcome.finished
-    last = finished or record.last  # a run that failed is reported by its last logged step
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
-    summary: dict[str, Any] = {
-        "status": status,
-        "steps": last.step if last else 0,
-        "loss": last.loss if last else None,
-        "eval_loss": finished.eval_loss if finished else None,
-        "metrics": finite(finished.metrics) if finished else {},
-        f"{record.counted}_per_s": last.tokens_per_s if last else None,
-        "first_step_s": record.first_step_s,
-        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
-        "proof": None if record.proof is None else dataclasses.asdict(record.proof),
-        "corrupt_checkpoints": list(record.corrupt),
-        "console_refused": console.refusal,
-        "run_dir": config.run_dir,
-    }
+    summary = _first_summary(config, outcome, record, console, status=status)
     if outcome.crash is not None:
-        first = outcome.crash.first
-        summary["failed_rank"], summary["reason"] = first.rank, first.reason
         report_crash(config, outcome.crash, context)  # first, because the next steps need a disk
     if not is_url(config.checkpoint.path or ""):  # the next run cleans up a remote folder
         try:
             checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
         except OSError as error:
             _print_error("the files of an interrupted save could not be deleted", error)
-    summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary["goodput"] = finite(goodput_of_run(config))
@@ -198,6 +181,33 @@ def finish_run(
         return 130, summary
     # A caller that reads only summary.json must not mistake an older one for that of this run.
     return (0 if outcome.crash is None and is_written and is_pushed else 1), summary
+
+
+def _first_summary(
+    config: RunConfig, outcome: Outcome, record: RunRecorder, console: RunConsole, *, status: str
+) -> dict[str, Any]:
+    """Return the content of ``summary.json`` without goodput, estimate and upload."""
+    finished = outcome.finished
+    last = finished or record.last  # a run that failed is reported by its last logged step
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": last.step if last else 0,
+        "loss": last.loss if last else None,
+        "eval_loss": finished.eval_loss if finished else None,
+        "metrics": finite(finished.metrics) if finished else {},
+        f"{record.counted}_per_s": last.tokens_per_s if last else None,
+        "first_step_s": record.first_step_s,
+        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "proof": None if record.proof is None else dataclasses.asdict(record.proof),
+        "corrupt_checkpoints": list(record.corrupt),
+        "console_refused": console.refusal,
+        "run_dir": config.run_dir,
+    }
+    if outcome.crash is not None:
+        first = outcome.crash.first
+        summary |= {"failed_rank": first.rank, "reason": first.reason}
+    finite_summary: dict[str, Any] = finite(summary)
+    return finite_summary
 
 
 def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | None) -> str | None:
