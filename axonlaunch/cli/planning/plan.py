@@ -122,11 +122,16 @@ def command(
         changes = ", ".join(plan.candidates[0].numerics)
         note = f", which changes the numerics of the run: {changes}" if changes else ""
         console.print(f"\nwritten to {write}{note}", markup=False, soft_wrap=True)
-        folders = [write.parent.parent, *(config_dir or [])]
-        options = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
-        options += [f"--config-name {config_name}"] if config_name != "config" else []
-        arguments = f"{' '.join(options)} experiment={write.stem}"
-        console.print(f"axonlaunch train {arguments}", markup=False, soft_wrap=True)
+        trains = _training_command(write, config_dir or [], config_name)
+        console.print(trains, markup=False, soft_wrap=True)
+
+
+def _training_command(written: Path, config_dirs: list[Path], config_name: str) -> str:
+    """Return the command that trains with a written option of the group ``experiment``."""
+    folders = dict.fromkeys([written.parent.parent, *config_dirs])
+    options = [f"--config-dir {folder}" for folder in folders]
+    options += [f"--config-name {config_name}"] if config_name != "config" else []
+    return f"axonlaunch train {' '.join(options)} experiment={written.stem}"
 
 
 def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from axonlaunch.config.validation.convert_value import Rejected, check_range, co
 from axonlaunch.config.validation.group_options import typed_groups
 from axonlaunch.config.values.plain_values import flatten
 
+_EXAMPLES = {"files": "[FILE,...]", "path": "FILE", "target": "package.module:NAME"}
+"""Forms of the values of required keys, by the last part of the key."""
 _ELSEWHERE = 0.75
 """Least similarity of an unknown name to a key of another group that is suggested for it.
 
@@ -93,7 +95,7 @@ class _Walk:
                     message = f"expected {expected}" if expected else str(reason)
                     self._add(key, message, tree[name])
             elif name in tree or _is_required(spec):
-                self._add(key, f"is missing; write {key}=...")
+                self._add(key, f"is missing; write {_example(key)}")
         return values
 
     def _value(self, tree: dict[str, Any], spec: Any, hint: Any, key: str, schema: type) -> Any:
@@ -213,6 +215,14 @@ def _explain_unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
 
 def _below(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def _example(key: str) -> str:
+    """Return the override that sets a missing key, or that selects an option for its group."""
+    group, _, name = key.rpartition(".")
+    if name == "name" and group and "." not in group:
+        return f"{group}=NAME, one of those that axonlaunch ls {group} lists"
+    return f"{key}={_EXAMPLES.get(name, '...')}"
 
 
 def _is_required(spec: Any) -> bool:
