@@ -16,8 +16,6 @@ _NAMES = (".lora_A.weight", ".lora_B.weight", MAGNITUDE)
 
 EXPERTS = "_lora"
 """Suffix of the adapter of a packed parameter: ``gate_up_proj_lora``."""
-
-
 _OF_EXPRESSIONS = frozenset("\\()|^$+")
 """Characters that are in no name and in no pattern, but in regular expressions."""
 

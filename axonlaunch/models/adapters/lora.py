@@ -36,8 +36,6 @@ from axonlaunch.models.tensors.initialization import Constant, Initializer, Unif
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
 """Linear layers with a weight that another module uses directly, so an adapter has no effect."""
-
-
 ADAPTER_PARTS = (LoraMatrix, LoraMagnitude, ExpertMatrices)
 """Classes of the modules that make up an adapter."""
 
