@@ -257,8 +257,10 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     try:
         text = read_text(file, at_most=LARGEST_YAML)
     except (FileNotFoundError, NotADirectoryError):
-        reason = "no run folder (it has no config.yaml)" if is_folder else "there is no such folder"
-        message = f"{path}: {reason}{suggest_run_folder(path)}"
+        missing = (
+            "no run folder (it has no config.yaml)" if is_folder else "there is no such folder"
+        )
+        message = f"{path}: {missing}{suggest_run_folder(path)}"
         raise ConfigError([ConfigIssue("", message)]) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

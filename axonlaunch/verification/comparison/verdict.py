@@ -60,7 +60,8 @@ def decide_verdict(
         if d.step <= tolerances.last_step or d.kind in _NEVER_ROUNDED
     ]
     wrong = [] if plan.original is None else [*schedule_problems(plan.original)]
-    allowed, too_large = [], []
+    allowed: list[Difference] = []
+    too_large: list[Difference] = []
     for difference in differences:
         (allowed if tolerances.allows(difference) else too_large).append(difference)
     wrong += _group_by_quantity(too_large)
