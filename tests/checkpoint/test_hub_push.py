@@ -162,8 +162,8 @@ def test_model_card_of_an_adapter_names_base_model_and_data_sets(run: RunConfig)
 @pytest.mark.parametrize(
     ("repo", "reason"),
     [
-        ("small", "is no name of a repository; write ORG/NAME"),
-        ("team/a b", "is no name of a repository; write ORG/NAME"),
+        ("small", "is not the name of a repository; write ORG/NAME"),
+        ("team/a b", "is not the name of a repository; write ORG/NAME"),
         ("team/a--b", "the Hub refuses names above 96 characters, with --"),
         ("others/small", "someone is no member of others; use someone, team, museum"),
         (f"{READ_ONLY_ORG}/small", "someone may only read in museum; ask an administrator"),

@@ -77,5 +77,5 @@ class LoraConfig:
             try:
                 re.compile(target if is_expression(target) else "")
             except (re.error, RecursionError, OverflowError) as error:
-                issues.append(("targets", f"{target} is no regular expression: {error}"))
+                issues.append(("targets", f"{target} is not a regular expression: {error}"))
         return issues

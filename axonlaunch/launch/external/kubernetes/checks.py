@@ -69,7 +69,9 @@ def _option_issues(options: KubernetesConfig) -> Iterator[ConfigIssue]:
     for key in ("namespace", "queue", "priority_class", "service_account"):
         value = getattr(options, key)
         if value is not None and not is_object_name(value):
-            message = "is no name of Kubernetes: a-z, digits, - and ., between letters or digits"
+            message = (
+                "is not a valid name in Kubernetes: a-z, digits, - and ., between letters or digits"
+            )
             yield ConfigIssue(f"{_KEY}.{key}", message, value)
     for secret in options.secrets:
         if not is_object_name(secret):
