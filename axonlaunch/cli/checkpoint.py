@@ -319,13 +319,20 @@ def export_run(
         print_json({**content, "pushed": pushed})
         return
     if out is not None:
-        for name in written:
-            typer.echo(f"{out / name}")
-        typer.echo(f"to load: {weights.how_to_load(out, config, is_adapter=not merge)}")
+        _print_files(out, written, config, is_adapter=not merge)
     if pushed is not None:
         typer.echo(f"uploaded to {pushed}")
     if config.model.name in ("gpt", "llama"):
         typer.echo(_NOT_FOR_TRANSFORMERS, err=True)
+
+
+def _print_files(out: Path, written: list[str], config: RunConfig, *, is_adapter: bool) -> None:
+    """Print the paths of exported files, and how to load them."""
+    from axonlaunch.checkpoint.exchange.weights import how_to_load
+
+    for name in written:
+        typer.echo(f"{out / name}")
+    typer.echo(f"to load: {how_to_load(out, config, is_adapter=is_adapter)}")
 
 
 def _exportable(

@@ -101,10 +101,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         return 0, None
     proof = None
     if not problems and config.launch.node_rank == 0:
-        try:
+        with gathering(problems):
             proof = prove_layout(context, config)
-        except ConfigError as error:
-            problems = error.problems
         if proof is not None:
             console.line(str(proof))
     me = NodeMembership(
