@@ -80,7 +80,7 @@ def command(
 ) -> None:
     """Generate text from a trained run."""
     if system is not None and not chat:
-        refuse("--system: is a message of a conversation; add --chat")
+        refuse("is a message of a conversation; add --chat", option="--system", value=system)
     from axonlaunch.training.text.sampling_options import SamplingOptions
 
     options = SamplingOptions(
