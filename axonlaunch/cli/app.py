@@ -186,17 +186,10 @@ def _system_error_message(error: Exception) -> str:
 
 def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return the user errors in an exception; None for a bug in this package."""
-    from axonlaunch.config import ConfigIssue
+    from axonlaunch.cli.shared.usage_errors import usage_problem
     from axonlaunch.launch.failures.user_errors import user_problems
 
     if (problems := user_problems(error)) is not None:
         return problems
-    # Usage errors have this method in all versions of Typer. Some raise click's classes, some
-    # classes of their own.
-    format_message = getattr(error, "format_message", None)
-    if format_message is None:
-        return None
-    message = " ".join(format_message().split())
-    if getattr(error, "option_name", None):
-        message += "; see --help for options; settings are written key=value, without dashes"
-    return [ConfigIssue("", message)]
+    problem = usage_problem(error, sys.argv[1:])
+    return None if problem is None else [problem]

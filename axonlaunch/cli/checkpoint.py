@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.command_help import Command
+from axonlaunch.cli.command_help import Command, Subcommands
 from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help, words_of
+from axonlaunch.system.storage.files import LARGEST_WEIGHTS_FILE
 from axonlaunch.system.text.spinner import spinner
 from axonlaunch.system.text.terminal import console_on
 
@@ -56,7 +57,7 @@ RunDir = Annotated[
     ),
 ]
 checkpoint_app = typer.Typer(
-    help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
+    cls=Subcommands, help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
 )
 
 
@@ -252,7 +253,7 @@ def export_run(
         typer.Option(
             "--file-gb", metavar="GB", min=0.001, max=1e6, help="Maximum size of a file in GB."
         ),
-    ] = 5.0,
+    ] = LARGEST_WEIGHTS_FILE / GB,
     merge: Annotated[
         bool,
         typer.Option(
@@ -282,37 +283,23 @@ def export_run(
     as_json: Json = False,
 ) -> None:
     """Export weights as safetensors files, and upload them to the Hugging Face Hub."""
-    from axonlaunch.checkpoint.loading.given_path import require_checkpoint
-    from axonlaunch.config import ConfigError
-    from axonlaunch.config.precision import NUMBER_FORMATS
-    from axonlaunch.config.problems.errors import one_of
-
-    if out is None and push is None:
-        refuse("OUT: is missing; give a folder to create, or --push ORG/NAME")
-    if private and push is None:
-        refuse("--private: nothing is uploaded; add --push ORG/NAME")
-    if form != "safetensors":
-        refuse(f"--format={form}: is not supported; use safetensors")
-    if dtype is not None and dtype not in NUMBER_FORMATS:
-        refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
-    checkpoint = require_checkpoint(run_dir)
+    checkpoint = _exportable(run_dir, out, push, private=private, form=form, dtype=dtype)
     config = _config(checkpoint, trust)
     with ExitStack() as stack:
         show = stack.enter_context(spinner("writing"))
-        import torch
-
         from axonlaunch.checkpoint.exchange import hub_push, weights
 
-        if push is not None and (problems := hub_push.push_problems(push, key="--push")):
-            raise ConfigError(problems)
         folder = out
         if folder is None:
             parent = stack.enter_context(TemporaryDirectory(prefix="axonlaunch-"))
             folder = Path(parent, "exported")
-        chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
-        size = int(file_gb * GB)
         written = weights.export_weights(
-            checkpoint, config, folder, dtype=chosen, file_bytes=size, merge=merge
+            checkpoint,
+            config,
+            folder,
+            dtype=dtype,
+            file_bytes=int(file_gb * GB),
+            merge=merge,
         )
         pushed = None
         if push is not None:
@@ -332,13 +319,61 @@ def export_run(
         print_json({**content, "pushed": pushed})
         return
     if out is not None:
-        for name in written:
-            typer.echo(f"{out / name}")
-        typer.echo(f"to load: {weights.how_to_load(out, config, is_adapter=not merge)}")
+        _print_files(out, written, config, is_adapter=not merge)
     if pushed is not None:
         typer.echo(f"uploaded to {pushed}")
     if config.model.name in ("gpt", "llama"):
         typer.echo(_NOT_FOR_TRANSFORMERS, err=True)
+
+
+def _print_files(out: Path, written: list[str], config: RunConfig, *, is_adapter: bool) -> None:
+    """Print the paths of exported files, and how to load them."""
+    from axonlaunch.checkpoint.exchange.weights import how_to_load
+
+    for name in written:
+        typer.echo(f"{out / name}")
+    typer.echo(f"to load: {how_to_load(out, config, is_adapter=is_adapter)}")
+
+
+def _exportable(
+    run_dir: Path,
+    out: Path | None,
+    push: str | None,
+    *,
+    private: bool,
+    form: str,
+    dtype: str | None,
+) -> Checkpoint:
+    """Return the checkpoint to export, if all options of ``export`` are valid.
+
+    Raises:
+        ConfigError: There is no checkpoint, or options are missing or invalid.
+    """
+    from axonlaunch.checkpoint.loading.given_path import require_checkpoint
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.precision import NUMBER_FORMATS
+    from axonlaunch.config.problems.errors import gathering, one_of
+
+    problems = []
+    if out is None and push is None:
+        message = "is missing; give a folder to create, or --push ORG/NAME"
+        problems.append(ConfigIssue("OUT", message))
+    if private and push is None:
+        problems.append(ConfigIssue("--private", "nothing is uploaded; add --push ORG/NAME"))
+    if form != "safetensors":
+        problems.append(ConfigIssue("--format", "is not supported; use safetensors", form))
+    if dtype is not None and dtype not in NUMBER_FORMATS:
+        message = f"is not supported; use {one_of([*NUMBER_FORMATS])}"
+        problems.append(ConfigIssue("--dtype", message, dtype))
+    if push is not None:
+        from axonlaunch.checkpoint.exchange.hub_push import push_problems
+
+        problems += push_problems(push, key="--push")
+    with gathering(problems):
+        checkpoint = require_checkpoint(run_dir)
+    if problems:
+        raise ConfigError(problems)
+    return checkpoint
 
 
 @checkpoint_app.command(

@@ -1,4 +1,7 @@
-"""Formats ``--help``: commands in groups, and the arguments of a command by their names only."""
+"""Formats ``--help``: commands in groups, and the arguments of a command by their names only.
+
+An unknown command is refused with the one that was probably meant.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,26 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 
-class CommandGroups(TyperGroup):
+class Subcommands(TyperGroup):
+    """A command with subcommands that refuses an unknown one with a suggestion."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and the remaining arguments of a command line.
+
+        Raises:
+            ConfigError: There is no such command.
+        """
+        name, is_completion = args[0], ctx.resilient_parsing
+        if name not in self.commands and not name.startswith("-") and not is_completion:
+            from axonlaunch.cli.shared.usage_errors import unknown_command
+            from axonlaunch.config import ConfigError
+
+            program = "axonlaunch" if ctx.parent is None else f"axonlaunch {self.name}"
+            raise ConfigError([unknown_command(name, self.commands, program=program)])
+        return super().resolve_command(ctx, args)
+
+
+class CommandGroups(Subcommands):
     """An application whose commands are listed by their help panels, in the order of addition."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -252,11 +252,15 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
             code and is not trusted.
     """
     path = Path(path) if isinstance(path, str) else path
-    file = path / CONFIG if path.is_dir() else path
+    is_folder = path.is_dir()
+    file = path / CONFIG if is_folder else path
     try:
         text = read_text(file, at_most=LARGEST_YAML)
     except (FileNotFoundError, NotADirectoryError):
-        message = f"{path}: no run folder (it has no config.yaml){suggest_run_folder(path)}"
+        missing = (
+            "no run folder (it has no config.yaml)" if is_folder else "there is no such folder"
+        )
+        message = f"{path}: {missing}{suggest_run_folder(path)}"
         raise ConfigError([ConfigIssue("", message)]) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -264,18 +264,12 @@ def build_engine(
     if {*crossing, *crossing.values()} & update.tensors.keys():
         stages = mesh.group("pp")
         tied = TiedGradients(update.tensors, ties=crossing, owners=wrapped.owners, group=stages)
-    rule = StepRule(
-        seed=config.seed,
-        grad_clip=config.train.grad_clip,
-        rate=partial(learning_rate, config.scheduler, steps=config.train.num_steps),
-        peak_rate=config.optimizer.lr,
-    )
     return MeshEngine(
         EngineParts(
             passes=wrapped.passes,
             update=update,
             losses=losses,
-            rule=rule,
+            rule=_step_rule(config),
             world=world,
             mesh=mesh,
             layout=layout,
@@ -295,6 +289,15 @@ def build_engine(
             rounding=rounding,
             host_norms=host_norms_of(config, layout, wrapped.sharded, world.device),
         )
+    )
+
+
+def _step_rule(config: RunConfig) -> StepRule:
+    return StepRule(
+        seed=config.seed,
+        grad_clip=config.train.grad_clip,
+        rate=partial(learning_rate, config.scheduler, steps=config.train.num_steps),
+        peak_rate=config.optimizer.lr,
     )
 
 

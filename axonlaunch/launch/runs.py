@@ -23,7 +23,6 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.values.url import is_url
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import (
     LaunchOptions,
@@ -34,6 +33,9 @@ from axonlaunch.launch.launcher import (
 )
 from axonlaunch.launch.output import sweep
 from axonlaunch.launch.request import Request, load_config
+from axonlaunch.launch.run_folder import finished_runs
+from axonlaunch.launch.run_folder.names import free_name
+from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.system.text.spinner import spinner
 from axonlaunch.verification.proofs.runner import is_to_be_proved, prove_layout
 from axonlaunch.verification.result import Proof
@@ -95,7 +97,7 @@ class Run:
             sweep.print_run_header(self.header, stream=stream_of(self.options))
         if self.finished is not None:
             if not self.header:
-                text = run_dir.finished_text(self.config, self.finished)
+                text = finished_runs.finished_text(self.config, self.finished)
                 print(text, file=stream_of(self.options))
             return RunResult(0, self.finished)
         started = time.time() if self.is_timed_alone else self.options.started
@@ -131,7 +133,7 @@ def load_runs(
                 server=lambda: options.fork_server,
                 needs_files=not options.dry_run,
             )
-            config = run_dir.resumes_if_restarted(config, options.identity)
+            config = resumes_if_restarted(config, options.identity)
             runs.append(Run(overrides=overrides, composed=composed, config=config, options=options))
     if problems:
         raise ConfigError(problems)
@@ -267,7 +269,7 @@ def _with_headers(runs: Sequence[Run]) -> list[Run]:
 def _with_finished(run: Run) -> Run:
     if run.finished is not None:
         return run
-    return dataclasses.replace(run, finished=run_dir.finished_summary(run.config))
+    return dataclasses.replace(run, finished=finished_runs.finished_summary(run.config))
 
 
 def _with_options(run: Run, **changed: Any) -> Run:
@@ -309,7 +311,7 @@ def _with_folders(runs: list[Run]) -> list[Run]:
         raise ConfigError([ConfigIssue("name", message, first.name)])
     name, parent = first.name, first.run_dir
     if name == parent == "auto":
-        name = run_dir.free_name(f"{first.model.name}-sweep")
+        name = free_name(f"{first.model.name}-sweep")
     name = Path(parent).name if name == "auto" else name
     numbered = []
     for index, run in enumerate(runs):

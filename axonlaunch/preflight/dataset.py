@@ -40,6 +40,12 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.specs.model_spec import ModelSpec
 
+_DATA = {
+    "tokens": "data=text, documents, chat or synthetic_tokens",
+    "images": "data=digits or synthetic_images",
+}
+"""Options of data for each kind of input of a model."""
+
 
 def with_hub_data(
     config: RunConfig,
@@ -304,6 +310,7 @@ def model_data_mismatches(
         return
     if spec.inputs not in ("any", dataset.kind):
         message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
+        message += f"; use {_DATA[spec.inputs]}, or another model"
         yield ConfigIssue("model.name", message, config.model.name)
         return
     size = source.size("vocab_size")

@@ -122,7 +122,8 @@ class LoopParts:
         profiler: Profiles the configured steps.
         device_use: Reads device counters at logged steps.
         tracer: Traces the modules in selected steps; None traces no step.
-        saver: Saves checkpoints at its interval; None saves none.
+        saver: Saves checkpoints; None saves none.
+        save_every: Interval between checkpoints.
         resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
         blocks: Blocks of the model on this rank, whose times are compared across ranks with GPUs.
         metrics: Metrics of evaluations, in the order in which the engine returns their sums.
@@ -140,6 +141,7 @@ class LoopParts:
     device_use: DeviceUse
     tracer: RunTracer | None = None
     saver: Saver | None = None
+    save_every: StepInterval = 1
     resumed: Checkpoint | None = None
     blocks: Sequence[nn.Module] = ()
     metrics: Sequence[Metric] = ()
@@ -203,7 +205,7 @@ def _do_steps(loop: _Loop, collection: GarbageCollection) -> bool:
     while engine.step < num_steps and not interrupted and not stopped:
         step = engine.step + 1
         last = step == num_steps
-        is_saved = saver is not None and (last or loop.is_due(saver.every, step))
+        is_saved = saver is not None and (last or loop.is_due(loop.parts.save_every, step))
         is_logged = last or step % config.steps_per_log == 0 or not loop.progress.started
         interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
         loop.call_back("step")

@@ -37,7 +37,7 @@ def difference(config: RunConfig, folder: Path) -> str:
     trained = _trained(config, run_dir)
     saved = checkpoint.latest(run_dir)
     assert saved is not None
-    weights.export_weights(saved, config, out, dtype=None, file_bytes=10**9)
+    weights.export_weights(saved, config, out, file_bytes=10**9)
     return _by_transformers(config, trained, out) or _by_us(config, trained, out)
 
 

@@ -199,9 +199,7 @@ def test_from_pretrained_loads_export(kind: str, tmp_path: Path) -> None:
     module = saved(config, tmp_path / "run")
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    written = weights.export_weights(
-        newest, config, tmp_path / "out", dtype=None, file_bytes=150_000
-    )
+    written = weights.export_weights(newest, config, tmp_path / "out", file_bytes=150_000)
     assert {"config.json", "generation_config.json", "tokenizer.json"} < {*written}
     reloaded, about = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -225,6 +223,7 @@ def test_refused_import_names_model_hf(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
     from axonlaunch.training.text.sampling import continue_prompt
+    from axonlaunch.training.text.sampling_options import SamplingOptions
 
     save("qwen3", tmp_path / "model")
     text = ["data=python_source", "data.sequence_length=16"]
@@ -232,13 +231,13 @@ def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
     saved(config, tmp_path / "run")
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    weights.export_weights(newest, config, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest, config, tmp_path / "out")
     taken = weights.import_weights(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
-    how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}
-    expected = continue_prompt(tmp_path / "run", "def ", **how)
-    assert continue_prompt(tmp_path / "out", "def ", **how) == expected
-    assert continue_prompt(tmp_path / "again", "def ", **how) == expected
+    greedy = SamplingOptions(tokens=8, temperature=0)
+    expected = continue_prompt(tmp_path / "run", "def ", greedy)
+    assert continue_prompt(tmp_path / "out", "def ", greedy) == expected
+    assert continue_prompt(tmp_path / "again", "def ", greedy) == expected
 
 
 @pytest.mark.parametrize("prepared", ["link", "fifo"])

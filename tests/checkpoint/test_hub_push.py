@@ -162,8 +162,8 @@ def test_model_card_of_an_adapter_names_base_model_and_data_sets(run: RunConfig)
 @pytest.mark.parametrize(
     ("repo", "reason"),
     [
-        ("small", "is no name of a repository; write ORG/NAME"),
-        ("team/a b", "is no name of a repository; write ORG/NAME"),
+        ("small", "is not the name of a repository; write ORG/NAME"),
+        ("team/a b", "is not the name of a repository; write ORG/NAME"),
         ("team/a--b", "the Hub refuses names above 96 characters, with --"),
         ("others/small", "someone is no member of others; use someone, team, museum"),
         (f"{READ_ONLY_ORG}/small", "someone may only read in museum; ask an administrator"),
@@ -238,5 +238,5 @@ def test_offline_push_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_export_is_uploaded_only_with_its_card(run: RunConfig, hub: Hub, tmp_path: Path) -> None:
-    weights.export_weights(newest(run), run, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest(run), run, tmp_path / "out")
     assert not (tmp_path / "out" / "README.md").exists()

@@ -87,9 +87,7 @@ def saved(run_dir: Path, model: str) -> tuple[RunConfig, nn.Module, Checkpoint]:
 
 
 def export(saved_checkpoint: Checkpoint, chosen: RunConfig, folder: Path, **how: Any) -> list[str]:
-    return weights.export_weights(
-        saved_checkpoint, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how}
-    )
+    return weights.export_weights(saved_checkpoint, chosen, folder, **how)
 
 
 @pytest.mark.slow(keep=2)
@@ -131,7 +129,7 @@ def test_any_layout_starts_from_exported_weights(name: str, source: str, tmp_pat
 
 def test_export_converts_dtype(tmp_path: Path) -> None:
     chosen, module, newest = saved(tmp_path / "run", "llama")
-    export(newest, chosen, tmp_path / "out", dtype=torch.bfloat16)
+    export(newest, chosen, tmp_path / "out", dtype="bf16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     expected = module.get_parameter("norm.weight").bfloat16()

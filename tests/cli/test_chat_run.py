@@ -59,7 +59,7 @@ def test_system_message_comes_first_in_a_chat(command: Served) -> None:
     answered = json.loads(command("sample", "runs/chat", "--chat", *overrides).stdout)["messages"]
     assert answered[0] == {"role": "system", "content": "Count."}
     error = command("sample", "runs/chat", *overrides, status=2).stderr
-    assert error == "error: --system: is a message of a conversation; add --chat\n"
+    assert error == "error: --system=Count.: is a message of a conversation; add --chat\n"
 
 
 def interrupted_in_raw_mode(stream: TextIO) -> None:

@@ -119,7 +119,7 @@ def test_without_a_command_it_shows_its_own(trained: Served) -> None:
         (["export", "runs/a", "runs"], "runs: is there already; give a new folder"),
         (["export", "runs/a", "x", "--format", "onnx"], "--format=onnx: is not supported; "),
         (["export", "runs/a", "x", "--dtype", "int8"], "--dtype=int8: is not supported; use "),
-        (["export", "runs/a", "x", "--file-gb", "inf"], "Invalid value for '--file-gb': "),
+        (["export", "runs/a", "x", "--file-gb", "inf"], "--file-gb=inf: "),
         (["import", "runs/a", "runs/x"], "runs/a/config.json: can't be read: "),
     ],
 )

@@ -47,14 +47,19 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trian"], "error: No such command 'trian'"),
+        (["trian"], "error: there is no command 'trian'; did you mean axonlaunch train?"),
+        (["submit"], "error: there is no command 'submit'; did you mean axonlaunch train launch="),
         (
             ["train", "--fast"],
-            "error: No such option: --fast; see --help for options; settings are",
+            "error: --fast: there is no such option; see --help for options; settings are",
         ),
         (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
-        (["sample"], "error: Missing argument"),
-        (["sample", "nowhere"], "error: nowhere: no run folder"),
+        (["sample"], "error: FOLDER: is missing: folder of a run with a checkpoint, or of "),
+        (["sample", "a", "--top-p", "2"], "error: --top-p=2: "),
+        (["verify", "--steps=x"], "error: --steps=x: "),
+        (["verify", "--reference", "bf16"], "error: --reference=bf16: 'bf16' is not one of "),
+        (["estimate", "--plot"], "error: --plot: requires an argument"),
+        (["sample", "nowhere"], "error: nowhere: there is no such folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
         (["doctor", "--ranks", "99999"], "error: --ranks=99999: is too many for this node's cores"),
@@ -66,7 +71,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
             ["doctor", "--measure", "--write", "a.yaml"],
             "error: --write=a.yaml: must be in a folder named hardware; write hardware/a.yaml",
         ),
-        (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
+        (["doctor", "--run-dir", __file__], f"error: --run-dir={__file__}: "),
         (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
         (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),
     ],
@@ -80,9 +85,34 @@ def test_a_mistake_is_one_line_and_status_2(
     assert len(ran.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (
+            ["plan", "--devices", "0", "--write", "a.txt", "--allow", "speed", "--tokens", "x"],
+            ["--devices=0", "--write=a.txt", "--allow=speed", "--tokens=x"],
+        ),
+        (
+            ["estimate", "--exact", "--analytic", "--plot", "a.pdf", "--tokens", "x"],
+            ["--analytic", "--plot=a.pdf", "--tokens=x"],
+        ),
+        (["train", "--samples", "3", "--parallel", "2"], ["--samples=3", "--parallel=2"]),
+        (
+            ["checkpoint", "export", "nowhere", "--private", "--dtype", "int8"],
+            ["OUT", "--private", "--dtype=int8", "nowhere"],
+        ),
+    ],
+)
+def test_all_wrong_options_are_reported_at_once(
+    arguments: list[str], keys: list[str], run: Served
+) -> None:
+    lines = run(*arguments, status=2).stderr.splitlines()
+    assert [line.removeprefix("error: ").partition(": ")[0] for line in lines] == keys
+
+
 def test_unknown_option_says_how_settings_are_written(run: Served) -> None:
     error = run("train", "--nnodes", "2", status=2).stderr  # which resembles --render
-    assert error.startswith("error: No such option: --nnodes")
+    assert error.startswith("error: --nnodes: there is no such option; see --help")
     assert error.endswith("settings are written key=value, without dashes\n")
 
 
@@ -100,7 +130,7 @@ def test_programs_get_a_mistake_as_an_object_too(run: Served) -> None:
     }
     usage = run("config", "--fast", "--json", status=2)
     [error] = json.loads(usage.stdout)["errors"]
-    assert error["key"] is None
+    assert error["key"] == "--fast"
 
 
 @pytest.mark.parametrize(
@@ -201,9 +231,7 @@ def test_config_describes_meaning_and_type_of_each_key(run: Served) -> None:
         "meaning": "number of optimizer steps; auto: computed from epochs",
     }
     both = run("config", "--describe", "--explain", status=2)
-    assert (
-        both.stderr == "error: Invalid value: use only one of --explain, --describe and --schema\n"
-    )
+    assert both.stderr == "error: use only one of --explain, --describe and --schema\n"
 
 
 def test_ls_lists_every_kind_with_description(run: Served) -> None:

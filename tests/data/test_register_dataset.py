@@ -24,6 +24,7 @@ from axonlaunch.data.datasets.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
 from axonlaunch.training.text.sampling import continue_prompt
+from axonlaunch.training.text.sampling_options import SamplingOptions
 
 SMALL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SMALL += ["train.global_batch_size=8"]
@@ -364,5 +365,5 @@ def test_custom_text_run_is_sampled_with_encode_and_decode_of_dataset(
     chosen = run_config([*SMALL, *there, *short])
     (tmp_path / "config.yaml").write_text(config.to_yaml(chosen))
     World.mock(1).run(lambda world: worker.run(chosen, world))
-    text = continue_prompt(tmp_path, "abc", tokens=9, temperature=0.8, top_k=None, seed=0)
+    text = continue_prompt(tmp_path, "abc", SamplingOptions(tokens=9))
     assert re.fullmatch("[a-z]{9}", text)

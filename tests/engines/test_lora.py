@@ -269,7 +269,7 @@ def test_estimate_of_lora_counts_adapter_gradients_and_states() -> None:
         ("[lm_head]", "is the head"),
         ("[embed_tokens]", "adapters are for linear layers"),
         ("[]", "names nothing"),
-        ("['(q_proj']", "is no regular expression: missing ), unterminated subpattern"),
+        ("['(q_proj']", "is not a regular expression: missing ), unterminated subpattern"),
         ("['(q|v)_proj']", "matches no linear layer"),
     ],
 )

@@ -55,7 +55,8 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 def test_the_parent_of_a_run_imports_neither_torch_nor_numpy() -> None:
     modules = (
-        "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, axonlaunch.launch.external.slurm"
+        "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, "
+        "axonlaunch.launch.external.slurm.launcher"
     )
     _run("-c", f"import sys, {modules}; assert not sys.modules.keys() & {{'torch', 'numpy'}}")
 

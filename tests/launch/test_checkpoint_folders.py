@@ -11,10 +11,11 @@ import pytest
 
 from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigError, RunConfig, load
-from axonlaunch.launch import run_dir, runs
+from axonlaunch.launch import runs
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.request import Request
+from axonlaunch.launch.run_folder.open_folder import check_run_dir, open_run_dir
 
 Begin = Callable[[RunConfig], AbstractContextManager[object]]
 
@@ -29,11 +30,11 @@ def run(*overrides: str) -> RunConfig:
 
 
 def opened(config: RunConfig) -> AbstractContextManager[RunConfig]:
-    return run_dir.open_run_dir(config, announce=lambda line: None)
+    return open_run_dir(config, announce=lambda line: None)
 
 
 def checked(config: RunConfig) -> AbstractContextManager[None]:
-    return nullcontext(run_dir.check_run_dir(config))
+    return nullcontext(check_run_dir(config))
 
 
 def refusal(begin: Begin, config: RunConfig) -> str:
@@ -65,7 +66,7 @@ def test_run_folder_of_other_run_is_refused_as_checkpoint_path() -> None:
 
 
 def test_unreachable_bucket_is_left_to_later_checks() -> None:
-    run_dir.check_run_dir(run("name=a", "checkpoint.path=gs://nowhere/run"))
+    check_run_dir(run("name=a", "checkpoint.path=gs://nowhere/run"))
 
 
 SHARED = ["checkpoint.path=shared", "checkpoint.path=s3://bucket/shared/", "run_dir=shared"]

@@ -14,7 +14,8 @@ import pytest
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.launch.external import save_time, slurm
+from axonlaunch.launch.external import save_time
+from axonlaunch.launch.external.slurm import batch_script, launcher as slurm_launcher, slurm_job
 from axonlaunch.launch.launcher import LaunchOptions
 
 SCRIPTS = Path(__file__).with_name("job_scripts")
@@ -36,7 +37,7 @@ JOBS = {
 def test_job_script_equals_stored_file(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     named = ["launch=slurm", "name=big", "run_dir=/shared/my runs/big"]
-    script = slurm.render(
+    script = batch_script.render(
         configuration.load([*named, *JOBS[job]]), python="/shared/venv/bin/python"
     )
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -51,7 +52,7 @@ def test_settings_that_slurm_resolves_are_refused_before_the_job_waits() -> None
     )
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
-        slurm.check(config, options)
+        slurm_launcher.check(config, options)
     assert [str(problem) for problem in caught.value.problems] == [
         "launch.nnodes=2:4: a job has a fixed number of nodes; write one number",
         "launch.master_addr=10.0.0.1: SLURM sets it on each node; remove this setting",
@@ -86,7 +87,7 @@ def test_signal_before_the_time_limit_leaves_time_for_a_checkpoint(
     words = ["launch=slurm", "launch.nproc=8", "name=big", f"launch.slurm.grace_s={written}"]
     words.append(f"launch.slurm.time='{time}'" if time != "null" else "launch.slurm.time=null")
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
-    slurm.launch(configuration.load(words), options)
+    slurm_launcher.launch(configuration.load(words), options)
     printed = capsys.readouterr()
     assert f"#SBATCH --signal=B:USR1@{seconds}\n" in printed.out
     is_less = seconds in (900, 45, 65535)
@@ -101,7 +102,9 @@ def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
 
     monkeypatch.setattr(save_time, "resolve_for_node", refuse)
     options = LaunchOptions(fork_server=None, started=0.0, render=True)  # type: ignore[arg-type]
-    slurm.launch(configuration.load(["launch=slurm", "launch.nproc=8", "name=big"]), options)
+    slurm_launcher.launch(
+        configuration.load(["launch=slurm", "launch.nproc=8", "name=big"]), options
+    )
     printed = capsys.readouterr()
     assert "USR1@120" in printed.out
     assert printed.err == (
@@ -112,7 +115,7 @@ def test_run_that_cannot_be_estimated_is_submitted_with_a_note(
 
 def test_run_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    with pytest.raises(ConfigError) as refused, slurm._only_submission(missing):
+    with pytest.raises(ConfigError) as refused, slurm_job.only_submission(missing):
         pytest.fail("it is submitted")
     reason = f"can't be submitted from here: No such file or directory: {missing}/job.lock"
     assert str(refused.value) == f"run_dir={missing}: {reason}"

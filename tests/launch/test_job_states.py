@@ -9,7 +9,8 @@ import pytest
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
-from axonlaunch.launch.external import followed_job, slurm
+from axonlaunch.launch.external import followed_job
+from axonlaunch.launch.external.slurm import launcher as slurm_launcher, slurm_job
 from axonlaunch.launch.external.submitted_jobs import find_job
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -38,7 +39,7 @@ def submitted(programs: Path, **scripts: str) -> tuple[int, str, list[str]]:
         (programs / name).chmod(0o755)
     config = configuration.load(["launch=slurm", "launch.nproc=1", "name=job"])
     lines: list[str] = []
-    status, content = slurm.submit(config, announce=lines.append)
+    status, content = slurm_launcher.submit(config, announce=lines.append)
     return status, content["state"], lines[1:]
 
 
@@ -80,7 +81,7 @@ def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopp
     state: str, programs: Path
 ) -> None:
     submitted(programs, scontrol=says("COMPLETED"), scancel="echo $@ >> scancelled")
-    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    job = slurm_job.SlurmJob.of_folder(Path("runs/job"))
     assert job is not None
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('CANCELLED', '0:0')}\n")
     assert job.state().status == 1  # by scancel
@@ -91,7 +92,7 @@ def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopp
     assert job.state() == followed_job.JobState("CANCELLED", note, 130)
     assert Path("scancelled").read_text() == "7\n"
     Path("runs/job/job.number").write_text("8\n")  # a later job
-    later = slurm.SlurmJob.of_folder(Path("runs/job"))
+    later = slurm_job.SlurmJob.of_folder(Path("runs/job"))
     assert later is not None
     assert later.state().status == 1
 
@@ -100,7 +101,7 @@ def test_job_that_slurm_refuses_to_stop_does_not_count_as_stopped(programs: Path
     refuses = "echo 'scancel: error: Kill job error: Access denied' >&2; exit 1"
     submitted(programs, scontrol=says("COMPLETED"), scancel=refuses)
     (programs / "scontrol").write_text(f"#!/bin/sh\n{says('PENDING')}\n")
-    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    job = slurm_job.SlurmJob.of_folder(Path("runs/job"))
     assert job is not None
     with pytest.raises(ConfigError, match="Access denied"):
         job.stop()
@@ -110,10 +111,10 @@ def test_job_that_slurm_refuses_to_stop_does_not_count_as_stopped(programs: Path
 
 def test_two_commands_submit_no_two_jobs_of_a_run(programs: Path) -> None:
     submitted(programs, scontrol=says("COMPLETED"))
-    job = slurm.SlurmJob.of_folder(Path("runs/job"))
+    job = slurm_job.SlurmJob.of_folder(Path("runs/job"))
     assert job is not None
     # The second command begins while the first waits for sbatch.
-    with slurm._only_submission(Path("runs/job")):
+    with slurm_job.only_submission(Path("runs/job")):
         with pytest.raises(ConfigError, match="another command is submitting this run"):
             job.resume()
         with pytest.raises(ConfigError, match="another command is submitting this run"):
@@ -196,7 +197,7 @@ def test_job_is_followed_while_controller_is_unreachable(programs: Path) -> None
 
 
 def test_hanging_slurm_programs_time_out(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(slurm_job, "_ANSWER_S", 0.05)
     lasting = f"exec {os.defpath.split(':')[-1]}/sleep 60"
     once = programs / "once"
     answers = f"if [ ! -e {once} ]; then : > {once}; {lasting}; fi; {says('COMPLETED')}"

@@ -41,8 +41,8 @@ def test_settings_that_a_job_needs_are_all_reported() -> None:
     [
         (
             "namespace=My_Team",
-            "launch.kubernetes.namespace=My_Team: is no name of Kubernetes: a-z, digits, - and ., "
-            "between letters or digits",
+            "launch.kubernetes.namespace=My_Team: is not a valid name in Kubernetes: a-z, "
+            "digits, - and ., between letters or digits",
         ),
         (
             "tolerations=['gpu=yes=no']",

@@ -17,7 +17,7 @@ from support.launchers import By, ended, have_sbatch, logged, needs, slurm, torc
 from support.served import Server
 
 from axonlaunch import config as configuration
-from axonlaunch.launch.external import slurm as slurm_job
+from axonlaunch.launch.external.slurm import batch_script
 from axonlaunch.system.node import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
@@ -265,7 +265,7 @@ def test_job_script_follows_configuration(served: Command) -> None:
     ],
 )
 def test_job_script_requests_devices_of_ranks(overrides: list[str], devices: list[str]) -> None:
-    script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *overrides]))
+    script = batch_script.render(configuration.load(["launch=slurm", "launch.nproc=4", *overrides]))
     assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "--gpus" in o] == devices
 
 

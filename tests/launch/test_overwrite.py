@@ -9,12 +9,13 @@ import pytest
 from support.command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, compose, load, with_values
-from axonlaunch.launch import run_dir, runs
+from axonlaunch.launch import runs
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.environment_variables import LaunchIdentity
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.launch.request import Request
+from axonlaunch.launch.run_folder.open_folder import open_run_dir
 from axonlaunch.system.storage.files import folder_lock
 
 OVERWRITE, OFF = "checkpoint.overwrite=true", "checkpoint.overwrite=false"
@@ -42,7 +43,7 @@ def start(*overrides: str, variables: dict[str, str] | None = None) -> tuple[Run
     [run] = runs.load_runs(request, ClusterEnvironment(), options)
     said: list[str] = []
     by = identity.name
-    with run_dir.open_run_dir(run.config, announce=said.append, launched_by=by) as opened:
+    with open_run_dir(run.config, announce=said.append, launched_by=by) as opened:
         return opened, [line for line in said if "earlier run" in line]
 
 

@@ -10,13 +10,16 @@ import pytest
 from support.command import Command
 
 from axonlaunch.config import ConfigError, RunConfig, load
-from axonlaunch.launch import run_dir, runs
+from axonlaunch.launch import runs
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.environment_variables import LaunchIdentity
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.external import entry, rank
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.request import Request
+from axonlaunch.launch.run_folder.names import with_run_dir
+from axonlaunch.launch.run_folder.open_folder import open_run_dir
+from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.system.storage.run_files import append_event
 
 NEVER = "checkpoint.resume=never"
@@ -40,7 +43,7 @@ def start(variables: dict[str, str], *overrides: str, until: str = "started") ->
     request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
     [run] = runs.load_runs(request, ClusterEnvironment(), options)
     by = identity.name
-    with run_dir.open_run_dir(run.config, announce=lambda line: None, launched_by=by) as opened:
+    with open_run_dir(run.config, announce=lambda line: None, launched_by=by) as opened:
         if until == "started":
             append_event(Path(opened.run_dir), "started", {})
         return opened
@@ -112,13 +115,13 @@ def test_torchrun_attempts_share_identity(
 def test_torchrun_restart_finds_unnamed_run(variables: dict[str, str], is_the_same: bool) -> None:
     request = ["launch.nproc=1"]
     for by in ("torchrun 1", "torchrun 2"):
-        with run_dir.open_run_dir(load(request), announce=lambda line: None, launched_by=by):
+        with open_run_dir(load(request), announce=lambda line: None, launched_by=by):
             pass
     identity = LaunchIdentity.detect(variables, launcher="torchrun 1")
-    config = run_dir.resumes_if_restarted(load(request), identity)
+    config = resumes_if_restarted(load(request), identity)
     assert (config.run_dir != "auto") == is_the_same
     if is_the_same:
-        assert run_dir.with_run_dir(config).name == "gpt-single"
+        assert with_run_dir(config).name == "gpt-single"
 
 
 def test_torchrun_restart_resumes_from_run_checkpoints(

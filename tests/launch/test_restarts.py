@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from axonlaunch.config import ConfigError, load
 from axonlaunch.events import Finished
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.launcher import LaunchOptions
@@ -24,6 +23,7 @@ from axonlaunch.launch.local import launcher
 from axonlaunch.launch.multinode import membership, run_end
 from axonlaunch.launch.multinode.membership import NodeMembership
 from axonlaunch.launch.multinode.rendezvous import Attempt
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.system.authentication import Credentials
 
 CRASH = Crash(Report(rank=0, kind="error", reason="out of memory"), ())
@@ -156,8 +156,8 @@ def test_exit_status_without_failure_is_that_of_the_run() -> None:
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every run be finished in the folder that its nodes share."""
-    monkeypatch.setattr(run_dir, "finished_summary", lambda config: {"status": "done"})
-    monkeypatch.setattr(run_dir, "finished_text", lambda config, summary: "run is finished")
+    monkeypatch.setattr(finished_runs, "finished_summary", lambda config: {"status": "done"})
+    monkeypatch.setattr(finished_runs, "finished_text", lambda config, summary: "run is finished")
     monkeypatch.setattr(run_end, "_BEGIN_S", 0.6)
 
 
@@ -191,6 +191,6 @@ def test_node_0_of_a_finished_run_does_not_fail_because_others_knew_it(
     monkeypatch.setattr(first, "_round", lambda: Attempt(-1, 0, 2))
     assert first._join(ExitStack()) is None
     assert first.summary == {"status": "done"}
-    monkeypatch.setattr(run_dir, "finished_summary", lambda config: None)
+    monkeypatch.setattr(finished_runs, "finished_summary", lambda config: None)
     with pytest.raises(ConfigError, match="nodes 1 did not join"):
         first._join(ExitStack())

@@ -249,10 +249,10 @@ def test_watch_waits_for_a_run_or_a_sweep_that_starts_later(
         (["runs", __file__], f"{__file__}: is a file, not a folder"),
         (
             ["runs", ".", "--where", "loss"],
-            "--where loss: write KEY=VALUE, for example status=failed",
+            "--where=loss: write KEY=VALUE, for example status=failed",
         ),
         (["watch"], "runs: contains no run; give the folder of a run"),
-        (["compare", "a"], "a: contains neither config.yaml nor metrics.jsonl of a run"),
+        (["compare", "a"], "a: there is no such folder"),
     ],
 )
 def test_user_errors_are_one_line(overrides: list[str], message: str, served: Command) -> None:

@@ -17,7 +17,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, load, to_yaml, with_values
 from axonlaunch.config.composition.hydra_files import HydraFiles
 from axonlaunch.config.options.launch import LAUNCHERS
-from axonlaunch.launch import run_dir, runs
+from axonlaunch.launch import runs
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.kubernetes.checks import with_folder_of_pods
 from axonlaunch.launch.launcher import (
@@ -27,7 +27,8 @@ from axonlaunch.launch.launcher import (
     launcher_of,
 )
 from axonlaunch.launch.request import Request
-from axonlaunch.launch.run_dir import with_run_dir
+from axonlaunch.launch.run_folder import finished_runs
+from axonlaunch.launch.run_folder.names import with_run_dir
 from axonlaunch.launch.runs import Run, load_runs, prepare_runs
 
 SLURM = ["launch=slurm", "launch.nproc=2"]
@@ -174,12 +175,12 @@ def test_run_that_early_stopping_ended_is_finished(tmp_path: Path) -> None:
         saver.close()
 
     World.mock(1).run(save)
-    summary = run_dir.finished_summary(config)
+    summary = finished_runs.finished_summary(config)
     assert summary is not None
     assert "train.early_stop=2 ended it after 4 steps; to continue, use more evaluations, or " in (
-        run_dir.finished_text(config, summary)
+        finished_runs.finished_text(config, summary)
     )
-    assert run_dir.finished_summary(with_values(config, {"train.early_stop": 3})) is None
+    assert finished_runs.finished_summary(with_values(config, {"train.early_stop": 3})) is None
 
 
 def test_finished_run_names_the_command_that_uploads_its_weights(tmp_path: Path) -> None:
@@ -187,9 +188,11 @@ def test_finished_run_names_the_command_that_uploads_its_weights(tmp_path: Path)
         tmp_path, "train.steps=4", "checkpoint.push=me/x", "checkpoint.push_private=true"
     )
     write_finished_run(config, steps=4)
-    summary = run_dir.finished_summary(config)
+    summary = finished_runs.finished_summary(config)
     assert summary is not None
     command = f"axonlaunch checkpoint export {config.run_dir} --push me/x --private"
-    assert run_dir.finished_text(config, summary).endswith(f"to upload its weights, use {command}")
+    assert finished_runs.finished_text(config, summary).endswith(
+        f"to upload its weights, use {command}"
+    )
     uploaded = {**summary, "pushed": "https://hub/me/x"}
-    assert "upload" not in run_dir.finished_text(config, uploaded)
+    assert "upload" not in finished_runs.finished_text(config, uploaded)

@@ -16,7 +16,7 @@ from support.served import Forked, placed, script
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
-from axonlaunch.launch.external import slurm
+from axonlaunch.launch.external.slurm import launcher as slurm_launcher
 from axonlaunch.launch.multinode import token
 
 SECRET = "a secret of sixteen bytes or more"
@@ -110,7 +110,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
 def test_job_token_is_readable_only_by_owner(tmp_path: Path) -> None:
     config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
     for _ in range(2):  # kept when the job is requeued or submitted again
-        slurm._write(config, tmp_path)
+        slurm_launcher._write(config, tmp_path)
         launch = configuration.read_frozen(tmp_path / "job.yaml").launch
         assert launch.token_file == str(tmp_path / "token")
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600

@@ -13,7 +13,7 @@ from support.command import TINY, Command, wait_for
 
 from axonlaunch import config as configuration
 from axonlaunch.config.consistency.layout import resolved
-from axonlaunch.launch.run_dir import default_name
+from axonlaunch.launch.run_folder.names import default_name
 
 LINE = {
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"),
@@ -147,7 +147,7 @@ def test_invalid_sweep_run_is_refused_before_first(served: Command) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["model=mlp"], "model.name=mlp: needs images, but data=synthetic_tokens has tokens"),
+        (["model=mlp"], "model.name=mlp: needs images, but data=synthetic_tokens has tokens; use "),
         (["data.sequence_length=5000"], "data.sequence_length=5000: longer than model.max_"),
         (["model.vocab_size=100"], "model.vocab_size=100: data=synthetic_tokens has 256 tokens"),
         (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),

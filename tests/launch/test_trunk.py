@@ -180,8 +180,8 @@ def test_rank_does_not_compose_or_validate_configuration(served: Command) -> Non
         "if multiprocessing.parent_process().name != 'MainProcess':\n"
         "    config.compose = config.typed = config.validate = refuse\n"
         "else:\n"
-        "    from axonlaunch.launch import run_dir\n"
-        "    run_dir.to_yaml = lambda config: 'nothing: here'\n"
+        "    from axonlaunch.launch.run_folder import open_folder\n"
+        "    open_folder.to_yaml = lambda config: 'nothing: here'\n"
     )
     served.train("strategy=ddp", "launch.nproc=2", "plugins=[refusing]", "name=run")
     assert (served.folder / "runs/run/config.yaml").read_text() == "nothing: here"

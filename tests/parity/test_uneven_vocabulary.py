@@ -89,7 +89,7 @@ def test_checkpoint_has_no_vocabulary_padding_and_loads_in_other_layouts(tmp_pat
     for layout in ("tensor 2", "fsdp 3 x tensor 2"):
         loaded = engines(model, layout, load)[1]
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest, chosen, tmp_path / "out")
     reloaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, parameter in reloaded.named_parameters():
         assert torch.equal(parameter, saved[name]), name

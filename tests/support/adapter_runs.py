@@ -46,7 +46,7 @@ def trained(overrides: list[str], run_dir: Path, *, steps: int = 2) -> tuple[Run
 def export(chosen: RunConfig, run_dir: Path, out: Path, *, merge: bool) -> list[str]:
     newest = checkpoint.find_checkpoint(run_dir)
     assert newest is not None
-    return export_weights(newest, chosen, out, dtype=None, file_bytes=10**9, merge=merge)
+    return export_weights(newest, chosen, out, merge=merge)
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ def push_run(config: RunConfig) -> str:
         raise ConfigError([ConfigIssue(KEY, "there is no checkpoint to upload", repo)])
     with tempfile.TemporaryDirectory(dir=config.run_dir, prefix="upload-") as folder:
         exported = Path(folder, "exported")
-        weights.export_weights(checkpoint, config, exported, dtype=None)
+        weights.export_weights(checkpoint, config, exported)
         return push_export(
             exported, checkpoint, config, repo, private=config.checkpoint.push_private
         )

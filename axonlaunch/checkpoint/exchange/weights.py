@@ -22,6 +22,7 @@ from axonlaunch.config import CONFIG as RUN_CONFIG, ConfigError, ConfigIssue, Ru
 from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MoEConfig
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import (
@@ -33,7 +34,7 @@ from axonlaunch.data.tokenizers.tokenizer import (
 from axonlaunch.data.tokenizers.tokenizer_files import foreign_files, model_of_folder
 from axonlaunch.models.source_of import model_in_folder, source_of
 from axonlaunch.models.specs.model_spec import model_of
-from axonlaunch.system.storage.files import write_copy
+from axonlaunch.system.storage.files import LARGEST_WEIGHTS_FILE, write_copy
 
 if TYPE_CHECKING:
     import torch
@@ -170,8 +171,8 @@ def export_weights(
     config: RunConfig,
     folder: Path,
     *,
-    dtype: torch.dtype | None,
-    file_bytes: int = 5 * 10**9,
+    dtype: str | None = None,
+    file_bytes: int = LARGEST_WEIGHTS_FILE,
     merge: bool = False,
 ) -> list[str]:
     """Write the weights of a checkpoint as safetensors; an adapter is written as PEFT's folder.
@@ -180,7 +181,7 @@ def export_weights(
         checkpoint: Checkpoint to export.
         config: Configuration of its run.
         folder: New or empty folder.
-        dtype: Dtype for floating-point tensors; None keeps theirs.
+        dtype: ``fp32``, ``bf16`` or ``fp16`` for floating-point tensors; None keeps theirs.
         file_bytes: Maximum size of a file, except for a larger tensor.
         merge: Whether to write the full model with the adapter merged into it.
 
@@ -192,6 +193,8 @@ def export_weights(
             trained parameters.
         CorruptCheckpointError: A file of the checkpoint was changed or damaged.
     """
+    from axonlaunch.models.torch_dtypes import torch_dtype
+
     if merge and config.adapter is None:
         message = f"--merge: {checkpoint.path} has no adapter; remove this option"
         raise ConfigError([ConfigIssue("", message)])
@@ -200,7 +203,8 @@ def export_weights(
             reader.refuse_damage(checkpoint)
             written = adapters.write_peft(checkpoint, config, folder)
             return [*written, *_copy_tokenizer(checkpoint.path.parent.parent, folder)]
-        return _write_model(checkpoint, config, folder, dtype=dtype, file_bytes=file_bytes)
+        kept = None if dtype is None else torch_dtype(NUMBER_FORMATS[dtype])
+        return _write_model(checkpoint, config, folder, dtype=kept, file_bytes=file_bytes)
 
 
 def _write_model(

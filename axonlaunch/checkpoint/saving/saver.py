@@ -27,7 +27,6 @@ from axonlaunch.checkpoint.saving.dcp_writer import Writer
 from axonlaunch.checkpoint.saving.save_progress import SharedProgress
 from axonlaunch.checkpoint.saving.staging import HostCopies
 from axonlaunch.comm import Backend, World
-from axonlaunch.config.values.intervals import StepInterval
 
 _LONGEST_SAVE = timedelta(days=1)
 """Timeout of torch's collectives in a save. Writing terabytes to a slow disk takes long; a save
@@ -65,11 +64,7 @@ class _InFlight:
 
 
 class Saver:
-    """Writes the checkpoints of a run; all ranks make the same calls.
-
-    Attributes:
-        every: Interval between checkpoints; only the caller uses it.
-    """
+    """Writes the checkpoints of a run; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -77,7 +72,6 @@ class Saver:
         *,
         world: World,
         retention: Retention,
-        every: StepInterval = 1,
         layout: str = "",
         background: bool = False,
         wrote: Callable[[], object] = lambda: None,
@@ -91,7 +85,6 @@ class Saver:
             run_dir: Folder of the run, on a file system shared by all ranks.
             world: World of the ranks that write.
             retention: Rule for keeping older checkpoints.
-            every: Interval between checkpoints.
             layout: Layout of the run in words.
             background: Whether to write during training, from a copy in host memory.
             wrote: Callback after each written piece while training waits. It is also called while
@@ -106,7 +99,6 @@ class Saver:
         self._run_dir = run_dir
         self._world = world
         self._retention = retention
-        self.every = every
         self._layout = layout
         self._background = background
         self._copies = HostCopies()

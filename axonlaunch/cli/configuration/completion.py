@@ -80,7 +80,7 @@ def command(
     elif shell in _SCRIPTS:
         sys.stdout.write(_SCRIPTS[str(shell)])
     else:
-        refuse(f"SHELL={shell}: is not supported; use bash or zsh")
+        refuse("is not supported; use bash or zsh", option="SHELL", value=shell)
 
 
 def completions(line: str, root: Any) -> list[str]:

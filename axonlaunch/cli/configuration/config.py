@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json, refuse
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -51,7 +51,7 @@ def command(
     from axonlaunch.config.composition.origins import origins_of
 
     if explain + describe + schema > 1:
-        raise typer.BadParameter("use only one of --explain, --describe and --schema")
+        refuse("use only one of --explain, --describe and --schema")
     if schema:
         print_json(schema_of_files(config_dir or []))
         return

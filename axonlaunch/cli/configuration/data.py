@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.command_help import Command
+from axonlaunch.cli.command_help import Command, Subcommands
 from axonlaunch.cli.shared.options import (
     ConfigDir,
     ConfigName,
@@ -41,7 +41,7 @@ EXAMPLES = """Examples:
       model.path=./Qwen3-0.6B
 """
 data_app = typer.Typer(
-    help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
+    cls=Subcommands, help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
 )
 
 

@@ -62,7 +62,7 @@ def command(
     from axonlaunch.config.validation.json_schema import FILE_NAME
 
     if kind not in _TITLES:
-        refuse(f"--from {kind}: {unknown('project', kind, _TITLES)}")
+        refuse(unknown("project", kind, _TITLES), option="--from", value=kind)
     files = dict(_files(kind))
     taken = [name for name in [*files, FILE_NAME] if (folder / name).exists()]
     if taken:

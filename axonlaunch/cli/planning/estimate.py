@@ -83,19 +83,7 @@ def command(
     """Estimate peak memory per rank."""
     from axonlaunch.system.processes import forkserver
 
-    if exact and analytic:
-        from axonlaunch.config import ConfigError, ConfigIssue
-
-        raise ConfigError(
-            [
-                ConfigIssue(
-                    "", "--analytic: contradicts --exact, which traces every layer; use one of them"
-                )
-            ]
-        )
-    if plot is not None:
-        check_plot(plot)
-    count = check_tokens(tokens)
+    count = _check_options(exact=exact, analytic=analytic, plot=plot, tokens=tokens)
     with forkserver.warm(preload=preloads(overrides)) as context:
         from axonlaunch.planning.estimate import forecast, load_for_estimate, with_changes
 
@@ -120,6 +108,31 @@ def command(
         show_routing_changes(context, config, estimate, console)
     if plot is not None:
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
+
+
+def _check_options(
+    *, exact: bool, analytic: bool, plot: Path | None, tokens: str | None
+) -> float | None:
+    """Check all options, and return the number of tokens; None without this option.
+
+    Raises:
+        ConfigError: Options are invalid, or contradict each other.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.problems.errors import gathering
+
+    problems, count = [], None
+    if exact and analytic:
+        message = "contradicts --exact, which traces every layer; use one of them"
+        problems.append(ConfigIssue("--analytic", message))
+    with gathering(problems):
+        if plot is not None:
+            check_plot(plot)
+    with gathering(problems):
+        count = check_tokens(tokens)
+    if problems:
+        raise ConfigError(problems)
+    return count
 
 
 def estimate_to_json(estimate: Forecast) -> dict[str, Any]:

@@ -85,12 +85,11 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.planning.plan import allowed_keys, experiment, plan_run
+    from axonlaunch.planning.plan import experiment, plan_run
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.storage.files import replace_text
 
-    count, target = _check_options(devices, write, overrides or []), check_tokens(tokens)
-    allowed_keys(allow or [])  # raises an error before the search for an unknown word
+    count, target = _check_options(devices, write, allow or [], tokens, overrides or [])
     written = partial(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -123,11 +122,16 @@ def command(
         changes = ", ".join(plan.candidates[0].numerics)
         note = f", which changes the numerics of the run: {changes}" if changes else ""
         console.print(f"\nwritten to {write}{note}", markup=False, soft_wrap=True)
-        folders = [write.parent.parent, *(config_dir or [])]
-        options = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
-        options += [f"--config-name {config_name}"] if config_name != "config" else []
-        arguments = f"{' '.join(options)} experiment={write.stem}"
-        console.print(f"axonlaunch train {arguments}", markup=False, soft_wrap=True)
+        trains = _training_command(write, config_dir or [], config_name)
+        console.print(trains, markup=False, soft_wrap=True)
+
+
+def _training_command(written: Path, config_dirs: list[Path], config_name: str) -> str:
+    """Return the command that trains with a written option of the group ``experiment``."""
+    folders = dict.fromkeys([written.parent.parent, *config_dirs])
+    options = [f"--config-dir {folder}" for folder in folders]
+    options += [f"--config-name {config_name}"] if config_name != "config" else []
+    return f"axonlaunch train {' '.join(options)} experiment={written.stem}"
 
 
 def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
@@ -175,15 +179,24 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
         print_training(plan.candidates[0].training, console)
 
 
-def _check_options(devices: int | None, write: Path | None, overrides: list[str]) -> int:
-    """Check the options before the search, and return the number of devices.
+def _check_options(
+    devices: int | None,
+    write: Path | None,
+    allow: list[str],
+    tokens: str | None,
+    overrides: list[str],
+) -> tuple[int, float | None]:
+    """Check all options before the search, and return the numbers of devices and of tokens.
 
     Raises:
-        ConfigError: The number of devices is missing or below 1, or the file can't be used.
+        ConfigError: The number of devices is missing, the file can't be used, or another option is
+            invalid.
     """
     from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.problems.errors import gathering
+    from axonlaunch.planning.plan import allowed_keys
 
-    problems = []
+    problems, target = [], None
     if devices is None or devices < 1:
         value = ... if devices is None else devices
         problems.append(
@@ -194,7 +207,11 @@ def _check_options(devices: int | None, write: Path | None, overrides: list[str]
         reason = f"would include itself, because of experiment={write.stem}; give another name"
     if reason:
         problems.append(ConfigIssue("--write", reason, str(write)))
+    with gathering(problems):
+        allowed_keys(allow)
+    with gathering(problems):
+        target = check_tokens(tokens)
     if problems:
         raise ConfigError(problems)
     assert devices is not None
-    return devices
+    return devices, target

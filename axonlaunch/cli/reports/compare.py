@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from axonlaunch.cli.shared.options import Json, print_json
+from axonlaunch.cli.shared.options import Json, print_json, refuse
 from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.system.text.terminal import console_on
 
@@ -34,7 +34,7 @@ def command(
 
     records = read_runs(runs)
     if len(records) < 2:
-        raise typer.BadParameter("give two or more runs")
+        refuse("RUN: give two or more runs, or a folder of runs")
     settings, outcomes, names = changed_settings(records), results(records), labels(records)
     if as_json:
         print_json({"runs": names, "configuration": dict(settings), "results": dict(outcomes)})

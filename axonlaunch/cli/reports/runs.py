@@ -91,7 +91,7 @@ def command(
 def _condition(text: str) -> _Condition:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        refuse(f"--where {text}: write KEY=VALUE, for example status=failed")
+        refuse("write KEY=VALUE, for example status=failed", option="--where", value=text)
     return _Condition(key, value)
 
 
@@ -108,13 +108,14 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
         if condition.key == "status":
             if condition.value not in get_args(RunStatus):
                 message = unknown("status", condition.value, get_args(RunStatus))
-                refuse(f"--where status={condition.value}: {message}")
+                refuse(message, option="--where", value=f"status={condition.value}")
         elif keys and condition.key not in keys:
             ends = [key for key in sorted(keys) if key.endswith(f".{condition.key}")]
             close = ends[0] if ends else nearest(condition.key, sorted(keys))
             reason = f"no run in {folder} has this key"
             reason += f"; did you mean {close}?" if close else ""
-            refuse(f"--where {condition.key}={condition.value}: {reason}")
+            wrong = f"{condition.key}={condition.value}"
+            refuse(reason, option="--where", value=wrong)
 
 
 def row_of(run: RunRecord) -> dict[str, Any]:

@@ -76,15 +76,20 @@ def show_help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, *, option: str = "", value: Any = ...) -> NoReturn:
     """End the command with an error that belongs to no configuration key.
+
+    Args:
+        message: Description of the error, and what to write instead.
+        option: Name of the option or argument; empty without one.
+        value: Value of the option.
 
     Raises:
         ConfigError: Always.
     """
     from axonlaunch.config import ConfigError, ConfigIssue
 
-    raise ConfigError([ConfigIssue("", message)])
+    raise ConfigError([ConfigIssue(option, message, value)])
 
 
 def check_tokens(tokens: str | None) -> float | None:

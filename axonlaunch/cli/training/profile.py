@@ -40,11 +40,11 @@ def command(
     from axonlaunch.config.consistency.layout import Layout, num_ranks
     from axonlaunch.diagnostics import step_breakdown
 
+    config = configuration.read_frozen(folder, trusted=trust)
     paths = step_breakdown.traces(folder)
     if not paths:
         message = f"{folder}: no step was profiled; train with train.profile.steps=[FIRST,LAST]"
         raise ConfigError([ConfigIssue("", message)])
-    config = configuration.read_frozen(folder, trusted=trust)
     axes = Layout.of(config, world_size=num_ranks(config)).axes
     several = [axis for axis, size in axes.items() if size > 1]
     world = several[0] if len(several) == 1 else "world"

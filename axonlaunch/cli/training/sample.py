@@ -80,21 +80,18 @@ def command(
 ) -> None:
     """Generate text from a trained run."""
     if system is not None and not chat:
-        refuse("--system: is a message of a conversation; add --chat")
+        refuse("is a message of a conversation; add --chat", option="--system", value=system)
+    from axonlaunch.training.text.sampling_options import SamplingOptions
+
+    options = SamplingOptions(
+        tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     if chat:
         from axonlaunch.training.text.conversation import Conversation
         from axonlaunch.training.text.sampling import load_text_model
 
         trained = load_text_model(folder, trusted=trust)
-        conversation = Conversation(
-            trained,
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            system=system,
-            seed=seed,
-        )
+        conversation = Conversation(trained, options, system=system)
         if prompt is None and not as_json and sys.stdin.isatty():
             limits = f"{tokens} tokens an answer, {trained.context_length:,} in all"
             sys.stderr.write(f"{folder}: up to {limits}; Ctrl-D ends the conversation\n")
@@ -104,16 +101,7 @@ def command(
     from axonlaunch.training.text.sampling import continue_prompt
 
     prompt = _PROMPT if prompt is None else prompt
-    text = continue_prompt(
-        folder,
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        trusted=trust,
-    )
+    text = continue_prompt(folder, prompt, options, trusted=trust)
     if as_json:
         print_json({"prompt": prompt, "text": text})
     else:

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,6 @@ from axonlaunch.cli.shared.options import (
     Overrides,
     print_json,
     problems_to_json,
-    refuse,
 )
 from axonlaunch.launch.local.preload_rules import preloads
 from axonlaunch.system.text.spinner import spinner
@@ -114,18 +112,19 @@ def command(
     from axonlaunch.system.processes import forkserver
     from axonlaunch.system.text import streams
 
-    if samples is not None and not multirun:
-        refuse("--samples: draws the runs of a sweep; add -m")
-    if parallel is not None and not multirun:
-        refuse("--parallel: trains runs of a sweep at once; add -m")
-    if parallel is not None and (dry_run or render):
-        refuse("--parallel: limits how many runs train at once, and none is launched; leave it out")
+    _check_options(
+        is_sweep=multirun, samples=samples, parallel=parallel, launches=not (dry_run or render)
+    )
+    requested: dict[str, Any] = {  # arguments of Request, which is imported below
+        "overrides": overrides or [],
+        "config_name": config_name,
+        "config_dirs": config_dir or [],
+        "multirun": multirun,
+        "samples": samples,
+        "parallel": parallel,
+    }
     if dry_run:
-        raise typer.Exit(
-            _dry_run(
-                overrides or [], config_dir or [], config_name, multirun, samples, render, as_json
-            )
-        )
+        raise typer.Exit(_dry_run(requested, renders=render, as_json=as_json))
     limits.allow_open_files()
     # A run continues after its console is closed.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
@@ -140,14 +139,7 @@ def command(
         from axonlaunch.launch.request import Request
         from axonlaunch.launch.runs import print_comparison
 
-        request = Request(
-            overrides=overrides or [],
-            config_name=config_name,
-            config_dirs=config_dir or [],
-            multirun=multirun,
-            samples=samples,
-            parallel=parallel,
-        )
+        request = Request(**requested)
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)
         launcher = LauncherProcess(environment.launcher)
@@ -193,6 +185,28 @@ def command(
     raise typer.Exit(status)
 
 
+def _check_options(
+    *, is_sweep: bool, samples: int | None, parallel: int | None, launches: bool
+) -> None:
+    """Refuse options of sweeps without a sweep, and of launches without a launch.
+
+    Raises:
+        ConfigError: An option would have no effect.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+
+    problems = []
+    if samples is not None and not is_sweep:
+        problems.append(ConfigIssue("--samples", "draws the runs of a sweep; add -m", samples))
+    if parallel is not None and not is_sweep:
+        problems.append(ConfigIssue("--parallel", "trains runs of a sweep; add -m", parallel))
+    elif parallel is not None and not launches:
+        message = "limits how many runs train at once, and none is launched; leave it out"
+        problems.append(ConfigIssue("--parallel", message, parallel))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _prepare_runs(
     request: Request, environment: ClusterEnvironment, options: LaunchOptions
 ) -> tuple[list[Run], list[NodeShare]]:
@@ -232,16 +246,13 @@ def _status_of(statuses: Sequence[int]) -> int:
     return next((status for status in failed if status != TRANSIENT), failed[0] if failed else 0)
 
 
-def _dry_run(
-    overrides: list[str],
-    config_dirs: list[Path],
-    config_name: str,
-    multirun: bool,
-    samples: int | None,
-    render: bool,
-    as_json: bool,
-) -> int:
+def _dry_run(requested: dict[str, Any], *, renders: bool, as_json: bool) -> int:
     """Print the memory estimate of each run, and the problems that would stop it on this node.
+
+    Args:
+        requested: Arguments of ``Request``.
+        renders: Whether the command prints jobs, so that the checks of a submission are left out.
+        as_json: Whether to print one JSON object.
 
     Returns:
         The exit status of a launch that fails; 0 if none would.
@@ -252,31 +263,25 @@ def _dry_run(
     from axonlaunch.config.problems.errors import exit_status
     from axonlaunch.system.processes import forkserver
 
-    with forkserver.warm(preload=preloads(overrides)) as context:
+    with forkserver.warm(preload=preloads(requested["overrides"])) as context:
         from axonlaunch.launch.commands.dry_run import dry_runs
         from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.request import Request
 
-        request = Request(
-            overrides=overrides,
-            config_name=config_name,
-            config_dirs=config_dirs,
-            multirun=multirun,
-            samples=samples,
-        )
+        request = Request(**requested)
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)
         with spinner("tracing a step") as show:
             options = LaunchOptions(
-                fork_server=context, started=STARTED, render=render, dry_run=True, show=show
+                fork_server=context, started=STARTED, render=renders, dry_run=True, show=show
             )
             runs = dry_runs(request, environment.for_node(), options)
         obstacles = [obstacle for run in runs for obstacle in run.obstacles]
         status = exit_status(obstacles) if obstacles else 0
         if as_json:
             reports = [_to_json_dict(run, context) for run in runs]
-            print_json({"runs": reports} if multirun else reports[0])
+            print_json({"runs": reports} if request.multirun else reports[0])
             return status
         console = console_on()
         for number, run in enumerate(runs):
@@ -287,7 +292,7 @@ def _dry_run(
             if run.proof is not None:
                 console.print(f"\nbefore the first step {run.proof}", markup=False, soft_wrap=True)
             _show_obstacles(run, console)
-        _show_elsewhere(runs, overrides, console)
+        _show_elsewhere(runs, request.overrides, console)
         return status
 
 

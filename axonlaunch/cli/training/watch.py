@@ -71,7 +71,7 @@ def command(
         server = RunServer(data, title=record.name, port=port)
     except OSError as error:
         reason = f"can't listen on this port ({error.strerror})"
-        refuse(f"--port {port}: {reason}; use another port, or 0 for a free one")
+        refuse(f"{reason}; use another, or 0 for a free one", option="--port", value=port)
     typer.echo(f"{record.path}: {server.url}  (Ctrl-C to stop)")
     if show:
         import webbrowser

@@ -16,8 +16,6 @@ _NAMES = (".lora_A.weight", ".lora_B.weight", MAGNITUDE)
 
 EXPERTS = "_lora"
 """Suffix of the adapter of a packed parameter: ``gate_up_proj_lora``."""
-
-
 _OF_EXPRESSIONS = frozenset("\\()|^$+")
 """Characters that are in no name and in no pattern, but in regular expressions."""
 
@@ -79,5 +77,5 @@ class LoraConfig:
             try:
                 re.compile(target if is_expression(target) else "")
             except (re.error, RecursionError, OverflowError) as error:
-                issues.append(("targets", f"{target} is no regular expression: {error}"))
+                issues.append(("targets", f"{target} is not a regular expression: {error}"))
         return issues

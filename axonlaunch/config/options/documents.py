@@ -31,8 +31,6 @@ _FORMS = (
 """Names of ``FIELDS`` that belong to one form of a row."""
 _OF_THE_MIX = {"of_all_groups": True}
 """Metadata of keys that have the same value for all sources of a mix."""
-
-
 _HELD_OUT = 0.01
 
 

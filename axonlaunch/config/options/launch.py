@@ -199,7 +199,9 @@ class LaunchConfig:
     """communication backend. auto: nccl if each rank has an accelerator, else gloo, or mock with
     device=cuda; mock: all ranks are threads of one process
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(
+        default="auto", metadata={"refused": {"gpu": "did you mean cuda? use auto, cpu or cuda"}}
+    )
     """device of the ranks. auto: accelerators with nccl, else the CPU; cpu: the CPU, even if there
     are accelerators; cuda: accelerators, shared if there are fewer than ranks (with
     launch.backend=mock any layout, to debug it on one device; with gloo only single and ddp)
@@ -270,8 +272,8 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             "a SLURM job",
             LaunchConfig,
             Launcher(
-                check="axonlaunch.launch.external.slurm:check",
-                launch="axonlaunch.launch.external.slurm:launch",
+                check="axonlaunch.launch.external.slurm.launcher:check",
+                launch="axonlaunch.launch.external.slurm.launcher:launch",
                 renders=True,
             ),
         ),

@@ -64,6 +64,8 @@ _OF_PODS = (
 )
 """Fields of Kubernetes that ``launch.kubernetes`` has no key for."""
 
+_SAMPLES = "train.global_batch_size, the samples of one step on all devices"
+
 FOREIGN_NAMES = {
     **{
         f"launch.slurm.{name}": f"launch.slurm.extra_args=['--{name.replace('_', '-')}=VALUE']"
@@ -87,13 +89,13 @@ FOREIGN_NAMES = {
     "quantization_config": "adapter.base",
     "quantize_base": "adapter.base=nf4",
     "accelerator": "launch.device",
-    "accumulate_grad_batches": "train.global_batch_size",
+    "accumulate_grad_batches": _SAMPLES,
     "activation_checkpoint.mode": "train.activation_checkpointing",
     "adapter.bias": "train.unfreeze=['*.bias']",
     "adapter.r": "adapter.rank",
     "adapter.target_modules": "adapter.targets",
-    "batch": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
+    "batch": _SAMPLES,
+    "batch_size": _SAMPLES,
     "checkpoint.async_mode": "checkpoint.async_save",
     "checkpoint.folder": "checkpoint.path",
     "checkpoint.interval": "checkpoint.every",
@@ -159,10 +161,10 @@ FOREIGN_NAMES = {
     "training.seq_len": "data.sequence_length",
     "training.steps": "train.steps",
     "use_cpu": "launch.device=cpu",
-    "val_check_interval": "train.eval_every",
+    "val_check_interval": "train.eval_every, in optimizer steps or epochs",
 }
 """Maps names of accelerate, Lightning, torchrun, torchtitan, submitit, sbatch and Kubernetes to the
-key here, and short names.
+key here, and short names. ``VALUE`` stands for the user's value.
 
 Names of tools whose files ``axonlaunch convert`` reads are in ``validation.other_tools``.
 """

@@ -19,6 +19,8 @@ from axonlaunch.config.validation.convert_value import Rejected, check_range, co
 from axonlaunch.config.validation.group_options import typed_groups
 from axonlaunch.config.values.plain_values import flatten
 
+_EXAMPLES = {"files": "[FILE,...]", "path": "FILE", "target": "package.module:NAME"}
+"""Forms of the values of required keys, by the last part of the key."""
 _ELSEWHERE = 0.75
 """Least similarity of an unknown name to a key of another group that is suggested for it.
 
@@ -93,7 +95,7 @@ class _Walk:
                     message = f"expected {expected}" if expected else str(reason)
                     self._add(key, message, tree[name])
             elif name in tree or _is_required(spec):
-                self._add(key, f"is missing; write {key}=...")
+                self._add(key, f"is missing; write {_example(key)}")
         return values
 
     def _value(self, tree: dict[str, Any], spec: Any, hint: Any, key: str, schema: type) -> Any:
@@ -215,6 +217,14 @@ def _below(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def _example(key: str) -> str:
+    """Return the override that sets a missing key, or that selects an option for its group."""
+    group, _, name = key.rpartition(".")
+    if name == "name" and group and "." not in group:
+        return f"{group}=NAME, one of those that axonlaunch ls {group} lists"
+    return f"{key}={_EXAMPLES.get(name, '...')}"
+
+
 def _is_required(spec: Any) -> bool:
     return spec.default is MISSING and spec.default_factory is MISSING
 
@@ -274,7 +284,9 @@ def _unknown_key(
     key = _below(prefix, name)
     if isinstance(value, dict):
         leaves = flatten(value, key).items()
-        foreign = [ConfigIssue(k, meant, v) for k, v in leaves if (meant := _other_name(k, k, v))]
+        foreign = [
+            ConfigIssue(k, meant, v) for k, v in leaves if (meant := _other_name(k, k, v, root))
+        ]
         if foreign:
             return foreign
     return [_unknown_name(prefix, name, value, fields, root)]
@@ -296,10 +308,10 @@ def _unknown_name(
     last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     here = {field: _below(prefix, field) for field in fields}
     # A key of another tool in full, then a slip in this group, then a name of another tool.
-    message = _other_name(key, key, value)
+    message = _other_name(key, key, value, root)
     if not message and prefix and (meant := nearest(name, here, cutoff=_ELSEWHERE)):
         return ConfigIssue(key, f"there is no such key; did you mean {here[meant]}?", shown)
-    if message := message or _other_name(key, name, value):
+    if message := message or _other_name(key, name, value, root):
         return ConfigIssue(key, message, shown)
     meant = here.get(nearest(name, here) or "")
     if not meant and "arguments" in fields:  # of a registered or custom class or function
@@ -310,16 +322,17 @@ def _unknown_name(
     return ConfigIssue(key, f"there is no such key; {listed}: {', '.join(sorted(fields))}", shown)
 
 
-def _other_name(key: str, name: str, value: Any) -> str | None:
+def _other_name(key: str, name: str, value: Any, root: type) -> str | None:
     """Return the message for a key of another tool; None if no tool has it.
 
     Args:
         key: Dotted key that the user wrote.
         name: Key that is looked up: the dotted key or its last part.
         value: Value that the user wrote.
+        root: Dataclass of the whole configuration.
     """
     if meant := FOREIGN_NAMES.get(name):
-        return f"there is no such key; did you mean {meant}?"
+        return f"there is no such key; {_question(meant, value, root)}"
     if reason := NOT_OFFERED.get(name):
         return f"there is no such key; {reason}"
     from axonlaunch.config.validation.other_tools.counterparts import (
@@ -328,6 +341,34 @@ def _other_name(key: str, name: str, value: Any) -> str | None:
 
     meant = counterpart_of(name, value, in_patterns=name == key and "." not in name)
     return f"there is no such key; {meant}" if meant else None
+
+
+def _question(meant: str, value: Any, root: type) -> str:
+    """Return the question whether the user meant another key.
+
+    It has the user's value if that key accepts it, otherwise the values that the key accepts.
+
+    Args:
+        meant: Path of a key, or a text that says what to write.
+        value: Value that the user wrote.
+        root: Dataclass of the whole configuration.
+    """
+    if not isinstance(value, dict):
+        meant = meant.replace("VALUE", plain(value))
+    paths = _paths(root)
+    is_group = any(path.startswith(f"{meant}.") for path in paths)
+    if meant not in paths or is_group or isinstance(value, dict):
+        return f"did you mean {meant}?"
+    tree = value
+    for name in reversed(meant.split(".")):
+        tree = {name: tree}
+    problems = [problem for problem in validate(tree, root).problems if problem.key == meant]
+    if problems:
+        allowed = problems[0].message.removeprefix("there is no such key here, ")
+        if allowed.startswith("did you mean "):
+            return allowed.replace("did you mean ", f"did you mean {meant}=", 1)
+        return f"did you mean {meant}? {allowed}"
+    return f"did you mean {meant}={plain(value)}?"
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:

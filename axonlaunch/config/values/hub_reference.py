@@ -93,7 +93,7 @@ def without_commits(value: Any) -> Any:
 def why_no_repo(text: str) -> str | None:
     """Return why a text can't be the name of a repository, ``ORG/NAME``; None if it can."""
     if not _REPO.fullmatch(text):
-        return "is no name of a repository; write ORG/NAME, of letters, digits, -, _ and ."
+        return "is not the name of a repository; write ORG/NAME, of letters, digits, -, _ and ."
     if (
         len(text.partition("/")[2]) > _LONGEST
         or "--" in text

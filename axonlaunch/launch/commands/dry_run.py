@@ -13,10 +13,10 @@ from multiprocessing.context import ForkServerContext
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function
 from axonlaunch.launch.request import Request
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.launch.runs import Run, load_runs, refuse_mixed_launchers
 from axonlaunch.planning.estimate import forecast, resolve_for_node
 from axonlaunch.planning.records import Forecast
@@ -84,8 +84,8 @@ def _dry_run(run: Run, *, missing: list[ConfigIssue]) -> DryRun:
 
 
 def _text_if_finished(config: RunConfig) -> str:
-    summary = run_dir.finished_summary(config)
-    return "" if summary is None else run_dir.finished_text(config, summary)
+    summary = finished_runs.finished_summary(config)
+    return "" if summary is None else finished_runs.finished_text(config, summary)
 
 
 def _estimate(context: ForkServerContext, config: RunConfig) -> Forecast:

@@ -36,7 +36,7 @@ from axonlaunch.launch.environment.accelerators import count_accelerators
 from axonlaunch.launch.output.summary import resuming_command
 from axonlaunch.launch.output.sweep import name_of_sweep
 from axonlaunch.launch.request import Request
-from axonlaunch.launch.run_dir import with_run_dir
+from axonlaunch.launch.run_folder.names import with_run_dir
 from axonlaunch.launch.runs import INTERRUPTED, Run, RunResult, stream_of
 from axonlaunch.system.processes.parent_death import end_with_parent
 from axonlaunch.system.text.terminal import console_on

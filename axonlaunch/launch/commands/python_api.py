@@ -21,13 +21,13 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.accelerators import count_accelerators
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.failures.user_errors import config_errors
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.preload_rules import preloads, preloads_of_config
+from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.launch.runs import INTERRUPTED, Run, prepare_runs
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, resolve_for_node, with_changes
@@ -124,7 +124,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         config = configuration.type_config(composed.tree, composed.problems)
         identity = LauncherProcess(environment.launcher).identity
         options = LaunchOptions(fork_server=server(), started=started, identity=identity)
-        config = run_dir.resumes_if_restarted(config, identity)
+        config = resumes_if_restarted(config, identity)
         [run] = prepare_runs([Run(overrides=[], composed=None, config=config, options=options)])
         result = run.launch()
     summary = result.summary or {}
@@ -261,19 +261,14 @@ def sample(
             configuration names code and ``trust`` is false.
     """
     from axonlaunch.training.text.sampling import continue_prompt
+    from axonlaunch.training.text.sampling_options import SamplingOptions
 
     if not prompt:
         raise ConfigError([ConfigIssue("prompt", "is empty; give at least one character")])
-    return continue_prompt(
-        Path(folder),
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        trusted=trust,
+    options = SamplingOptions(
+        tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    return continue_prompt(Path(folder), prompt, options, trusted=trust)
 
 
 @config_errors()
@@ -304,8 +299,6 @@ def export(
         ConfigError: The folder has no checkpoint, ``out`` is not empty, or the configuration names
             code and ``trust`` is false.
     """
-    import torch
-
     from axonlaunch.checkpoint.exchange.weights import export_weights
     from axonlaunch.checkpoint.format.storage import storage_path
     from axonlaunch.checkpoint.loading.given_path import require_checkpoint
@@ -317,8 +310,7 @@ def export(
     config = configuration.read_frozen(checkpoint.path.parent.parent, trusted=trust)
     if merge and config.adapter is None:
         raise ConfigError([ConfigIssue("merge", f"{checkpoint.path} has no adapter", merge)])
-    kind = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
-    written = export_weights(checkpoint, config, Path(out), dtype=kind, merge=merge)
+    written = export_weights(checkpoint, config, Path(out), dtype=dtype, merge=merge)
     return [Path(out, name) for name in written]
 
 

@@ -21,7 +21,7 @@ from axonlaunch.launch.launcher import (
     check_anywhere,
     submission_issues,
 )
-from axonlaunch.launch.run_dir import with_folder_of_nodes
+from axonlaunch.launch.run_folder.names import with_folder_of_nodes
 from axonlaunch.system.text.yaml_blocks import to_block_yaml
 
 SECRET_VARIABLE = "AXONLAUNCH_TOKEN"

@@ -11,10 +11,10 @@ from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.request import Request, load_config
+from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.system.node import allocator_settings
 from axonlaunch.system.processes import forkserver
 
@@ -49,7 +49,7 @@ def be_rank(
         from axonlaunch.preflight import checks
 
         composed, config = load_config(request, request.overrides, counted, server=server)
-        config = run_dir.resumes_if_restarted(config, launcher.identity)
+        config = resumes_if_restarted(config, launcher.identity)
         resolved = checks.resolve(config, devices=counted.devices)
         if resolved.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "

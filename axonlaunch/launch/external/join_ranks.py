@@ -22,13 +22,13 @@ from axonlaunch.comm.connection.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import plain
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
+from axonlaunch.launch.run_folder.open_folder import create_joined
 from axonlaunch.system import gpus
-from axonlaunch.system.authentication import ForgedMessageError, derive_key
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Timeout in seconds until all ranks have joined, and of the silence of rank 0 after that."""
@@ -78,6 +78,42 @@ def join_ranks(
     Raises:
         ConfigError: The ranks can't meet.
     """
+    job, address = _job_store(environment)
+    named = _identify_run(environment, job, key, address)
+    credentials = named.with_sender(member_name(environment.rank))
+    channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
+    about = {
+        "host": socket.gethostname(),
+        "local_rank": environment.local_rank,
+        "devices": _devices(),
+    }
+    try:
+        members, nonces = handshake(
+            channel,
+            member=environment.rank,
+            members=environment.world_size,
+            unit="rank",
+            about=about,
+            timeout_s=JOIN_S,
+            announce=partial(print, file=sys.stderr),
+            confirm=partial(run_identity.keep_identity, job, named),
+        )
+    except TimeoutError as missing:
+        message = f"ranks {missing} did not join within {JOIN_S:g} s"
+        world_size = environment.world_size
+        problem = ConfigIssue("WORLD_SIZE", message, world_size, is_transient=True)
+        raise ConfigError([problem]) from None
+    except ForgedMessageError:
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
+    return channel, members, nonces
+
+
+def _job_store(environment: ClusterEnvironment) -> tuple[dist.Store, str]:
+    """Return torch's store of this job, and its address.
+
+    Raises:
+        ConfigError: Nothing listens at the address.
+    """
     assert environment.master_addr is not None
     assert environment.master_port is not None
     address = f"{environment.master_addr}:{environment.master_port}"
@@ -98,44 +134,27 @@ def join_ranks(
         )
         problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
         raise ConfigError([problem]) from None
-    job = dist.PrefixStore(f"axonlaunch/{environment.run_id}", store)
+    return dist.PrefixStore(f"axonlaunch/{environment.run_id}", store), address
+
+
+def _identify_run(
+    environment: ClusterEnvironment, job: dist.Store, key: bytes, address: str
+) -> Credentials:
+    """Begin a run on rank 0, or learn of it on another rank.
+
+    Raises:
+        ConfigError: Rank 0 began no run, or a message does not have the key.
+    """
     try:
         if environment.rank == 0:
-            named = run_identity.publish_identity(job, key)
-        else:
-            named = run_identity.learn(job, key, timeout_s=JOIN_S)
+            return run_identity.publish_identity(job, key)
+        return run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank {environment.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
         problem = ConfigIssue("MASTER_ADDR", message, address, is_transient=True)
         raise ConfigError([problem]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
-    credentials = named.with_sender(member_name(environment.rank))
-    channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
-    try:
-        about = {
-            "host": socket.gethostname(),
-            "local_rank": environment.local_rank,
-            "devices": _devices(),
-        }
-        members, nonces = handshake(
-            channel,
-            member=environment.rank,
-            members=environment.world_size,
-            unit="rank",
-            about=about,
-            timeout_s=JOIN_S,
-            announce=partial(print, file=sys.stderr),
-            confirm=partial(run_identity.keep_identity, job, named),
-        )
-    except TimeoutError as missing:
-        message = f"ranks {missing} did not join within {JOIN_S:g} s"
-        world_size = environment.world_size
-        problem = ConfigIssue("WORLD_SIZE", message, world_size, is_transient=True)
-        raise ConfigError([problem]) from None
-    except ForgedMessageError:
-        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
-    return channel, members, nonces
 
 
 def _devices() -> list[str]:
@@ -209,5 +228,5 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
             time.sleep(_REPORT_S)
         return int(frozen["status"])
     config = configuration.parse_frozen(frozen["config"])
-    run_dir.create_joined(config)
+    create_joined(config)
     return config

@@ -23,7 +23,6 @@ from axonlaunch.config import Composed, ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import frozen_threads
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.problems.errors import exit_status
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.external.join_ranks import (
@@ -42,6 +41,8 @@ from axonlaunch.launch.local.rank_error import report_of
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_event, log_of
+from axonlaunch.launch.run_folder import finished_runs
+from axonlaunch.launch.run_folder.open_folder import open_run_dir
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.preflight import checks
@@ -100,18 +101,18 @@ def main(
                 # uses a device yet.
                 with peers.preparing():
                     composed, resolved = resolve(with_node_counts(environment, members))
-                    summary = run_dir.finished_summary(resolved)
+                    summary = finished_runs.finished_summary(resolved)
                     if summary is None:
                         proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if summary is not None:
                     peers.call_off({"status": 0})
-                    text = run_dir.finished_text(resolved, summary)
+                    text = finished_runs.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
                 if proof is not None:
                     announce(proof)
-                opened = run_dir.open_run_dir(
+                opened = open_run_dir(
                     resolved,
                     announce=announce,
                     composed=composed,

@@ -12,7 +12,7 @@ from axonlaunch.launch.external.followed_job import FollowedJob
 from axonlaunch.launch.external.kubernetes.cluster import Cluster
 from axonlaunch.launch.external.kubernetes.cluster_job import cluster_jobs, retry
 from axonlaunch.launch.external.kubernetes.names import object_name
-from axonlaunch.launch.external.slurm import NUMBER, SlurmJob
+from axonlaunch.launch.external.slurm.slurm_job import NUMBER, SlurmJob
 
 _DEPTH = ("*", "*/*")
 """Where run folders are below a folder: runs, and runs of sweeps."""

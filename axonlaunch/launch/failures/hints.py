@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from axonlaunch.config.options.data import TokensConfig
 from axonlaunch.config.options.documents import TextRowsConfig
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.planning.estimate import (
     cached_estimate,
     forecast,
@@ -41,54 +42,80 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         if config.launch.device == "cuda" and report.reason.startswith("killed by SIGKILL"):
             return _host_memory()
         return _memory(report, config, context)
-    if cause == "disk":
-        folder, _ = free_bytes(Path(config.run_dir))
-        left, remedy = shortage(folder)
-        return (
-            f"the disk of {folder} has {left}; {remedy}, or use another "
-            "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
-        )
-    if cause == "files":
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return (
-            f"a process may have {soft:,} files open at once (ulimit -n; at most {hard:,} here): "
-            "have the administrator raise it, or use fewer ranks on this node (launch.nproc)"
-        )
-    if cause == "folder":
-        return (
-            "was it deleted or renamed, or its disk unmounted? What was not saved elsewhere "
-            "(checkpoint.path) is lost; the same command starts from step 0"
-        )
-    if cause == "loss":
-        last = run_dir.last_saved(config)
-        resumes = f"; with name={config.name} it resumes from step {last.step}" if last else ""
-        return (
-            "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"
-            f"{resumes}; train.log_every=1 finds the step at which it begins"
-        )
     if cause == "module":
         return (
             f"{rest} is not installed for {sys.executable}; pip install it there, on every "
             "node of the run"
         )
-    if cause == "refused":
-        launch = config.launch
-        if nodes(config)[1] == 1:
-            return "nothing listens there; is a service that the model or the data needs running?"
-        return (
-            f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
-            "address, and does a firewall let its port through?"
-        )
-    if report.reason.startswith("killed by SIGBUS"):
-        return _bus_error(config)
+    if advice := _ADVICE.get(cause):
+        return advice(config)
+    return _bus_error(config) if report.reason.startswith("killed by SIGBUS") else ""
+
+
+def _full_disk(config: RunConfig) -> str:
+    folder, _ = free_bytes(Path(config.run_dir))
+    left, remedy = shortage(folder)
+    return (
+        f"the disk of {folder} has {left}; {remedy}, or use another "
+        "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
+    )
+
+
+def _open_files(config: RunConfig) -> str:
+    del config
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"a process may have {soft:,} files open at once (ulimit -n; at most {hard:,} here): "
+        "have the administrator raise it, or use fewer ranks on this node (launch.nproc)"
+    )
+
+
+def _lost_folder(config: RunConfig) -> str:
+    del config
+    return (
+        "was it deleted or renamed, or its disk unmounted? What was not saved elsewhere "
+        "(checkpoint.path) is lost; the same command starts from step 0"
+    )
+
+
+def _nonfinite_loss(config: RunConfig) -> str:
+    last = finished_runs.last_saved(config)
+    resumes = f"; with name={config.name} it resumes from step {last.step}" if last else ""
+    return (
+        "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"
+        f"{resumes}; train.log_every=1 finds the step at which it begins"
+    )
+
+
+def _refused_connection(config: RunConfig) -> str:
+    if nodes(config)[1] == 1:
+        return "nothing listens there; is a service that the model or the data needs running?"
+    return (
+        f"nothing listens at {config.launch.master_addr}:{config.launch.master_port}; is that node "
+        "0's address, and does a firewall let its port through?"
+    )
+
+
+def _different_types(config: RunConfig) -> str:
     precision = PRECISIONS[config.train.precision]
-    if cause == "types" and precision.replica_arithmetic == "copies":
-        return (
-            f"train.precision={precision.name}: weights are {precision.name} in a forward, but "
-            "the model combines them with an fp32 tensor, such as a table that is not a parameter; "
-            "cast it in the model, table.to(x.dtype), or use train.precision=fp32"
-        )
-    return ""
+    if precision.replica_arithmetic != "copies":
+        return ""
+    return (
+        f"train.precision={precision.name}: weights are {precision.name} in a forward, but "
+        "the model combines them with an fp32 tensor, such as a table that is not a parameter; "
+        "cast it in the model, table.to(x.dtype), or use train.precision=fp32"
+    )
+
+
+_ADVICE: dict[str, Callable[[RunConfig], str]] = {
+    "disk": _full_disk,
+    "files": _open_files,
+    "folder": _lost_folder,
+    "loss": _nonfinite_loss,
+    "refused": _refused_connection,
+    "types": _different_types,
+}
+"""Maps causes that need only the configuration to functions that return the advice."""
 
 
 def _bus_error(config: RunConfig) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import frozen_threads, num_ranks
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import report_of_system
 from axonlaunch.launch.launcher import LaunchOptions
@@ -35,6 +34,7 @@ from axonlaunch.launch.output.summary import (
     report_crash,
     resuming_command,
 )
+from axonlaunch.launch.run_folder.open_folder import check_run_dir, open_run_dir
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.system.node.cores import cores_of_ranks
@@ -75,7 +75,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     with gathering(issues):
         config = _resolve(config, options)
     with gathering(issues):
-        run_dir.check_run_dir(config)
+        check_run_dir(config)
     with gathering(issues), _rendezvous(config):
         pass
     if issues:
@@ -115,7 +115,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         rendezvous = stack.enter_context(_rendezvous(config))
-        opened = run_dir.open_run_dir(
+        opened = open_run_dir(
             config,
             announce=console.line,
             composed=options.composed,

@@ -11,7 +11,6 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.problems.errors import gathering
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
@@ -21,6 +20,7 @@ from axonlaunch.launch.multinode.node_settings import missing_settings
 from axonlaunch.launch.multinode.run_end import finished_without_node_0
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
+from axonlaunch.launch.run_folder.open_folder import check_run_dir
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.verification.proofs.runner import prove_layout
@@ -45,7 +45,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
             token.missing_token(config.launch, address="")
     with gathering(issues):
         if config.launch.node_rank == 0:  # the run folder is that of node 0
-            run_dir.check_run_dir(config)
+            check_run_dir(config)
     if issues:
         raise ConfigError(issues)
     return config
@@ -101,10 +101,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         return 0, None
     proof = None
     if not problems and config.launch.node_rank == 0:
-        try:
+        with gathering(problems):
             proof = prove_layout(context, config)
-        except ConfigError as error:
-            problems = error.problems
         if proof is not None:
             console.line(str(proof))
     me = NodeMembership(

@@ -22,7 +22,6 @@ from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import nodes, num_ranks
 from axonlaunch.config.problems.errors import TRANSIENT
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.multinode import run_end, run_identity, token
@@ -44,6 +43,8 @@ from axonlaunch.launch.multinode.rendezvous import (
 )
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import log_event
+from axonlaunch.launch.run_folder import finished_runs
+from axonlaunch.launch.run_folder.open_folder import create_joined, open_run_dir
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
@@ -374,9 +375,9 @@ class NodeMembership:
         """Return whether the run was complete when this node joined; if so, print its summary."""
         if self._frozen is None:
             with suppress(ConfigError):  # which is reported to all nodes that come
-                if (summary := run_dir.finished_summary(self._given)) is not None:
+                if (summary := finished_runs.finished_summary(self._given)) is not None:
                     self.summary = summary
-                    self._console.log(run_dir.finished_text(self._given, summary))
+                    self._console.log(finished_runs.finished_text(self._given, summary))
                     return True
         return False
 
@@ -453,14 +454,17 @@ class NodeMembership:
         shared = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             check_agreement(met)
-            if self._frozen is None and (summary := run_dir.finished_summary(shared)) is not None:
+            if (
+                self._frozen is None
+                and (summary := finished_runs.finished_summary(shared)) is not None
+            ):
                 self.summary = summary
-                peers.call_off({"finished": run_dir.finished_text(shared, summary)})
-                self._console.log(run_dir.finished_text(shared, summary))
+                peers.call_off({"finished": finished_runs.finished_text(shared, summary)})
+                self._console.log(finished_runs.finished_text(shared, summary))
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
-                    run_dir.open_run_dir(
+                    open_run_dir(
                         shared,
                         announce=self._console.line,
                         composed=self._composed,
@@ -515,7 +519,7 @@ class NodeMembership:
             return
         self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
         self._frozen = configuration.parse_frozen(frozen["config"])
-        run_dir.create_joined(self._frozen)
+        create_joined(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
         if member == 0:

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.problems.errors import TRANSIENT
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.multinode.node_settings import is_elastic, is_first, meeting_port
+from axonlaunch.launch.run_folder import finished_runs
 
 TOO_FEW_NODES = "too few nodes"
 """End of a run of which too few nodes came for another attempt."""
@@ -55,9 +55,9 @@ def finished_without_node_0(config: RunConfig) -> str | None:
     if is_first(config):
         return None
     with suppress(ConfigError):
-        summary = run_dir.finished_summary(config)
+        summary = finished_runs.finished_summary(config)
         if summary is not None and not _listens(config):
-            return run_dir.finished_text(config, summary)
+            return finished_runs.finished_text(config, summary)
     return None
 
 

@@ -11,7 +11,7 @@ from axonlaunch.config.consistency.layout import nodes, num_ranks
 from axonlaunch.diagnostics.report.record.run_record import NotARunError, RunRecord, read_run
 from axonlaunch.diagnostics.report.record.run_timeline import device_seconds
 from axonlaunch.diagnostics.report.record.wall_time import WallTime, wall_time
-from axonlaunch.launch import run_dir
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.planning.throughput.goodput import overheads
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.planning.throughput.training_time import (
@@ -56,7 +56,7 @@ def goodput_of_run(config: RunConfig) -> dict[str, Any] | None:
 def _bytes_of_checkpoint(config: RunConfig) -> int:
     """Return the bytes of the last checkpoint; 0 if there is none or it is in remote storage."""
     try:
-        last = run_dir.last_saved(config)
+        last = finished_runs.last_saved(config)
         return 0 if last is None else sum(file.bytes for file in step_folders.files(last).values())
     except (OSError, ValueError):
         return 0

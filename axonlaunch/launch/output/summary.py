@@ -23,7 +23,6 @@ from axonlaunch.events import (
     Started,
     StepLogged,
 )
-from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
 from axonlaunch.launch.output.console import (
@@ -32,10 +31,11 @@ from axonlaunch.launch.output.console import (
     show_hint,
 )
 from axonlaunch.launch.output.measured_goodput import goodput_of_run
+from axonlaunch.launch.run_folder import finished_runs
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.processes import forked_call
 from axonlaunch.system.processes.targets import load_target
-from axonlaunch.system.storage.files import append_text
+from axonlaunch.system.storage.files import append_text, replace_json
 from axonlaunch.system.storage.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.storage.strict_json import finite
 from axonlaunch.system.text.formatting import quantity, size
@@ -88,7 +88,7 @@ class RunRecorder:
         with suppress(OSError):
             for name, content in self.prediction.files().items():
                 if name not in self._kept:
-                    run_dir.write_json(self._folder / name, content)
+                    replace_json(self._folder / name, content)
                     self._kept.add(name)
 
 
@@ -151,33 +151,16 @@ def finish_run(
         again: Command that resumes the run; None describes it.
     """
     finished = outcome.finished
-    last = finished or record.last  # a run that failed is reported by its last logged step
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
-    summary: dict[str, Any] = {
-        "status": status,
-        "steps": last.step if last else 0,
-        "loss": last.loss if last else None,
-        "eval_loss": finished.eval_loss if finished else None,
-        "metrics": finite(finished.metrics) if finished else {},
-        f"{record.counted}_per_s": last.tokens_per_s if last else None,
-        "first_step_s": record.first_step_s,
-        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
-        "proof": None if record.proof is None else dataclasses.asdict(record.proof),
-        "corrupt_checkpoints": list(record.corrupt),
-        "console_refused": console.refusal,
-        "run_dir": config.run_dir,
-    }
+    summary = _first_summary(config, outcome, record, console, status=status)
     if outcome.crash is not None:
-        first = outcome.crash.first
-        summary["failed_rank"], summary["reason"] = first.rank, first.reason
         report_crash(config, outcome.crash, context)  # first, because the next steps need a disk
     if not is_url(config.checkpoint.path or ""):  # the next run cleans up a remote folder
         try:
             checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
         except OSError as error:
             _print_error("the files of an interrupted save could not be deleted", error)
-    summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary["goodput"] = finite(goodput_of_run(config))
@@ -200,6 +183,33 @@ def finish_run(
     return (0 if outcome.crash is None and is_written and is_pushed else 1), summary
 
 
+def _first_summary(
+    config: RunConfig, outcome: Outcome, record: RunRecorder, console: RunConsole, *, status: str
+) -> dict[str, Any]:
+    """Return the content of ``summary.json`` without goodput, estimate and upload."""
+    finished = outcome.finished
+    last = finished or record.last  # a run that failed is reported by its last logged step
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": last.step if last else 0,
+        "loss": last.loss if last else None,
+        "eval_loss": finished.eval_loss if finished else None,
+        "metrics": finite(finished.metrics) if finished else {},
+        f"{record.counted}_per_s": last.tokens_per_s if last else None,
+        "first_step_s": record.first_step_s,
+        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "proof": None if record.proof is None else dataclasses.asdict(record.proof),
+        "corrupt_checkpoints": list(record.corrupt),
+        "console_refused": console.refusal,
+        "run_dir": config.run_dir,
+    }
+    if outcome.crash is not None:
+        first = outcome.crash.first
+        summary |= {"failed_rank": first.rank, "reason": first.reason}
+    finite_summary: dict[str, Any] = finite(summary)
+    return finite_summary
+
+
 def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | None) -> str | None:
     """Upload the last checkpoint to the Hub; return its page, or None after printing an error."""
     target, repo = "axonlaunch.checkpoint.exchange.hub_push:push_run", config.checkpoint.push
@@ -211,7 +221,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
             page = forked_call.call(context, target, config, task="uploading the weights")
     except Exception as error:  # the run is done, and its report must not be lost
         console.stop()
-        again = run_dir.pushing_command(config)
+        again = finished_runs.pushing_command(config)
         print(f"error: {error}; the weights are saved, and {again} uploads them", file=sys.stderr)
         return None
     console.stop()
@@ -221,7 +231,7 @@ def _push(config: RunConfig, console: RunConsole, context: ForkServerContext | N
 def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
     """Write a JSON file to the run folder; return whether that succeeded."""
     try:
-        run_dir.write_json(Path(config.run_dir) / name, content)
+        replace_json(Path(config.run_dir) / name, content)
     except OSError as error:
         _print_error(f"{name} could not be written", error)
         return False
@@ -386,7 +396,7 @@ def _rows_of_resuming(config: RunConfig, command: str | None) -> list[tuple[str,
     if is_url(config.checkpoint.path or ""):
         return [("to resume", again)]
     try:
-        last = run_dir.last_saved(config)
+        last = finished_runs.last_saved(config)
     except OSError as error:
         return [("to resume", again), ("resumes from", f"unknown: {error}")]
     if last is None:

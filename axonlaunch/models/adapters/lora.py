@@ -36,8 +36,6 @@ from axonlaunch.models.tensors.initialization import Constant, Initializer, Unif
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
 """Linear layers with a weight that another module uses directly, so an adapter has no effect."""
-
-
 ADAPTER_PARTS = (LoraMatrix, LoraMagnitude, ExpertMatrices)
 """Classes of the modules that make up an adapter."""
 
@@ -205,7 +203,9 @@ def adapter_problems(
     """
     layers, experts = linear_layers(module, spec), packed_experts(module)
     if config.targets == "all-linear" and not any(_is_target(n, config, spec) for n in layers):
-        yield ConfigIssue("adapter.targets", "the model has no linear layer except its head")
+        yield ConfigIssue(
+            "adapter.targets", "the model has no linear layer except its head", config.targets
+        )
         return
     patterns = [] if config.targets == "all-linear" else config.targets
     adapted = [name for name in experts if _are_targets(name, config)]
@@ -214,7 +214,7 @@ def adapter_problems(
         named = [*layers] if is_expression(pattern) else [*layers, *experts]
         if not any(_matches(name, pattern) for name in named):
             message = _explain_no_match(pattern, module, layers, spec)
-            yield ConfigIssue("adapter.targets", f"{pattern} {message}")
+            yield ConfigIssue("adapter.targets", f"{pattern} {message}", config.targets)
     if config.base is not None:
         yield from base_problems(module, config.base, spec, layers=layers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import json
 import os
 import re
 import stat
@@ -19,15 +20,13 @@ from typing import Any, BinaryIO, cast
 
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """Error numbers of opening a link, a socket or a folder."""
-
-
 LOCKS = Path("/proc/locks")
 """File in which the kernel lists the locks of this node."""
 _BLOB = r"blobs/([0-9a-f]{40,64})"
-
-
 LARGEST_MODEL_FILE = 256 << 20
 """Maximum bytes of a file in a model folder other than weights, such as ``tokenizer.json``."""
+LARGEST_WEIGHTS_FILE = 5 * 10**9
+"""Default maximum bytes of a file of exported weights."""
 
 
 class NotRegularError(OSError):
@@ -199,6 +198,11 @@ def append_text(path: str | os.PathLike[str], text: str, *, creates: bool = True
 def replace_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8 atomically; see ``replace``."""
     replace(path, text.encode())
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one JSON object atomically; see ``replace``."""
+    replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:

@@ -20,8 +20,6 @@ from axonlaunch.training.loggers.logger import Logger, Number, RunInfo
 
 _LONGEST, _MOST = 6000, 100
 """MLflow's limits: characters of a parameter's value, and parameters in a request."""
-
-
 _REFUSED = re.compile(r"[^/\w.\- ]")
 """Characters that are invalid in names of parameters and metrics on some systems. One invalid name
 makes the whole request fail."""

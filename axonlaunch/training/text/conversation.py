@@ -5,11 +5,10 @@ A tokenizer without a chat template is an error.
 
 from __future__ import annotations
 
-from typing import Any
-
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.data.texts.chats.chat_template import ChatTemplate
 from axonlaunch.training.text.sampling import TrainedText
+from axonlaunch.training.text.sampling_options import SamplingOptions
 
 
 class Conversation:
@@ -20,26 +19,15 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        trained: TrainedText,
-        *,
-        tokens: int,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        system: str | None = None,
-        seed: int = 0,
+        self, trained: TrainedText, options: SamplingOptions, *, system: str | None = None
     ) -> None:
         """Begin a conversation.
 
         Args:
             trained: The trained model.
-            tokens: Maximum number of tokens of an answer.
-            temperature: Sampling temperature; 0 takes the most likely token.
-            top_k: Number of most likely tokens to sample from; None samples from all tokens.
-            top_p: Probability of the most likely tokens to sample from; None samples from all.
+            options: Number of tokens of an answer, and how each is drawn. Every answer uses the
+                same seed.
             system: System message before the first message; None has none.
-            seed: Random seed, used for every answer.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or its template accepts no user
@@ -47,13 +35,7 @@ class Conversation:
         """
         self._trained = trained
         self._template = ChatTemplate(trained.tokenizer, marks_assistant=False)
-        self._options: dict[str, Any] = {
-            "max_new_tokens": tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "seed": seed,
-        }
+        self._options = options
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -75,7 +57,7 @@ class Conversation:
             prompt = self._template.prompt(self.messages)
         except ValueError as error:
             raise ConfigError([ConfigIssue("", f"--chat: {error}")]) from None
-        tokens = self._trained.generate(prompt, is_over=self._is_over, **self._options)
+        tokens = self._trained.generate(prompt, self._options, is_over=self._is_over)
         if tokens[-1] == self._trained.tokenizer.end:
             del tokens[-1]
         text = self._trained.tokenizer.decode(tokens, special=True)

@@ -11,18 +11,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.training.text.sampling_options import SamplingOptions
+
 
 @torch.no_grad()
 def generate(
     model: Callable[[Tensor], Tensor],
     prompt_tokens: Sequence[int],
+    options: SamplingOptions,
     *,
-    max_new_tokens: int,
     context_length: int,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     is_over: Callable[[list[int]], bool] = lambda new_tokens: False,
 ) -> list[int]:
     """Continue a prompt. The same seed gives the same tokens on every rank that calls this.
@@ -32,41 +30,26 @@ def generate(
             its parameters; a function must move them itself. For a sharded model, all ranks must
             call this.
         prompt_tokens: At least one token.
-        max_new_tokens: Maximum number of tokens to add.
+        options: Number of new tokens, and how each is drawn.
         context_length: Maximum number of tokens to feed the model; earlier tokens are dropped.
-        temperature: Divisor of the logits; 0, or a value close to 0, always selects the most likely
-            token.
-        top_k: Number of most likely tokens to sample from; None samples from all tokens.
-        top_p: Sample from the fewest most likely tokens that together have this probability
-            (nucleus sampling, https://arxiv.org/abs/1904.09751); None samples from all tokens.
-        seed: Seed of the sampling.
         is_over: Called with the new tokens; generation stops when it returns true.
 
     Returns:
         The new tokens, without the prompt.
 
     Raises:
-        ValueError: The prompt is empty, or a number is out of range.
+        ValueError: The prompt is empty.
     """
     if not prompt_tokens:
         raise ValueError("the prompt is empty; give at least one token")
-    if not temperature >= 0:  # also refuses NaN
-        raise ValueError(f"temperature={temperature}: must be 0 or more; 0 is greedy")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1, or None for all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
     # Sample on the CPU, so that a seed gives the same text on every kind of device.
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     tokens = list(prompt_tokens)
     with _evaluating(model) as device:
-        for _ in range(max_new_tokens):
+        for _ in range(options.tokens):
             context = torch.tensor([tokens[-context_length:]], device=device)
             logits = model(context)[0, -1].float().cpu()
-            chosen = _sample_token(
-                logits, generator, temperature=temperature, top_k=top_k, top_p=top_p
-            )
-            tokens.append(chosen)
+            tokens.append(_sample_token(logits, generator, options))
             if is_over(tokens[len(prompt_tokens) :]):
                 break
     return tokens[len(prompt_tokens) :]
@@ -86,14 +69,8 @@ def _evaluating(model: Callable[[Tensor], Tensor]) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def _sample_token(
-    logits: Tensor,
-    generator: torch.Generator,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> int:
+def _sample_token(logits: Tensor, generator: torch.Generator, options: SamplingOptions) -> int:
+    temperature, top_k, top_p = options.temperature, options.top_k, options.top_p
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

@@ -21,6 +21,7 @@ from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
 from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
 from axonlaunch.models.source_of import model_in_folder, source_of
+from axonlaunch.training.text.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,10 +69,20 @@ class TrainedText:
     context_length: int
     tokenizer: Tokenizer
 
-    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
-        """Return the tokens that continue a prompt, up to the tokenizer's end-of-text token.
+    def generate(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        *,
+        is_over: Callable[[list[int]], bool] | None = None,
+    ) -> list[int]:
+        """Return the tokens that continue a prompt.
 
-        The options are those of ``generation.generate``.
+        Args:
+            prompt: Tokens of the prompt.
+            options: Number of new tokens, and how each is drawn.
+            is_over: Returns whether new tokens end the text; None ends it after the tokenizer's
+                end-of-text token.
         """
         from axonlaunch.models.specs.model_spec import ModelOutputs
         from axonlaunch.training.text.generation import generate
@@ -81,8 +92,13 @@ class TrainedText:
             logits = outputs.logits if isinstance(outputs, ModelOutputs) else outputs
             return logits[..., : self.tokenizer.vocab_size]
 
-        options.setdefault("is_over", lambda tokens: tokens[-1] == self.tokenizer.end)
-        return generate(logits_of_tokens, prompt, context_length=self.context_length, **options)
+        return generate(
+            logits_of_tokens,
+            prompt,
+            options,
+            context_length=self.context_length,
+            is_over=is_over or (lambda tokens: tokens[-1] == self.tokenizer.end),
+        )
 
 
 def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
@@ -105,12 +121,8 @@ def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
 def continue_prompt(
     folder: Path,
     prompt: str,
+    options: SamplingOptions,
     *,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None = None,
-    seed: int,
     trusted: bool = False,
 ) -> str:
     """Load a run's newest checkpoint or a folder of safetensors files, and continue a prompt.
@@ -118,10 +130,7 @@ def continue_prompt(
     Args:
         folder: Run folder, or folder with weights and their ``config.json``.
         prompt: Text to continue.
-        tokens: Maximum number of tokens to generate.
-        temperature: Sampling temperature; 0 takes the most likely token.
-        top_k: Number of most likely tokens to sample from; None samples from all tokens.
-        top_p: Probability of the most likely tokens to sample from; None samples from all.
+        options: Number of new tokens, and how each is drawn.
         trusted: Whether to run code that the run's configuration names.
 
     Raises:
@@ -131,14 +140,7 @@ def continue_prompt(
     if not prompt:
         raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
     trained = load_text_model(folder, trusted=trusted)
-    generated = trained.generate(
-        trained.tokenizer.encode(prompt),
-        max_new_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    generated = trained.generate(trained.tokenizer.encode(prompt), options)
     return trained.tokenizer.decode(generated)
 
 

@@ -15,7 +15,7 @@ from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.verification.comparison.exercised_features import exercised_features
 from axonlaunch.verification.comparison.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
-from axonlaunch.verification.decisions.random_draws import draw_problems
+from axonlaunch.verification.decisions.random_draws import Draw, draw_problems
 from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.references.differences import ORDER, Difference
 from axonlaunch.verification.references.reference_values import Reference
@@ -60,32 +60,16 @@ def decide_verdict(
         if d.step <= tolerances.last_step or d.kind in _NEVER_ROUNDED
     ]
     wrong = [] if plan.original is None else [*schedule_problems(plan.original)]
-    wrong += _group_by_quantity([d for d in differences if not tolerances.allows(d)])
-    recorded = STEPS_OF_MASKS if reference.dropout else plan.steps
-    wrong += draw_problems(config, draws, steps=recorded, has_dropout=reference.dropout > 0)
+    allowed: list[Difference] = []
+    too_large: list[Difference] = []
+    for difference in differences:
+        (allowed if tolerances.allows(difference) else too_large).append(difference)
+    wrong += _group_by_quantity(too_large)
+    wrong += _wrong_draws(config, plan, reference, draws)
     masks = sum(bool(draw.value) for draw in draws)
-    if reference.masks and not draws and not config.train.compile:
-        wrong.append(
-            "no rank uses dropout in training, unlike one process: the model is not in training "
-            "mode"
-        )
     largest = {kind: _largest(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := largest[kind]) is not None]
     proved = _prove(reference, differences)
-    notes = []
-    if reference.dropout:
-        notes.append(_dropout_note(reference.dropout, masks))
-    layout = Layout.of(config, world_size=num_ranks(config))
-    notes += _tie_notes(
-        [
-            d
-            for d in differences
-            if d.kind == "choice" and tolerances.allows(d) and layout.reports_outputs(d.rank)
-        ]
-    )
-    is_compiled_mixture = config.train.compile and reference.num_experts > 0
-    if wrong and is_compiled_mixture and precision_of(config).compute.is_low:
-        notes.append(_COMPILED_EXPERTS)
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -106,7 +90,7 @@ def decide_verdict(
         losses=[step.loss for step in reference.steps],
         differences=wrong,
         features=exercised_features(config, plan, reference, masks=masks),
-        notes=notes,
+        notes=[*_notes(config, reference, allowed, masks=masks, has_failed=bool(wrong))],
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
@@ -118,6 +102,46 @@ def decide_verdict(
             and (name not in proved.with_gradient or name not in proved.moved)
         ],
     )
+
+
+def _wrong_draws(
+    config: RunConfig, plan: ComparisonPlan, reference: Reference, draws: Sequence[Draw]
+) -> Iterable[str]:
+    """Yield the problems of the random numbers of all ranks."""
+    recorded = STEPS_OF_MASKS if reference.dropout else plan.steps
+    yield from draw_problems(config, draws, steps=recorded, has_dropout=reference.dropout > 0)
+    if reference.masks and not draws and not config.train.compile:
+        yield (
+            "no rank uses dropout in training, unlike one process: the model is not in training "
+            "mode"
+        )
+
+
+def _notes(
+    config: RunConfig,
+    reference: Reference,
+    allowed: Iterable[Difference],
+    *,
+    masks: int,
+    has_failed: bool,
+) -> Iterable[str]:
+    """Yield what a reader of the verdict must know about dropout and experts.
+
+    Args:
+        config: Configuration of the layout.
+        reference: Values of one process.
+        allowed: Differences within their tolerances.
+        masks: Number of dropout masks that were compared.
+        has_failed: Whether other differences are too large.
+    """
+    if reference.dropout:
+        yield _dropout_note(reference.dropout, masks)
+    layout = Layout.of(config, world_size=num_ranks(config))
+    choices = [d for d in allowed if d.kind == "choice"]
+    yield from _tie_notes([d for d in choices if layout.reports_outputs(d.rank)])
+    is_compiled_mixture = config.train.compile and reference.num_experts > 0
+    if has_failed and is_compiled_mixture and precision_of(config).compute.is_low:
+        yield _COMPILED_EXPERTS
 
 
 def _dropout_note(rate: float, masks: int) -> str:

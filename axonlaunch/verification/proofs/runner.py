@@ -55,17 +55,7 @@ def verify(
         raise ConfigError([ConfigIssue("train.compile", message)])
     # Any weights serve the comparison, and random ones need no files.
     config = configuration.with_values(config, source_of(config).random_weights())
-    devices = 0
-    if config.launch.backend == "auto":
-        devices = forked_call.call(
-            context,
-            "axonlaunch.preflight.devices:accelerators",
-            config,
-            task="counting accelerators",
-        )
-        config = with_precision(config, has_bf16=devices > 0)  # that of a run on this node
-        backend = "gloo" if config.train.compile else "mock"
-        config = configuration.with_values(config, {"launch.backend": backend})
+    config, devices = _with_backend(context, config)
     config = forked_call.call(
         context, "axonlaunch.preflight.checks:resolve", config, task="checking the configuration"
     )
@@ -99,6 +89,21 @@ def verify(
         task="looking for the first tensor that differs",
     )
     return replace(verdict, first_difference=str(first)) if has_failed and first else verdict
+
+
+def _with_backend(context: ForkServerContext, config: RunConfig) -> tuple[RunConfig, int]:
+    """Replace ``launch.backend=auto``, and return the number of unused GPUs too."""
+    if config.launch.backend != "auto":
+        return config, 0
+    devices: int = forked_call.call(
+        context,
+        "axonlaunch.preflight.devices:accelerators",
+        config,
+        task="counting accelerators",
+    )
+    config = with_precision(config, has_bf16=devices > 0)  # that of a run on this node
+    backend = "gloo" if config.train.compile else "mock"
+    return configuration.with_values(config, {"launch.backend": backend}), devices
 
 
 def is_to_be_proved(config: RunConfig) -> bool:

@@ -147,7 +147,7 @@ def test_export_of_divided_experts_loads_in_transformers(kind: str, tmp_path: Pa
     expected = World.mock(4).run(run)[0]
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    export_weights(newest, chosen, tmp_path / "out")
     with torch.no_grad():
         model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         actual = model.eval()(input_ids=tokens).logits

@@ -73,7 +73,7 @@ def test_a_run_resumes_on_another_layout_and_transformers_loads_its_export(
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     chosen = run_config([*SETTINGS, *overrides, *reader])
-    weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest, chosen, tmp_path / "out")
     reloaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
     with torch.no_grad():

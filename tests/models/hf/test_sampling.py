@@ -11,6 +11,7 @@ from support.hf_families import save
 
 from axonlaunch.config import ConfigError
 from axonlaunch.training.text.sampling import continue_prompt
+from axonlaunch.training.text.sampling_options import SamplingOptions
 
 TEXT = ["to be or not to be, that is the question", "whether it is nobler in the mind"] * 4
 WITH_LOSS = {"router_aux_loss_coef": 0.1}
@@ -46,7 +47,7 @@ def test_greedy_sampling_equals_transformers(kind: str, tmp_path: Path) -> None:
         for _ in range(12):
             following = model(expected).logits[:, -1].argmax(-1, keepdim=True)
             expected = torch.cat((expected, following), 1)
-    written = continue_prompt(tmp_path, "to be ", tokens=12, temperature=0.0, top_k=None, seed=0)
+    written = continue_prompt(tmp_path, "to be ", SamplingOptions(tokens=12, temperature=0))
     assert written == tokenizer.decode(expected[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
@@ -54,4 +55,4 @@ def test_a_tokenizer_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
     saved_with_tokenizer("qwen3", tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer.path=.*: can't be read: "):
-        continue_prompt(tmp_path, "to be ", tokens=2, temperature=0.0, top_k=None, seed=0)
+        continue_prompt(tmp_path, "to be ", SamplingOptions(tokens=2, temperature=0))

@@ -18,7 +18,7 @@ from axonlaunch.config import CONFIG
 from axonlaunch.config.values.plain_values import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
 from axonlaunch.diagnostics.report.record.node_samples import NodeSamples
-from axonlaunch.system.storage.files import is_locked, open_regular
+from axonlaunch.system.storage.files import is_locked, open_regular, why_no_folder
 from axonlaunch.system.storage.run_files import (
     CRASH,
     ESTIMATE,
@@ -151,8 +151,10 @@ class RunReader:
         config = files.config()
         lines, events = (files.lines(self._growing[name], name) for name in (METRICS, EVENTS))
         if config is None and not lines:
-            reason = f"{self._path}: contains neither {CONFIG} nor {METRICS} of a run"
-            raise NotARunError(reason, notes)
+            reason = f"contains neither {CONFIG} nor {METRICS} of a run"
+            if not self._path.is_dir():
+                reason = why_no_folder(self._path)
+            raise NotARunError(f"{self._path}: {reason}", notes)
         return _record(self._path, files, config or {}, lines, events, self._samples)
 
 

@@ -21,7 +21,7 @@ from axonlaunch.launch.external.kubernetes.names import (
     toleration,
 )
 from axonlaunch.launch.launcher import RESOLVED_SETTINGS, submission_issues
-from axonlaunch.launch.run_dir import SCRATCH_FOLDER, with_folder_of_nodes
+from axonlaunch.launch.run_folder.names import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
 
 _KEY = "launch.kubernetes"
@@ -69,7 +69,9 @@ def _option_issues(options: KubernetesConfig) -> Iterator[ConfigIssue]:
     for key in ("namespace", "queue", "priority_class", "service_account"):
         value = getattr(options, key)
         if value is not None and not is_object_name(value):
-            message = "is no name of Kubernetes: a-z, digits, - and ., between letters or digits"
+            message = (
+                "is not a valid name in Kubernetes: a-z, digits, - and ., between letters or digits"
+            )
             yield ConfigIssue(f"{_KEY}.{key}", message, value)
     for secret in options.secrets:
         if not is_object_name(secret):

@@ -20,8 +20,6 @@ from axonlaunch.models.modules.repeated_blocks import block_key
 
 _INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_index")
 """Attributes of a block's modules that hold its number."""
-
-
 _MOST_PERIODS = 8
 """Largest number of periods that planning traces: two in each of four pipeline stages."""
 

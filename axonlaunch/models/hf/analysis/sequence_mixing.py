@@ -46,8 +46,6 @@ _MIXING = ("convolution", "_fft", "lstm", "gru", "rnn", "scaled_dot_product", "r
 """Parts of names of operations that mix all of their dimensions."""
 _BY_INDEX = ("index", "gather", "scatter", "grouped_mm")
 """Indexing operations, allowed because routers use counts of tokens to sort them by expert."""
-
-
 _ATTENDS_BY_ITSELF = "it does not call transformers' attention functions"
 
 

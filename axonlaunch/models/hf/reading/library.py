@@ -40,8 +40,6 @@ INSTALL = "pip install 'axonlaunch[hf]'"
 _IS_PART: ContextVar[bool] = ContextVar("positions_are_of_a_part", default=False)
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 """Positions of tokens in their documents, [samples, tokens]; None without packing."""
-
-
 _ROW_LENGTH: ContextVar[int | None] = ContextVar("row_length", default=None)
 """Number of tokens of rows whose hidden states are parts of the sequence; None for full ones."""
 _PRESENT: ContextVar[Tensor | None] = ContextVar("present_tokens", default=None)

@@ -8,21 +8,15 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import storage
-from axonlaunch.checkpoint.loading.resume_source import (
-    is_launched_by,
-    resume_of,
-    resume_of_restart,
-)
+from axonlaunch.checkpoint.loading.resume_source import resume_of
 from axonlaunch.checkpoint.loading.run_lock import lock_checkpoints
 from axonlaunch.config import (
     CONFIG,
@@ -33,20 +27,16 @@ from axonlaunch.config import (
     to_yaml,
     with_values,
 )
-from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.composition.origins import origins_of
-from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.consistency.resumed_settings import (
     frozen_settings,
     other_threads,
     settings_unlike_resumed,
 )
 from axonlaunch.config.values.optional_keys import weights_of
-from axonlaunch.config.values.plain_values import LARGEST_YAML
-from axonlaunch.config.values.url import is_url, shortened
-from axonlaunch.diagnostics.report.record.run_record import NotARunError, find_launched, read_run
-from axonlaunch.launch.environment.environment_variables import LaunchIdentity, submission_of
-from axonlaunch.preflight.paths import with_absolute_paths
+from axonlaunch.config.values.url import is_url
+from axonlaunch.launch.environment.environment_variables import submission_of
+from axonlaunch.launch.run_folder.names import create_unique, default_name, with_run_dir
 from axonlaunch.system.node import host
 from axonlaunch.system.storage.disk import free_bytes, shortage
 from axonlaunch.system.storage.files import (
@@ -54,7 +44,7 @@ from axonlaunch.system.storage.files import (
     folder_lock,
     is_there,
     open_regular,
-    read_text,
+    replace_json,
     replace_text,
 )
 from axonlaunch.system.storage.run_files import (
@@ -62,17 +52,14 @@ from axonlaunch.system.storage.run_files import (
     EVENTS,
     METRICS,
     ORIGINS,
-    SUMMARY,
     TOKENIZER,
     append_event,
 )
 from axonlaunch.system.storage.trusted_files import mark_trusted
 from axonlaunch.system.storage.version_control import commit_of
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write to a full disk, or over the user's quota."""
-SCRATCH_FOLDER = "/tmp/axonlaunch"
-"""Folder of runs on other nodes whose checkpoints are in a bucket."""
 
 
 @contextmanager
@@ -121,23 +108,33 @@ def open_run_dir(
             )
         for note in _differences(config):
             announce(note)
-        if is_submitted:  # the job freezes it; until then the folder has that of the last launch
-            yield config
-            return
-        try:
-            # The event comes first: if it can't be written, no frozen configuration is left that
-            # would make the next start refuse the folder.
-            about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
-            append_event(folder, "launched", {**about, "by": launched_by or None})
-            frozen = to_yaml(config)
-            replace_text(folder / CONFIG, frozen)
-            mark_trusted(folder / CONFIG, frozen)
-            (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
-            if composed is not None:
-                write_json(folder / ORIGINS, origins_of(composed, config))
-        except OSError as error:
-            raise _cannot_create(error, folder) from None
+        if (
+            not is_submitted
+        ):  # the job freezes it; until then the folder has that of the last launch
+            _freeze(config, composed, launched_by)
         yield config
+
+
+def _freeze(config: RunConfig, composed: Composed | None, launched_by: str) -> None:
+    """Record a launch in the run folder, with the configuration and the origins of its values.
+
+    Raises:
+        ConfigError: A file can't be written.
+    """
+    folder = Path(config.run_dir)
+    try:
+        # The event comes first: if it can't be written, no frozen configuration is left that would
+        # make the next start refuse the folder.
+        about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
+        append_event(folder, "launched", {**about, "by": launched_by or None})
+        frozen = to_yaml(config)
+        replace_text(folder / CONFIG, frozen)
+        mark_trusted(folder / CONFIG, frozen)
+        (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
+        if composed is not None:
+            replace_json(folder / ORIGINS, origins_of(composed, config))
+    except OSError as error:
+        raise _cannot_create(error, folder) from None
 
 
 def _lock_checkpoints(config: RunConfig, *, creates: bool = False) -> AbstractContextManager[None]:
@@ -171,25 +168,6 @@ def _hold(folder: Path) -> Iterator[None]:
 def _with_resume(config: RunConfig) -> RunConfig:
     """Resolve ``checkpoint.resume`` for all ranks."""
     return with_values(config, {"checkpoint.resume": resume_of(config)})
-
-
-def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConfig:
-    """Make a run resume from its latest checkpoint if its launcher or scheduler restarts it."""
-    if not (identity.name and identity.is_restart):
-        return config
-    if config.name == config.run_dir == "auto":
-        folder = find_launched(Path("runs"), by=identity.name) if identity.has_one_run else None
-        if folder is None:
-            return config
-        config = with_values(config, {"run_dir": str(folder)})
-    resolved = with_run_dir(config)
-    try:
-        events = read_run(Path(resolved.run_dir)).events
-    except NotARunError:
-        return config
-    resume = resume_of_restart(resolved, events, launched_by=identity.name)
-    overwrites = config.checkpoint.overwrite and not is_launched_by(events, identity.name)
-    return with_values(config, {"checkpoint.resume": resume, "checkpoint.overwrite": overwrites})
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -273,86 +251,6 @@ def _differences(config: RunConfig) -> list[str]:
     return [*notes, *other_threads(config, previous)]
 
 
-def finished_summary(config: RunConfig) -> dict[str, Any] | None:
-    """Return the summary of a run that has already trained all steps of this configuration.
-
-    Return None if there is no such run. A run that early stopping ended has no steps left either.
-
-    Raises:
-        ConfigError: The run has trained the same number of steps with other settings.
-    """
-    if config.name == config.run_dir == "auto" or resume_of(config) != "auto":
-        return None
-    folder = Path(with_run_dir(config).run_dir)
-    try:
-        summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
-        steps = summary["steps"] if summary["status"] == "done" else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if steps != config.train.steps:
-        is_stopped = steps is not None and _is_stopped_early(config, step=steps)
-        return summary if is_stopped else None
-    try:
-        previous = frozen_settings(folder / CONFIG)
-        changed = settings_unlike_resumed(with_absolute_paths(config), previous)
-    except (OSError, ValueError):
-        changed = []  # the settings don't matter, because no step is left to train
-    if changed:
-        message = (
-            f"{folder} has already trained this number of steps with other settings than "
-            f"{', '.join(changed)}; use more steps to continue with these settings, or another name"
-        )
-        raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
-    return summary
-
-
-def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
-    steps, patience = summary["steps"], config.train.early_stop
-    reason = f"it has trained all of its {steps} steps; to continue, use more train.steps"
-    if steps != config.train.steps:
-        reason = (
-            f"train.early_stop={patience} ended it after {steps} steps; to continue, use more "
-            "evaluations, or null"
-        )
-    text = (
-        f"{with_run_dir(config).name} is finished: {reason}; to start over, use another name or "
-        "checkpoint.overwrite=true"
-    )
-    if config.checkpoint.push is None or summary.get("pushed") is not None:
-        return text
-    return f"{text}; to upload its weights, use {pushing_command(with_run_dir(config))}"
-
-
-def pushing_command(config: RunConfig) -> str:
-    """Return the command that uploads the weights of a run to ``checkpoint.push``."""
-    private = " --private" if config.checkpoint.push_private else ""
-    folder = shortened(config.run_dir)
-    return f"axonlaunch checkpoint export {folder} --push {config.checkpoint.push}{private}"
-
-
-def _is_stopped_early(config: RunConfig, *, step: int) -> bool:
-    """Return whether the newest checkpoint of a run ended it by ``train.early_stop``."""
-    patience = config.train.early_stop
-    if patience is None:
-        return False
-    try:
-        saved = last_saved(with_run_dir(config))
-    except OSError:  # reported where the run is resumed
-        return False
-    return saved is not None and saved.step == step and saved.evaluations_since >= patience
-
-
-def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the latest checkpoint that a run has saved itself.
-
-    None if there is none, and for remote folders of checkpoints, which are not read.
-    """
-    if is_url(config.checkpoint.path or ""):
-        return None
-    return checkpoint.find_checkpoint(storage.root(config))
-
-
 def create_joined(config: RunConfig) -> None:
     """Create the folder of a run that another process began, with its frozen configuration.
 
@@ -370,7 +268,7 @@ def create_joined(config: RunConfig) -> None:
 
 def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     path = f": {error.filename}" if error.filename else ""
-    remedy = f"; {shortage(folder)[1]}, or use another" if error.errno in FULL else ""
+    remedy = f"; {shortage(folder)[1]}, or use another" if error.errno in _FULL else ""
     message = f"can't make the run folder: {error.strerror}{path}{remedy}"
     return ConfigError([ConfigIssue("run_dir", message)])
 
@@ -403,66 +301,15 @@ def _free_path(folder: Path) -> Path:
     return next(path for path in paths if not is_there(path))
 
 
-def with_run_dir(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir`` without creating the folder."""
-    name, folder = str(config.name), Path(config.run_dir)
-    if name == config.run_dir == "auto":
-        name = free_name(default_name(config))
-    if config.run_dir == "auto":
-        folder = Path("runs", name)
-    name = folder.name if name == "auto" else name
-    return dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
-
-
-def create_unique(name: str) -> Path:
-    """Create a new folder below ``runs`` with this name, plus a number if the name is taken."""
-    for number in itertools.count(1):
-        folder = Path("runs", name if number == 1 else f"{name}-{number}").absolute()
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("count ended")
-
-
-def with_folder_of_nodes(config: RunConfig, *, root: str = SCRATCH_FOLDER) -> RunConfig:
-    """Resolve ``name`` and ``run_dir`` of a run on other nodes.
-
-    Args:
-        config: Configuration with resolved ``launch.nproc``.
-        root: Folder of the nodes in which the run folder is, unless the configuration has one.
-    """
-    name = default_name(config) if config.name == "auto" else config.name
-    folder = f"{root.rstrip('/')}/{name}" if config.run_dir == "auto" else config.run_dir
-    return dataclasses.replace(config, name=name, run_dir=folder)
-
-
-def free_name(name: str) -> str:
-    """Return a name without a folder below ``runs``: this one, or this one with a number."""
-    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(free for free in numbered if not Path("runs", free).exists())
-
-
-def default_name(config: RunConfig) -> str:
-    """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
-    layout = Layout.of(config, world_size=num_ranks(config))
-    kinds: list[str] = [] if layout.facts.averages == "nothing" else [layout.data_parallel]
-    kinds += [axis.word for axis in PRINTED if layout.degrees[axis.name] > 1]
-    return "-".join([config.model.name, *(kinds or ["single"])])
-
-
 def _refuse_overwriting(config: RunConfig) -> None:
     resume, overwrite = config.checkpoint.resume, config.checkpoint.overwrite
     if not (Path(config.run_dir) / CONFIG).exists():
         return
-    message = ""
     if resume == "never" and not overwrite:
         message = (
             f"{config.run_dir} already contains a run; choose another name, continue it with "
             "checkpoint.resume=auto, or move it aside with checkpoint.overwrite=true"
         )
-    if message:
         raise ConfigError([ConfigIssue("checkpoint.resume", message, resume)])
     folder = Path(config.run_dir).resolve()
     moved = {
@@ -489,8 +336,3 @@ def _paths_to_read(config: RunConfig) -> dict[str, str]:
         "tokenizer.path": config.tokenizer.path,
     }
     return {key: path for key, path in paths.items() if path is not None}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one JSON object."""
-    replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

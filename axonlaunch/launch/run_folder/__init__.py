@@ -1,0 +1,1 @@
+"""The run folder: its name, its start, and what is left of an earlier run in it."""
