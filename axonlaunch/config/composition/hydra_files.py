@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.composition.user_file import UserFile
+from axonlaunch.system.storage.home import expand_home_in
 
 
 class HydraFiles:
@@ -190,6 +191,9 @@ class HydraFiles:
         repository = self._repository(config_name)
         tree = self._loader._compose_config_from_defaults_list(defaults=files, repo=repository)
         tree.pop("hydra", None)
+        if self._with_hydra or config_name in self._user_files:
+            plain = OmegaConf.to_container(tree, resolve=False)
+            tree = OmegaConf.create(expand_home_in(plain))
         OmegaConf.set_struct(tree, True)
         return tree
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.problems.errors import ConfigIssue
+from axonlaunch.system.storage.home import home_folder
 
 _LONGEST, _DEEPEST = 8192, 32
 """Longest and deepest override; Hydra's parser needs seconds for a few times as much."""
@@ -36,7 +36,7 @@ def _quoted_split(text: str) -> str:
 def _with_home(text: str) -> str:
     """Replace ``~`` by the home folder in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell does."""
     outside = re.split(f"({_QUOTED.pattern})", text)
-    home = str(Path.home())
+    home = str(home_folder()).rstrip("/")
     outside[::2] = [re.sub(r"(?<=[=\[,:\s])~(?=/)", lambda _: home, part) for part in outside[::2]]
     return "".join(outside)
 
