@@ -335,7 +335,7 @@ class Composer:
         result = SortedOverrides([], [], {})
         for override in parsed:
             text, key = override.input_line, override.key_or_group
-            if key == "hydra" or key.startswith("hydra."):
+            if key == "hydra" or key.startswith(("hydra.", "hydra/")):
                 message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():

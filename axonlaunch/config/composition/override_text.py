@@ -18,6 +18,7 @@ _LONGEST, _DEEPEST = 8192, 32
 MOST_RUNS = 1000
 """Largest number of runs of a sweep; all are checked before the first is launched."""
 _QUOTES = "'\""
+_KEY = re.compile(r"[~+]*[\w/@-]+(\.[\w/@-]+)*")
 _SPLIT = re.compile(r"[\w.+ ]*\w\[[-\d%: ]*\][-\w.+%:\[\] ]*")
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
@@ -50,6 +51,8 @@ def why_unread(text: str, error: str) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return ""
+    if not _KEY.fullmatch(key):
+        return f"{key!r} is not a key; write it with single dots, as in train.steps=5"
     if "\n" in value or "\r" in value:
         return "its value contains a line break; remove it, or put quotes around the value"
     if not value.startswith(("[", "{")):
