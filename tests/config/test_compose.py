@@ -110,6 +110,22 @@ def test_interpolations_are_resolved() -> None:
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
+        ("name=größe", "name", "größe"),
+        ("run_dir=/data/my Läufe/日本", "run_dir", "/data/my Läufe/日本"),
+        ("plugins=[a, größe]", "plugins", ["a", "größe"]),
+        ("model.arguments={a: é.txt, b: c}", "model.arguments.a", "é.txt"),
+        ("name='é,a'", "name", "é,a"),
+    ],
+)
+def test_letters_of_any_language_need_no_quotes(override: str, key: str, value: object) -> None:
+    composed = Composer().compose([override])
+    assert not composed.problems
+    assert config.flatten(composed.tree)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
         ("run_dir=~/r", "run_dir", "/home/me/r"),
         ("launch.token_file=~/a b", "launch.token_file", "/home/me/a b"),
         ("plugins=[~/a,~/b]", "plugins", ["/home/me/a", "/home/me/b"]),

@@ -28,8 +28,8 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_l
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
-from axonlaunch.config.values.plain_values import flatten, read_yaml
-from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml
+from axonlaunch.system.storage.files import read_text, why_no_folder
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
@@ -145,7 +145,8 @@ class Composer:
         values: dict[str, dict[str, Any]] = {}
         for name in self._files.options(group):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
-            values[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
+            file = next(file for file in files if file.is_file())
+            values[name] = read_yaml(read_text(file, at_most=LARGEST_YAML))
         return values
 
     def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:
@@ -439,7 +440,7 @@ class Composer:
         for folder in self.folders:
             path = folder / relative
             if path.is_file():
-                lines = path.read_text().splitlines() or [""]
+                lines = read_text(path, at_most=LARGEST_YAML).splitlines() or [""]
                 comments = [line for line in lines[:2] if not line.startswith("# @package")]
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""

@@ -20,12 +20,23 @@ MOST_RUNS = 1000
 _QUOTES = "'\""
 _KEY = re.compile(r"[~+]*[\w/@-]+(\.[\w/@-]+)*")
 _SPLIT = re.compile(r"[\w.+ ]*\w\[[-\d%: ]*\][-\w.+%:\[\] ]*")
+_FOREIGN = re.compile(
+    r"((?<=[=\[,])\s*|(?<=:) +)([\w./+@ -]*[^\W\d_a-zA-Z][\w./+@ -]*)(?=[,\]}]|$)"
+)
+"""Matches a value with letters like é, which Hydra's grammar allows only in quotes."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 def as_meant(text: str) -> str:
     """Return an override in the syntax of Hydra's parser, if its meaning is unambiguous."""
-    return _quoted_split(_with_home(_without_quoted_keys(text)))
+    return _quoted_letters(_quoted_split(_with_home(_without_quoted_keys(text))))
+
+
+def _quoted_letters(text: str) -> str:
+    """Put quotes around values with letters that are not English, such as ``name=größe``."""
+    outside = re.split(f"({_QUOTED.pattern})", text)
+    outside[::2] = [_FOREIGN.sub(r'\1"\2"', part) for part in outside[::2]]
+    return "".join(outside)
 
 
 def _quoted_split(text: str) -> str:
