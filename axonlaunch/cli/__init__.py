@@ -21,6 +21,7 @@ def main() -> None:
         os._exit(status)
 
     streams.open_missing()
+    streams.escape_unencodable()
     atexit.register(leave)  # registered first, so it is called last, after threads are joined
     try:
         from axonlaunch.cli.shared.early_server import early_server

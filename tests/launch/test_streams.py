@@ -69,6 +69,19 @@ def test_unencodable_console_character_is_escaped() -> None:
     assert raw.getvalue() == b"na\\xefve\n"
 
 
+def test_commands_escape_names_that_standard_output_cannot_encode(tmp_path: Path) -> None:
+    (tmp_path / "größe").mkdir()
+    (tmp_path / "größe" / "config.yaml").write_text("name: a\n")
+    listed = subprocess.run(
+        [sys.executable, "-m", "axonlaunch", "runs", str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert b"gr\\xf6\\xdfe" in listed.stdout
+
+
 def test_closed_standard_output_is_not_reused_by_next_file() -> None:
     program = (
         "from axonlaunch.system.text import streams; import os, tempfile;"
