@@ -51,6 +51,13 @@ def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) 
     assert Composer().options(group)[option], "the first line of each YAML says what it is"
 
 
+def test_summary_of_a_shipped_yaml_is_not_cut() -> None:
+    """``axonlaunch ls`` shows the first line, so a sentence must not go on in the next."""
+    for file in packaged_configs().rglob("*.yaml"):
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        assert not " ".join(lines[1:2]).startswith("# "), file
+
+
 def test_every_group_of_the_schema_has_a_folder() -> None:
     assert {path.name for path in packaged_configs().iterdir() if path.is_dir()} == set(GROUPS)
 

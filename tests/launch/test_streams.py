@@ -82,6 +82,14 @@ def test_commands_escape_names_that_standard_output_cannot_encode(tmp_path: Path
     assert b"gr\\xf6\\xdfe" in listed.stdout
 
 
+def test_deleted_working_folder_is_one_line(tmp_path: Path) -> None:
+    program = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    command = ["sh", "-c", program, "sh", sys.executable, "-m", "axonlaunch", "train"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"error: the working folder was deleted; change to an existing one\n"
+
+
 def test_closed_standard_output_is_not_reused_by_next_file() -> None:
     program = (
         "from axonlaunch.system.text import streams; import os, tempfile;"
