@@ -59,6 +59,16 @@ def test_frozen_configuration_of_a_run_is_a_file() -> None:
     assert config.load(["run.yaml"]) == loaded
 
 
+def test_other_name_for_a_frozen_configuration_is_another_run_in_another_folder() -> None:
+    write("name: first\nrun_dir: /data/runs/first\nseed: 3\n")
+    loaded = config.load(["run.yaml", "name=second"])
+    assert (loaded.name, loaded.run_dir, loaded.seed) == ("second", "auto", 3)
+    assert config.load(["run.yaml"]).run_dir == "/data/runs/first"
+    assert config.load(["run.yaml", "name=second", "run_dir=/r"]).run_dir == "/r"
+    write("name: first\nrun_dir: /data/scratch\n")  # the folder does not follow from the name
+    assert config.load(["run.yaml", "name=second"]).run_dir == "/data/scratch"
+
+
 def test_changed_file_is_read_again() -> None:
     assert config.load([write("seed: 1\n")]).seed == 1
     assert config.load([write("seed: 2\n")]).seed == 2

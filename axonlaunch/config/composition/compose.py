@@ -22,7 +22,7 @@ from axonlaunch.config.composition.override_text import (
     without_spaces,
 )
 from axonlaunch.config.composition.random_search import interval_problems, random_runs
-from axonlaunch.config.composition.user_file import read_user_file, split_file
+from axonlaunch.config.composition.user_file import is_file, read_user_file, split_file
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
@@ -219,9 +219,12 @@ class Composer:
         problems += preset_problems
         in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
+        origins = overrides.origins
+        if "name" in origins and "run_dir" not in origins and files.names_run_dir(config_name):
+            named["run_dir"], origins["run_dir"] = "auto", origins["name"]
         return Composed(
             named,
-            overrides.origins,
+            origins,
             in_files,
             problems,
             preset=preset,
@@ -396,6 +399,7 @@ class Composer:
         close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
         meant = f"did you mean {close}? " if close else ""
         hint = "; plugins=[module] registers a custom one" if group in self._open_groups else ""
+        hint = f"; a file is given without {group}=" if is_file(str(value)) else hint
         message = f"there is no such option; {meant}known: {', '.join(options)}{hint}"
         return ConfigIssue(group, message, value)
 

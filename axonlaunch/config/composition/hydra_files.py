@@ -64,6 +64,14 @@ class HydraFiles:
         """Return the path of a primary config that is a file of the user; None for others."""
         return self._user_files[name].path if name in self._user_files else None
 
+    def names_run_dir(self, name: str) -> bool:
+        """Return whether a user's primary file has a ``name`` and its folder, as a frozen one has.
+
+        Another name is then that of another run, which must not continue this one.
+        """
+        tree = self._user_files[name].tree if name in self._user_files else {}
+        return "run_dir" in tree and Path(str(tree["run_dir"])).name == str(tree.get("name"))
+
     def has_file(self, name: str) -> bool:
         """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""
         return name in self._user_files or bool(self._loader.repository.config_exists(name))
