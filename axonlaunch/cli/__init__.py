@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from pathlib import Path
 
 from axonlaunch.system.exit_status import take_status_file, write_status
 from axonlaunch.system.text import streams
@@ -21,7 +22,14 @@ def main() -> None:
         os._exit(status)
 
     streams.open_missing()
+    streams.escape_unencodable()
     atexit.register(leave)  # registered first, so it is called last, after threads are joined
+    try:
+        Path.cwd()
+    except OSError:
+        sys.stderr.write("error: the working folder was deleted; change to an existing one\n")
+        status = 2
+        return
     try:
         from axonlaunch.cli.shared.early_server import early_server
 

@@ -196,6 +196,7 @@ class Registry(Generic[_T, F]):
             passed: Number of leading parameters of the decorated object that are not arguments.
 
         Raises:
+            TypeError: The name is not text.
             ValueError: ``config`` is not a dataclass with a field ``name``; when decorating, the
                 name is already registered.
         """
@@ -214,11 +215,14 @@ class Registry(Generic[_T, F]):
         return register
 
     def check_config(self, name: str, config: type | None) -> None:
-        """Check that a configuration is a dataclass with a field ``name``.
+        """Check that a name is text, and a configuration a dataclass with a field ``name``.
 
         Raises:
+            TypeError: The name is not text, as if ``@register_model`` had no parentheses.
             ValueError: The configuration is not a dataclass, or has no field ``name``.
         """
+        if not isinstance(name, str):
+            raise TypeError(f'register_{self.kind} needs a name: @ax.register_{self.kind}("name")')
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         if config is not None and "name" not in [field.name for field in fields]:
             raise ValueError(

@@ -16,7 +16,7 @@ from axonlaunch.checkpoint.exchange.base_weights import find_base_problems
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint
 from axonlaunch.checkpoint.format.step_folders import find_checkpoint
-from axonlaunch.checkpoint.format.storage import reaching, storage_path
+from axonlaunch.checkpoint.format.storage import CHECKPOINTS, reaching, storage_path
 from axonlaunch.checkpoint.loading import fallback, reader
 from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, with_values
@@ -47,7 +47,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.source_of import source_of
 from axonlaunch.models.torch_dtypes import torch_dtype
-from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.system.storage.files import is_there, why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,7 +156,10 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             yield from _resumable(config, model, checkpoint)
             yield from _other_tokenizer(config, checkpoint.path.parent.parent)
         elif resume != "auto":
-            yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
+            message = "there is no complete checkpoint in it"
+            is_inside = folder.name == CHECKPOINTS and is_there(folder.parent / CONFIG)
+            message += f"; give the run, {folder.parent}" if is_inside else ""
+            yield ConfigIssue("checkpoint.resume", message, resume)
 
 
 def _resumed_from(config: RunConfig) -> Path | None:

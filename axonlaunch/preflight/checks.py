@@ -383,9 +383,9 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if is_url(path):  # the free space of remote storage is not known
         return
     folder, free = free_bytes(Path(path if path != "auto" else "runs"))
-    if not os.access(folder, os.W_OK):
-        key = "checkpoint.path" if config.checkpoint.path else "run_dir"
-        yield ConfigIssue(key, f"{folder} can't be written to; use another", path)
+    if not os.access(folder, os.W_OK):  # the launcher reports a run folder that can't be created
+        if config.checkpoint.path is not None:
+            yield ConfigIssue("checkpoint.path", f"{folder} can't be written to; use another", path)
     elif needed > free:
         message = (
             f"checkpoints take up to {size(needed)}, but {folder} has {size(free)} free; keep "

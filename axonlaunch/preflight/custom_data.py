@@ -36,6 +36,7 @@ def custom_data_problems(
         returns = "structured batches, in which the model's loss can't identify the targets"
         returns = returns if structured else "float targets, but the model's loss needs classes"
         message = f"data={name} returns {returns}; use a loss registered with register_loss"
+        message += ", or return pairs of inputs and targets" if structured else ""
         yield ConfigIssue("train.loss", message, None)
     if structured or config.train.loss is not None:
         yield from _refuse_division(config, structured=structured)

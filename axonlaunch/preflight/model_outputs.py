@@ -85,10 +85,15 @@ def output_problems(
     if not isinstance(outputs, Tensor):
         yield not_a_tensor(outputs)
         return
-    sizes = {f"its embedding {name} has": rows for name, rows in forward.embeddings.items()}
-    if spec.loss is cross_entropy_sum and outputs.dim():
-        sizes["its outputs have"] = outputs.shape[-1]
     needed, unit = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
+    sizes = {f"its embedding {name} has": rows for name, rows in forward.embeddings.items()}
+    if spec.loss is cross_entropy_sum:
+        if outputs.dim() < 2:
+            shape = f"its forward returns a tensor of shape {[*outputs.shape]}"
+            message = f"{shape}, not logits [..., {needed}], from which the run computes the loss"
+            yield ConfigIssue("model", message)
+            return
+        sizes["its outputs have"] = outputs.shape[-1]
     if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
         message = f"{', '.join(small)}, but the data has {needed} {unit}; use "
         message += setting or f"{needed} or more"

@@ -13,6 +13,7 @@ from axonlaunch.config.values.environment_values import EnvironmentText
 from axonlaunch.config.values.optional_keys import chat_template_of, prompt_format_of
 from axonlaunch.data.texts.chats.named_templates import PROMPT_FORMATS, TEMPLATES
 from axonlaunch.data.tokenizers.tokenizer_files import tokenizer_of
+from axonlaunch.system.storage.home import expand_home
 
 _LONGEST = 4096
 """Longest path of a file on Linux."""
@@ -42,7 +43,7 @@ def _file_of(value: str | None) -> str | None:
 
 def _absolute(path: str) -> str:
     """Return the absolute path if the path exists; other text, such as a model id, unchanged."""
-    here = Path(path).expanduser()
+    here = expand_home(path)
     if not here.exists() or str(here.absolute()) == path:
         return path
     if isinstance(path, EnvironmentText) and here == Path(path):

@@ -182,3 +182,11 @@ def test_adafactor_does_not_take_adams_states(tmp_path: Path) -> None:
     save(tmp_path, "strategy=single", "optimizer=adam")
     [refusal] = refusals(tmp_path, ADAFACTOR)
     assert "was saved with a different optimizer; it has states exp_avg, exp_avg_sq, st" in refusal
+
+
+def test_resuming_from_the_folder_of_checkpoints_names_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: run\n")
+    [refusal] = refusals(tmp_path / "new", f"checkpoint.resume={run}/checkpoints")
+    assert refusal.endswith(f"there is no complete checkpoint in it; give the run, {run}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from support.command import Served
 from support.served import Server
+
+from axonlaunch.config import ConfigError
+from axonlaunch.training.text.sampling import load_text_model
 
 MODEL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=0"]
@@ -59,3 +63,9 @@ def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served)
 def test_sample_refuses_models_without_text(folder: str, message: str, trained: Served) -> None:
     [error] = trained("sample", folder, status=2).stderr.splitlines()
     assert error.startswith(f"error: {message}")
+
+
+def test_sample_of_an_exported_adapter_says_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is an adapter; give its run, or what checkpoint exp"):
+        load_text_model(tmp_path)

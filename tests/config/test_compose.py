@@ -51,6 +51,13 @@ def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) 
     assert Composer().options(group)[option], "the first line of each YAML says what it is"
 
 
+def test_summary_of_a_shipped_yaml_is_not_cut() -> None:
+    """``axonlaunch ls`` shows the first line, so a sentence must not go on in the next."""
+    for file in packaged_configs().rglob("*.yaml"):
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        assert not " ".join(lines[1:2]).startswith("# "), file
+
+
 def test_every_group_of_the_schema_has_a_folder() -> None:
     assert {path.name for path in packaged_configs().iterdir() if path.is_dir()} == set(GROUPS)
 
@@ -105,6 +112,22 @@ def test_origins_name_the_file_or_the_override(tmp_path: Path) -> None:
 
 def test_interpolations_are_resolved() -> None:
     assert config.load(["train.steps=40", "checkpoint.every=${train.steps}"]).checkpoint.every == 40
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("name=größe", "name", "größe"),
+        ("run_dir=/data/my Läufe/日本", "run_dir", "/data/my Läufe/日本"),
+        ("plugins=[a, größe]", "plugins", ["a", "größe"]),
+        ("model.arguments={a: é.txt, b: c}", "model.arguments.a", "é.txt"),
+        ("name='é,a'", "name", "é,a"),
+    ],
+)
+def test_letters_of_any_language_need_no_quotes(override: str, key: str, value: object) -> None:
+    composed = Composer().compose([override])
+    assert not composed.problems
+    assert config.flatten(composed.tree)[key] == value
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from support.command import TINY, Served
 from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, to_yaml
+from axonlaunch.config.values.plain_values import read_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +33,11 @@ def test_file_selects_options_and_changes_keys_and_overrides_change_it() -> None
     assert config.load([], config_name="run.yaml").train.steps == 7
 
 
-@pytest.mark.parametrize("entry", ["override /model", "/model", "model"])
-def test_file_has_a_list_of_defaults_as_experiments_have(entry: str) -> None:
-    write(f"# @package _global_\ndefaults:\n  - {entry}: llama_debug\n  - _self_\nseed: 3\n")
+@pytest.mark.parametrize("entry", ["override /model", "override model", "/model", "model"])
+@pytest.mark.parametrize("first", ["", "  - config\n"])
+def test_file_has_a_list_of_defaults_as_experiments_have(entry: str, first: str) -> None:
+    text = f"# @package _global_\ndefaults:\n{first}  - {entry}: llama_debug\n  - _self_\nseed: 3\n"
+    write(text)
     assert config.load(["run.yaml"]) == config.load(["model=llama_debug", "seed=3"])
 
 
@@ -53,6 +57,16 @@ def test_frozen_configuration_of_a_run_is_a_file() -> None:
     loaded = config.load(["model=llama_debug", "strategy=hybrid", "train.steps=3", "adapter=lora"])
     write(to_yaml(loaded))
     assert config.load(["run.yaml"]) == loaded
+
+
+def test_other_name_for_a_frozen_configuration_is_another_run_in_another_folder() -> None:
+    write("name: first\nrun_dir: /data/runs/first\nseed: 3\n")
+    loaded = config.load(["run.yaml", "name=second"])
+    assert (loaded.name, loaded.run_dir, loaded.seed) == ("second", "auto", 3)
+    assert config.load(["run.yaml"]).run_dir == "/data/runs/first"
+    assert config.load(["run.yaml", "name=second", "run_dir=/r"]).run_dir == "/r"
+    write("name: first\nrun_dir: /data/scratch\n")  # the folder does not follow from the name
+    assert config.load(["run.yaml", "name=second"]).run_dir == "/data/scratch"
 
 
 def test_changed_file_is_read_again() -> None:
@@ -75,6 +89,19 @@ def test_origin_of_a_value_is_the_file() -> None:
         ("- a\n", "run.yaml: holds no keys"),
         ("a: [\n", "run.yaml: not YAML: "),
         ("defaults: hf\n", "run.yaml: its defaults are not a list; write defaults: [override"),
+        (
+            "train:\n  steps: 3\nseed: 1\ntrain:\n  log_every: 1\n",
+            "run.yaml: has the key train twice, in lines 1 and 4; write both values below one",
+        ),
+        (
+            "strategy.fsdp.sharding: full_shard\n",
+            "run.yaml: strategy.fsdp.sharding: keys are nested in a file; write strategy: {fsdp: "
+            "{sharding: ...}}",
+        ),
+        (
+            "seed: ${oc.env:UNSET_VARIABLE}\n",
+            "seed: the environment variable UNSET_VARIABLE is not set",
+        ),
     ],
 )
 def test_errors_in_a_file_are_one_line(text: str, message: str) -> None:
@@ -83,6 +110,19 @@ def test_errors_in_a_file_are_one_line(text: str, message: str) -> None:
         config.load(["run.yaml"])
     [problem] = raised.value.problems
     assert str(problem).startswith(message)
+
+
+def test_numbers_and_dates_in_a_file_are_those_that_hydra_reads() -> None:
+    write("optimizer:\n  lr: 2e-5\n  weight_decay: 1E-2\nname: 2026-11-29\n")
+    loaded = config.load(["run.yaml"])
+    values = loaded.optimizer.lr, loaded.optimizer.weight_decay, loaded.name
+    assert values == (2e-5, 0.01, "2026-11-29")
+
+
+@pytest.mark.parametrize("name", ["1e-3", "12e4567", "2026-11-29", "0123", "1e-3\n"])
+def test_frozen_text_that_looks_like_a_number_is_text_for_every_reader(name: str) -> None:
+    text = to_yaml({"name": name})
+    assert read_yaml(text) == OmegaConf.to_container(OmegaConf.create(text)) == {"name": name}
 
 
 def test_missing_file_and_second_file_are_refused() -> None:

@@ -221,6 +221,8 @@ def test_a_file_shorter_than_a_sample_is_reported(tmp_path):
         "data.sequence_length=50: the held-out part has 5 tokens, and a sample takes 51 (its "
         "targets are one ahead); give more data, or use 4 or less"
     )
+    path.write_bytes(b"")
+    assert error_of(TextConfig(files=[str(path)], sequence_length=50)).endswith("give more data")
 
 
 # Token files

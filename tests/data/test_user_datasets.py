@@ -350,7 +350,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.loss=null"], r"train\.loss=null: .*use a loss registered with register_loss"),
+        (["train.loss=null"], r"train\.loss=null: .*use a loss registered .*, or return pairs of"),
         (
             ["strategy=tensor", "launch.nproc=2"],
             r"strategy\.tensor\.degree=2: data=custom returns structured batches, but this splits "

@@ -155,6 +155,10 @@ def test_corrupt_file_is_config_error(
 def test_text_as_overrides_and_list_as_config_are_type_errors() -> None:
     with pytest.raises(TypeError, match=r"pass a list of settings, \['strategy=fsdp'\]"):
         ax.load("strategy=fsdp")
+    with pytest.raises(TypeError, match="overrides has 5; write settings as text"):
+        ax.load(["strategy=fsdp", 5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"pass a list of folders, \['my_configs'\]"):
+        ax.load([], config_dirs="my_configs")
     with pytest.raises(TypeError, match="config is of type list; pass the result of ax"):
         ax.train(["strategy=fsdp"])  # type: ignore[arg-type]
 

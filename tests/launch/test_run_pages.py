@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from support.command import Command, Served
 from support.run_folders import run_folder
 from support.served import Server
 
-from axonlaunch.cli.reports.runs import BreakableName
+from axonlaunch.cli.reports.runs import BreakableName, table_of
 from axonlaunch.cli.shared.run_folders import has_runs
 from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.cli.training.watch import await_run, command as watch_command
@@ -107,6 +108,17 @@ def test_runs_command_lists_status_and_filters(run: Path, served: Command) -> No
     assert (row["status"], row["layout"], row["step"], row["steps"]) == ("done", "fsdp 2", 4, 4)
     assert "demo" in served("runs", "--where", "strategy.data_parallel=fsdp").stdout
     assert served("runs", "--where", "status=failed").stdout == "runs: no run matches --where\n"
+
+
+@pytest.mark.parametrize("width", [40, 64, 80])
+def test_table_of_runs_shows_names_in_a_narrow_terminal(width: int) -> None:
+    row = {"run": "runs/gpt-fsdp", "status": "interrupted", "layout": "fsdp 2 x tensor 2"}
+    row |= {"step": 12345, "steps": 20000, "loss": 2.5, "counted": "tokens", "tokens_per_s": 14e3}
+    stream = StringIO()
+    console = Console(file=stream, width=width)
+    console.print(table_of([{**row, "changed_at": time.time()}], Path("runs"), width=width))
+    assert "gpt-" in stream.getvalue()
+    assert "12345/20000" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,27 @@ def test_unencodable_console_character_is_escaped() -> None:
     assert raw.getvalue() == b"na\\xefve\n"
 
 
+def test_commands_escape_names_that_standard_output_cannot_encode(tmp_path: Path) -> None:
+    (tmp_path / "größe").mkdir()
+    (tmp_path / "größe" / "config.yaml").write_text("name: a\n")
+    listed = subprocess.run(
+        [sys.executable, "-m", "axonlaunch", "runs", str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert b"gr\\xf6\\xdfe" in listed.stdout
+
+
+def test_deleted_working_folder_is_one_line(tmp_path: Path) -> None:
+    program = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    command = ["sh", "-c", program, "sh", sys.executable, "-m", "axonlaunch", "train"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"error: the working folder was deleted; change to an existing one\n"
+
+
 def test_closed_standard_output_is_not_reused_by_next_file() -> None:
     program = (
         "from axonlaunch.system.text import streams; import os, tempfile;"

@@ -18,7 +18,8 @@ from typing import Any, cast
 import pytest
 
 from axonlaunch.events import Finished
-from axonlaunch.launch.failures.report import report_of_rank
+from axonlaunch.launch.failures.report import Report, report_of_rank
+from axonlaunch.launch.local import supervisor as supervisor_module
 from axonlaunch.launch.local.messages import Done
 from axonlaunch.launch.local.supervisor import Rank, Supervisor
 from axonlaunch.system.node import cgroup_memory, host
@@ -121,3 +122,33 @@ def test_run_that_fails_while_stopping_counts_as_stopped(
     outcome = supervisor.run()
     assert outcome.crash is not None
     assert outcome.was_stopped
+
+
+@pytest.mark.parametrize("pause_s", [100.0, 4.0])
+def test_pause_of_the_launcher_does_not_count_as_hang(
+    pipe: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    """Ctrl-Z, a suspended SLURM job: the clock jumps by more than ``timeout_s``."""
+    supervisor = _supervisor(pipe[0], 0)
+    process = cast("Any", supervisor.ranks[0].process)
+    process.has_ended = False
+    now = time.monotonic()
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervisor, "_locate", lambda ranks: [_hang_report(supervisor)])
+
+    def tick() -> None:
+        nonlocal now
+        now += pause_s
+        if now > start + 90 and not process.has_ended:
+            pipe[1].send(Done(0, END))
+            process.has_ended = True
+
+    start, supervisor.tick = now, tick
+    outcome = supervisor.run()
+    is_hang = outcome.crash is not None and outcome.crash.first.kind == "hang"
+    assert is_hang == (pause_s < 5)  # without a pause, 60 s without progress are a hang
+
+
+def _hang_report(supervisor: Supervisor) -> Report:
+    log = supervisor.ranks[0].log
+    return report_of_rank(0, "hang", "no progress", log=log, step=3, doing="stepping")

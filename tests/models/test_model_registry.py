@@ -68,6 +68,13 @@ def test_a_taken_name_is_refused():
         register_model("gpt")(nn.Linear)
 
 
+def test_a_decorator_without_a_name_is_refused():
+    with pytest.raises(
+        TypeError, match=r'register_model needs a name: @ax.register_model\("name"\)'
+    ):
+        register_model(nn.Linear)
+
+
 def test_a_configuration_without_a_name_is_refused():
     @dataclass
     class Nameless:

@@ -79,6 +79,20 @@ def test_non_tensor_output_is_error_with_advice(returns: str, message: str) -> N
     assert reported(on_meta(returns=returns)) == [f"its forward returns {message}"]
 
 
+def test_a_loss_as_output_is_error() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(50, 50), Mean())
+    assert reported(model) == [
+        "its forward returns a tensor of shape [], not logits [..., 50], from which the run "
+        "computes the loss"
+    ]
+
+
+class Mean(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.mean()
+
+
 def test_vocabulary_smaller_than_data_is_error_with_sizes() -> None:
     [message] = reported(on_meta(tokens=49))
     assert message == "its embedding embed has 49, but the data has 50 tokens; use 50 or more"

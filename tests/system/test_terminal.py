@@ -25,8 +25,20 @@ def test_a_users_text_is_printed_as_it_was_written(in_table: bool) -> None:
 
 def test_console_in_a_notebook_prints_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
-    assert console_on(io.StringIO()).is_terminal
+    assert console_on(io.StringIO()).color_system
     application = SimpleNamespace(initialized=lambda: True)
     kernel = SimpleNamespace(IPKernelApp=application)
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
-    assert not console_on(io.StringIO()).is_terminal
+    console = console_on(io.StringIO())
+    assert not console.is_terminal
+    assert not console.color_system
+
+
+def test_forced_color_colors_a_log_without_animations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as many CI jobs do
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    console = console_on(stream)
+    with console.status("waiting"):
+        console.print("[red]failed[/red]")
+    assert stream.getvalue() == "\x1b[31mfailed\x1b[0m\n"

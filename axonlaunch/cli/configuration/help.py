@@ -102,9 +102,10 @@ def _show(text: str) -> None:
 
 
 def summary(text: str) -> str:
-    """Return the first sentence of a page's first paragraph."""
+    """Return the first sentence of a page's first paragraph, without Markdown."""
     _, _, body = text.partition("\n\n")
     paragraph = " ".join(body.partition("\n\n")[0].split())
+    paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).replace("`", "")
     return re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0].rstrip(".:")
 
 

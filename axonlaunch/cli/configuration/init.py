@@ -36,7 +36,7 @@ _CONTENTS = {
     "project.py": "the model and the data, with types",
     "documents.jsonl": "training data, one document a row",
     "chats.jsonl": "training data, one chat a row",
-    "test_project.py": "a test of pytest that compares the layout with one process",
+    "test_project.py": "a test (`pip install pytest`) that compares the layout with one process",
     "axonlaunch-schema.json": "the keys of `run.yaml`, for editors",
 }
 _ROWS = 400

@@ -32,6 +32,9 @@ EXAMPLES = """Examples:
   axonlaunch runs --json
 """
 _COLORS = {"running": "cyan", "done": "green", "interrupted": "yellow"}
+_COLUMNS = ("run", "status", "layout", "step", "loss", "speed", "age")
+_NARROW = ("run", "status", "step", "loss")
+"""Columns in a terminal of less than 64 columns."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +152,19 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     from rich.text import Text
 
     console = console_on()
-    console.print(table_of(rows, folder))
+    console.print(table_of(rows, folder, width=console.width))
     for row in rows:
         for note in row["notes"]:
             console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))
 
 
-def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
+def table_of(rows: Sequence[dict[str, Any]], folder: Path, *, width: int) -> Table:
     """Return the table of runs.
 
     Args:
         rows: Results of ``row_of``.
         folder: Folder that contains the runs.
+        width: Columns of the terminal.
     """
     from rich.table import Table
     from rich.text import Text
@@ -168,7 +172,8 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     from axonlaunch.system.text.formatting import ago, quantity
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "status", "layout", "step", "loss", "speed", "age"):
+    names = _COLUMNS if width >= 64 else _NARROW
+    for name in names:
         is_text = name in ("run", "status", "layout", "age")
         table.add_column(
             name,
@@ -180,15 +185,16 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
         loss = row["loss"] if isinstance(row["loss"], float) else None
         unit = row["counted"]
         speed = row[f"{unit}_per_s"]
-        table.add_row(
-            BreakableName(str(Path(row["run"]).relative_to(folder))),
-            Text(row["status"], style=_COLORS.get(row["status"], "red")),
-            Text(str(row["layout"] or "")),
-            "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
-            "" if loss is None else f"{loss:.4f}",
-            f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
-            ago(time.time() - row["changed_at"]),
-        )
+        cells = {
+            "run": BreakableName(str(Path(row["run"]).relative_to(folder))),
+            "status": Text(row["status"], style=_COLORS.get(row["status"], "red")),
+            "layout": Text(str(row["layout"] or "")),
+            "step": "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
+            "loss": "" if loss is None else f"{loss:.4f}",
+            "speed": f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
+            "age": ago(time.time() - row["changed_at"]),
+        }
+        table.add_row(*(cells[name] for name in names))
     return table
 
 

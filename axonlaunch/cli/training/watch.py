@@ -120,7 +120,7 @@ def _follow_table(folder: Path) -> None:
 
     def table() -> Any:
         rows = sorted(map(row_of, find_runs(folder)), key=lambda row: -row["changed_at"])
-        return table_of(rows, folder)
+        return table_of(rows, folder, width=console.width)
 
     console = console_on()
     with Live(table(), console=console, screen=console.is_terminal, auto_refresh=False) as live:

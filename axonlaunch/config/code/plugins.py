@@ -132,6 +132,10 @@ def _check_arguments(
 
 
 def _import_failure(name: str, error: BaseException) -> ConfigIssue:
+    if name.endswith(".py") or "/" in name:
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        message = f"is a path; write the name of the module, as in plugins=[{module}]"
+        return ConfigIssue("plugins", message, name)
     if isinstance(error, ModuleNotFoundError) and error.name == name.partition(":")[0]:
         message = f"there is no module {name}; looked in {Path.cwd()} and the installed packages"
         return ConfigIssue("plugins", message, name)

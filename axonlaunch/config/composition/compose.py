@@ -22,14 +22,14 @@ from axonlaunch.config.composition.override_text import (
     without_spaces,
 )
 from axonlaunch.config.composition.random_search import interval_problems, random_runs
-from axonlaunch.config.composition.user_file import read_user_file, split_file
+from axonlaunch.config.composition.user_file import is_file, read_user_file, split_file
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
-from axonlaunch.config.values.plain_values import flatten, read_yaml
-from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml
+from axonlaunch.system.storage.files import read_text, why_no_folder
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
@@ -145,7 +145,8 @@ class Composer:
         values: dict[str, dict[str, Any]] = {}
         for name in self._files.options(group):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
-            values[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
+            file = next(file for file in files if file.is_file())
+            values[name] = read_yaml(read_text(file, at_most=LARGEST_YAML))
         return values
 
     def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:
@@ -218,9 +219,12 @@ class Composer:
         problems += preset_problems
         in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
+        origins = overrides.origins
+        if "name" in origins and "run_dir" not in origins and files.names_run_dir(config_name):
+            named["run_dir"], origins["run_dir"] = "auto", origins["name"]
         return Composed(
             named,
-            overrides.origins,
+            origins,
             in_files,
             problems,
             preset=preset,
@@ -335,7 +339,7 @@ class Composer:
         result = SortedOverrides([], [], {})
         for override in parsed:
             text, key = override.input_line, override.key_or_group
-            if key == "hydra" or key.startswith("hydra."):
+            if key == "hydra" or key.startswith(("hydra.", "hydra/")):
                 message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
@@ -395,6 +399,7 @@ class Composer:
         close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
         meant = f"did you mean {close}? " if close else ""
         hint = "; plugins=[module] registers a custom one" if group in self._open_groups else ""
+        hint = f"; a file is given without {group}=" if is_file(str(value)) else hint
         message = f"there is no such option; {meant}known: {', '.join(options)}{hint}"
         return ConfigIssue(group, message, value)
 
@@ -439,7 +444,7 @@ class Composer:
         for folder in self.folders:
             path = folder / relative
             if path.is_file():
-                lines = path.read_text().splitlines() or [""]
+                lines = read_text(path, at_most=LARGEST_YAML).splitlines() or [""]
                 comments = [line for line in lines[:2] if not line.startswith("# @package")]
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""

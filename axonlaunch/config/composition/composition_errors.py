@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+
+_UNSET = re.compile(r"Environment variable '(.*)' not found")
 
 
 @contextmanager
@@ -31,6 +34,8 @@ def as_config_errors() -> Iterator[None]:
 
 def _omegaconf_problem(error: Any) -> ConfigIssue:
     message = str(getattr(error, "msg", None) or error).splitlines()[0]
+    if unset := _UNSET.search(message):
+        message = f"the environment variable {unset[1]} is not set"
     return ConfigIssue(getattr(error, "full_key", None) or "", message)
 
 

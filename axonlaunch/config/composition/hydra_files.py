@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.composition.user_file import UserFile
+from axonlaunch.system.storage.home import expand_home_in
 
 
 class HydraFiles:
@@ -62,6 +63,14 @@ class HydraFiles:
     def path_of_primary(self, name: str) -> Path | None:
         """Return the path of a primary config that is a file of the user; None for others."""
         return self._user_files[name].path if name in self._user_files else None
+
+    def names_run_dir(self, name: str) -> bool:
+        """Return whether a user's primary file has a ``name`` and its folder, as a frozen one has.
+
+        Another name is then that of another run, which must not continue this one.
+        """
+        tree = self._user_files[name].tree if name in self._user_files else {}
+        return "run_dir" in tree and Path(str(tree["run_dir"])).name == str(tree.get("name"))
 
     def has_file(self, name: str) -> bool:
         """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""
@@ -190,6 +199,9 @@ class HydraFiles:
         repository = self._repository(config_name)
         tree = self._loader._compose_config_from_defaults_list(defaults=files, repo=repository)
         tree.pop("hydra", None)
+        if self._with_hydra or config_name in self._user_files:
+            plain = OmegaConf.to_container(tree, resolve=False)
+            tree = OmegaConf.create(expand_home_in(plain))
         OmegaConf.set_struct(tree, True)
         return tree
 

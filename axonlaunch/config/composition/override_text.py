@@ -8,23 +8,35 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.problems.errors import ConfigIssue
+from axonlaunch.system.storage.home import home_folder
 
 _LONGEST, _DEEPEST = 8192, 32
 """Longest and deepest override; Hydra's parser needs seconds for a few times as much."""
 MOST_RUNS = 1000
 """Largest number of runs of a sweep; all are checked before the first is launched."""
 _QUOTES = "'\""
+_KEY = re.compile(r"[~+]*[\w/@-]+(\.[\w/@-]+)*")
 _SPLIT = re.compile(r"[\w.+ ]*\w\[[-\d%: ]*\][-\w.+%:\[\] ]*")
+_FOREIGN = re.compile(
+    r"((?<=[=\[,])\s*|(?<=:) +)([\w./+@ -]*[^\W\d_a-zA-Z][\w./+@ -]*)(?=[,\]}]|$)"
+)
+"""Matches a value with letters like é, which Hydra's grammar allows only in quotes."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 def as_meant(text: str) -> str:
     """Return an override in the syntax of Hydra's parser, if its meaning is unambiguous."""
-    return _quoted_split(_with_home(_without_quoted_keys(text)))
+    return _quoted_letters(_quoted_split(_with_home(_without_quoted_keys(text))))
+
+
+def _quoted_letters(text: str) -> str:
+    """Put quotes around values with letters that are not English, such as ``name=größe``."""
+    outside = re.split(f"({_QUOTED.pattern})", text)
+    outside[::2] = [_FOREIGN.sub(r'\1"\2"', part) for part in outside[::2]]
+    return "".join(outside)
 
 
 def _quoted_split(text: str) -> str:
@@ -36,7 +48,7 @@ def _quoted_split(text: str) -> str:
 def _with_home(text: str) -> str:
     """Replace ``~`` by the home folder in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell does."""
     outside = re.split(f"({_QUOTED.pattern})", text)
-    home = str(Path.home())
+    home = str(home_folder()).rstrip("/")
     outside[::2] = [re.sub(r"(?<=[=\[,:\s])~(?=/)", lambda _: home, part) for part in outside[::2]]
     return "".join(outside)
 
@@ -50,6 +62,8 @@ def why_unread(text: str, error: str) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return ""
+    if not _KEY.fullmatch(key):
+        return f"{key!r} is not a key; write it with single dots, as in train.steps=5"
     if "\n" in value or "\r" in value:
         return "its value contains a line break; remove it, or put quotes around the value"
     if not value.startswith(("[", "{")):

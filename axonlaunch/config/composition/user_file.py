@@ -81,6 +81,10 @@ def read_user_file(path: Path, groups: Collection[str]) -> UserFile:
         raise _refuse(path, why_not_read(path, error) + _suggest(path)) from None
     except ValueError as error:  # also text that is not UTF-8
         raise _refuse(path, str(error)) from None
+    if dotted := next((key for key in tree if "." in key), None):
+        *groups_above, last = dotted.split(".")
+        nested = f"{': {'.join([*groups_above, last])}: ...{'}' * len(groups_above)}"
+        raise _refuse(path, f"{dotted}: keys are nested in a file; write {nested}")
     defaults = tree.pop("defaults", [])
     if not isinstance(defaults, list):
         raise _refuse(path, "its defaults are not a list; write defaults: [override /model: hf]")
@@ -101,7 +105,7 @@ def read_user_file(path: Path, groups: Collection[str]) -> UserFile:
 
 def _as_override(entry: Any, groups: Collection[str]) -> Any:
     """Return an entry of ``defaults``; ``model: hf`` selects an option that there is already."""
-    if entry == "_self_":
+    if entry in ("_self_", _INCLUDED):
         return None
     if isinstance(entry, dict) and len(entry) == 1:
         [(key, value)] = entry.items()

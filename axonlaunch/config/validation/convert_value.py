@@ -70,7 +70,9 @@ def _scalar(value: Any, hint: Any) -> Any:
             return float(value)
         raise Rejected("expected a number")
     if hint is str:
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
+        if isinstance(value, float):  # 1e-4 and 12e4567 have lost their digits
+            raise Rejected("expected text, but this is a number; quote it, as in 'name=\"1e-4\"'")
+        if isinstance(value, str | int) and not isinstance(value, bool):
             return value if isinstance(value, str) else str(value)
         raise Rejected("expected text")
     raise AssertionError(f"the schema uses a type that validate does not know: {hint}")

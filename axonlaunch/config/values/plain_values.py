@@ -6,7 +6,9 @@ Written YAML can be read back to an equal tree.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from axonlaunch.config.values.environment_values import to_interpolations
@@ -19,6 +21,10 @@ DEEPEST_YAML = 64
 """Largest nesting depth of lists and mappings."""
 MOST_YAML = 100_000
 """Largest number of values in a file, with aliases expanded."""
+_FLOAT = "tag:yaml.org,2002:float"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+"""Numbers like 1e-3, which are text in YAML 1.1; Hydra reads them as numbers."""
 
 
 def to_tree(config: Any) -> Any:
@@ -39,7 +45,8 @@ def to_yaml(config: Any) -> str:
     """
     import yaml
 
-    text: str = yaml.safe_dump(to_interpolations(to_tree(config)), sort_keys=False)
+    tree = to_interpolations(to_tree(config))
+    text: str = yaml.dump(tree, Dumper=_dumper(), sort_keys=False)
     return text
 
 
@@ -71,15 +78,17 @@ def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-    """Read YAML of plain values; the text need not be trusted.
+    """Read YAML of plain values as Hydra does; the text need not be trusted.
 
     Raises:
-        ValueError: The text is not YAML, has no keys, or is larger than any configuration.
+        ValueError: The text is not YAML, has no keys or the same key twice, or is larger than any
+            configuration.
     """
     import yaml
 
     try:
         _refuse_bombs(text)
+        _refuse_repeated_keys(yaml.compose(text, Loader=_loader()))
         tree = yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
@@ -143,6 +152,40 @@ def _refuse_bombs(text: str) -> None:
             raise ValueError(f"holds more than {MOST_YAML} values, aliases counted in full")
 
 
+def _refuse_repeated_keys(root: Any) -> None:
+    """Refuse a mapping with the same key twice, of which YAML would silently drop the first.
+
+    Args:
+        root: Composed node of a document, or None for an empty one.
+
+    Raises:
+        ValueError: A key is repeated.
+    """
+    import yaml
+
+    nodes, visited = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in visited or not isinstance(node, yaml.CollectionNode):
+            continue
+        visited.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            nodes += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            nodes.append(value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ValueError(
+                    f"has the key {key.value} twice, in lines {lines[key.value]} and {line}; write "
+                    "both values below one"
+                )
+            lines[key.value] = line
+
+
 def _events(text: str) -> Iterator[Any]:
     """Yield YAML events; libyaml, which reads ahead, may report the nesting depth first."""
     import yaml
@@ -155,8 +198,31 @@ def _events(text: str) -> Iterator[Any]:
         raise
 
 
+@cache
 def _loader() -> Any:
-    """Return the fast loader of plain values if PyYAML was built with it, else the slow one."""
+    """Return a loader of plain values; the fast one if PyYAML was built with it.
+
+    Like that of Hydra, it reads 1e-3 as a number and 2026-11-29 as text.
+    """
     import yaml
 
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    Loader.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.0123456789"])
+    return Loader
+
+
+@cache
+def _dumper() -> Any:
+    """Return a writer that puts quotes around texts like 1e-3, which would be read as numbers."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.0123456789"])
+    return Dumper

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from axonlaunch.config.values.url import is_url
 from axonlaunch.data.files.formats import FORMATS, suffixes
+from axonlaunch.system.storage.home import expand_home
 from axonlaunch.system.storage.refusals import is_refusal
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -92,7 +93,7 @@ def _local(pattern: str) -> Iterator[str]:
     Raises:
         ValueError: No file matches.
     """
-    path = Path(pattern).expanduser()
+    path = expand_home(pattern)
     # An existing path is used literally, even with a bracket in its name.
     names = [str(path)] if path.exists() else sorted(glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     files = [file for name in map(Path, names) for file in _files_of(name)]

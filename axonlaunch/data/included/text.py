@@ -21,6 +21,7 @@ from axonlaunch.data.files import text_files
 from axonlaunch.data.included.windows import TokenWindows
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer
 from axonlaunch.system.node import host
+from axonlaunch.system.storage.home import expand_home
 from axonlaunch.system.text.formatting import size
 
 _BYTES = ByteTokenizer()
@@ -145,7 +146,7 @@ def _files(patterns: list[str]) -> list[Path]:
     matched: dict[Path, None] = {}
     problems = []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = expand_home(pattern)
         # An existing path is used literally, even with a bracket in its name.
         names = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
         files = [name for name in map(Path, names) if name.is_file()]

@@ -16,6 +16,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.datasets.dataset import DatasetInfo, FileSums
 from axonlaunch.data.included.windows import TokenWindows
 from axonlaunch.data.shards.file_sum import sum_of_file
+from axonlaunch.system.storage.home import expand_home
 
 _SCANNED_PER_STEP = 2**22
 
@@ -49,11 +50,11 @@ class TokenFile(TokenWindows):
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum) of the training file."""
         del shards  # no shards
-        return FileSums([(self._path, sum_of_file(Path(self._path).expanduser()))])
+        return FileSums([(self._path, sum_of_file(expand_home(self._path)))])
 
 
 def _map_file(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
-    file = Path(path).expanduser()
+    file = expand_home(path)
     if not file.is_file():
         reason = "is a folder; give a file" if file.is_dir() else "no such file"
         message = f"{reason}, seen from {Path.cwd()}"

@@ -39,11 +39,12 @@ class TokenWindows(DatasetWithoutText):
         self._rows = {"train": train, "eval": held_out}
         for what, row in (("training", train), ("held-out", held_out)):
             if len(row) < sequence_length + 1:
+                longest = min(len(train), len(held_out)) - 1
                 message = (
                     f"the {what} part has {len(row)} tokens, and a sample takes "
-                    f"{sequence_length + 1} (its targets are one ahead); give more data, or use "
-                    f"{max(1, min(len(train), len(held_out)) - 1)} or less"
+                    f"{sequence_length + 1} (its targets are one ahead); give more data"
                 )
+                message += f", or use {longest} or less" if longest > 0 else ""
                 raise ConfigError([ConfigIssue("data.sequence_length", message, sequence_length)])
 
     @property

@@ -40,6 +40,7 @@ from axonlaunch.data.shards.shard_maker import (
 )
 from axonlaunch.system.storage.cache import cache_folder
 from axonlaunch.system.storage.files import open_regular
+from axonlaunch.system.storage.home import expand_home
 
 _FORMAT = 4
 """Version of the content of shards; part of their names, so other versions are never read."""
@@ -278,7 +279,7 @@ def _say_changed(folder: Path, change: str) -> None:
 
 def folder_of(cache_dir: str | None) -> Path:
     """Return the folder of the token cache; for None a folder in the user's cache."""
-    return cache_folder() / "tokens" if cache_dir is None else Path(cache_dir).expanduser()
+    return cache_folder() / "tokens" if cache_dir is None else expand_home(cache_dir)
 
 
 def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:

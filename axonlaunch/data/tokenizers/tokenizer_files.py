@@ -32,6 +32,7 @@ from axonlaunch.system.storage.files import (
     read_text,
     why_not_read,
 )
+from axonlaunch.system.storage.home import expand_home
 
 _FILE = "tokenizer.json"
 _FILES = (
@@ -68,7 +69,7 @@ def folder_at(path: str) -> Path:
     Raises:
         ConfigError: The folder does not exist, or has no tokenizer files.
     """
-    expanded = Path(path).expanduser()
+    expanded = expand_home(path)
     if expanded.is_file():
         if expanded.name != _FILE:
             raise path_error(f"is a file; give its folder, or a {_FILE}", path)

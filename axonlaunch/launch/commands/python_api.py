@@ -78,6 +78,10 @@ def load(
     """
     if isinstance(overrides, str):
         raise TypeError(f"overrides is a text; pass a list of settings, [{overrides!r}]")
+    if others := [override for override in overrides if not isinstance(override, str)]:
+        raise TypeError(f"overrides has {others[0]!r}; write settings as text, 'train.steps=5'")
+    if isinstance(config_dirs, str | Path):
+        raise TypeError(f"config_dirs is one path; pass a list of folders, ['{config_dirs}']")
     folders = [Path(folder) for folder in config_dirs]
     with forkserver.on_demand(preload=preloads(overrides)) as server:
         _, config = auto_strategy.load_auto_strategy(

@@ -37,6 +37,8 @@ from axonlaunch.system.text.streams import silence
 SETTLE_S = 0.3
 """Seconds to wait after the first failure report. Peers may report a closed connection before the
 process that failed has been reaped."""
+PAUSE_S = 5.0
+"""Seconds between two looks at the ranks, usually 0.1, that show that this process was stopped."""
 
 
 @dataclass
@@ -114,6 +116,8 @@ class Supervisor:
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
     _kills: RecentKills = field(default_factory=RecentKills)
+    _looked_at: float = field(default_factory=time.monotonic)
+    _awake_since: float = field(default_factory=time.monotonic)
 
     def run(self) -> Outcome:
         """Supervise the ranks until every process has ended, and return the outcome."""
@@ -152,6 +156,7 @@ class Supervisor:
         handled = 0
         while True:
             self._listen(timeout=0.1)
+            self._notice_pause()
             if (crash := self._failure()) is not None:
                 return Outcome(crash=crash)
             self.tick()
@@ -256,13 +261,25 @@ class Supervisor:
         available = host.memory_bytes() // len(self.ranks)
         return replace(report, reason=reason, cause="memory", memory_bytes=available)
 
+    def _notice_pause(self) -> None:
+        """Note when this process was stopped, such as by Ctrl-Z or a suspended SLURM job."""
+        now = time.monotonic()
+        if now - self._looked_at > PAUSE_S:
+            self._awake_since = now
+        self._looked_at = now
+
     def _hanging(self) -> list[Rank]:
-        """Return the running ranks if one has made no progress for ``timeout_s``, else nothing."""
+        """Return the running ranks if one has made no progress for ``timeout_s``, else nothing.
+
+        Time before the end of a pause of this process does not count, because ranks were probably
+        stopped too, or waited to send events.
+        """
         running = [rank for rank in self.ranks if rank.finished is None]
         oldest = min(
             (self.heartbeats.read(rank.index).at for rank in running), default=time.monotonic()
         )
-        return running if time.monotonic() - oldest > self.timeout_s else []
+        waited = time.monotonic() - max(oldest, self._awake_since)
+        return running if waited > self.timeout_s else []
 
     def _locate(self, ranks: list[Rank]) -> list[Report]:
         """Locate hanging ranks by their stacks, and return a report for each.

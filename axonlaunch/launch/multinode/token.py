@@ -15,6 +15,7 @@ from pathlib import Path
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.home import expand_home
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 """Shell command that creates a token file."""
@@ -37,7 +38,7 @@ def read_token(launch: LaunchConfig) -> bytes | None:
         return None
     try:
         is_of_pod = launch.token_file == POD_FILE
-        return _secret(Path(launch.token_file).expanduser(), is_of_pod=is_of_pod)
+        return _secret(expand_home(launch.token_file), is_of_pod=is_of_pod)
     except OSError as error:
         message = f"can't read it ({error.strerror})"
     except ValueError as error:
@@ -60,7 +61,7 @@ def user_token() -> bytes | None:
         if not path.exists():
             create_token(path)
         return _secret(path)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+    except OSError:
         return None
     except ValueError as error:
         raise ConfigError([ConfigIssue(str(path), f"{error}; or delete it")]) from None

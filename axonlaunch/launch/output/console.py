@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.status import Status
+from rich.table import Column
 from rich.text import Text
 
 from axonlaunch.config.values.url import shortened
@@ -48,6 +49,8 @@ _PERSISTENT = 4
 the operating system can slow any rank down for a moment."""
 _WIDE = 110
 """Columns of a terminal whose progress bar has room for all figures of memory."""
+_NARROW = 60
+"""Columns of a terminal whose progress bar has room for the loss only."""
 _FEW_STEPS = 10
 """Largest number of steps of a run that leaves a line of each step on a terminal too."""
 _SHOWN = 16
@@ -155,7 +158,7 @@ class RunConsole:
         if not self._console.is_terminal:
             return
         self._progress = Progress(
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, complete_style="cyan"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
@@ -182,7 +185,8 @@ class RunConsole:
             memory += f", {event.alloc_retries} retries"
         if self._progress is not None and self._task is not None:
             shown = memory if self._console.width >= _WIDE else peak
-            numbers = f"loss {event.loss:.3f}  {speed}  {shown}"
+            numbers = f"loss {event.loss:.3f}"
+            numbers += f"  {speed}  {shown}" if self._console.width >= _NARROW else ""
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         if not self._console.is_terminal or self._has_few_steps:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]

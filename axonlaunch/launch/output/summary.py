@@ -265,7 +265,8 @@ def _estimate_fields(
     """Return the estimate's fields of the summary. Wait for the estimate if the run is done."""
     if is_done:
         prediction.begin()
-        console.wait("estimating peak memory (Ctrl-C to skip)")
+        if prediction.is_wanted:
+            console.wait("estimating peak memory (Ctrl-C to skip)")
         prediction.wait()
         console.stop()
     else:

@@ -47,6 +47,7 @@ from axonlaunch.system.storage.files import (
     replace_json,
     replace_text,
 )
+from axonlaunch.system.storage.home import expand_home
 from axonlaunch.system.storage.run_files import (
     CRASH,
     EVENTS,
@@ -315,7 +316,7 @@ def _refuse_overwriting(config: RunConfig) -> None:
     moved = {
         key: path
         for key, path in (_paths_to_read(config) if overwrite else {}).items()
-        if not is_url(path) and Path(path).expanduser().resolve().is_relative_to(folder)
+        if not is_url(path) and expand_home(path).resolve().is_relative_to(folder)
     }
     if moved:
         message = (

@@ -75,8 +75,8 @@ def register_loss(
         def with_options(options: Any) -> CustomLoss:
             def total(outputs: Any, batch: Any) -> Tensor:
                 if config is not None:
-                    return loss(outputs, batch, options)  # type: ignore[no-any-return]
-                return loss(outputs, batch, **options.arguments)  # type: ignore[no-any-return]
+                    return _checked(name, loss(outputs, batch, options))
+                return _checked(name, loss(outputs, batch, **options.arguments))
 
             return CustomLoss(total, count, counted)
 
@@ -86,6 +86,26 @@ def register_loss(
         return loss
 
     return register
+
+
+def _checked(name: str, result: Any) -> Tensor:
+    """Return the result of a loss.
+
+    Raises:
+        ValueError: It is not a 0-dim tensor, or has no gradient in training.
+    """
+    import torch
+
+    returned = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        if not result.dim() and (result.requires_grad or not torch.is_grad_enabled()):
+            return result
+        shape = f"a tensor of shape {[*result.shape]}"
+        returned = shape if result.dim() else "a tensor without a gradient"
+    raise ValueError(
+        f"train.loss={name} returned {returned}; return the sum over the batch as a tensor of 0 "
+        "dims that is computed from the outputs"
+    )
 
 
 def build_custom_loss(train: TrainConfig) -> CustomLoss | None:

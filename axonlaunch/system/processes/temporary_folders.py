@@ -58,7 +58,7 @@ def keep_kernels(otherwise: Path) -> None:
         return
     try:
         kernels = host.private_folder(cache.cache_folder() / "inductor")
-    except (OSError, RuntimeError):  # there is no home folder, or it is not writable
+    except OSError:  # there is no home folder, or it is not writable
         kernels = host.private_folder(otherwise / "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernels)
 

@@ -8,11 +8,13 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
+from axonlaunch.system.storage.home import home_folder
+
 
 def cache_folder() -> Path:
     """Return this package's folder in the user's cache (XDG base directory specification)."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
+    base = Path(configured) if Path(configured).is_absolute() else home_folder() / ".cache"
     return base / "axonlaunch"
 
 

@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 _PASSING = (errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
@@ -31,6 +32,15 @@ def open_missing() -> None:
     # Python sets closed streams to None.
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def escape_unencodable() -> None:
+    """Print characters that standard output can't encode as escapes, instead of raising an error.
+
+    These are names of files that are not UTF-8, and letters like é where the locale is not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper", stream).reconfigure(errors="backslashreplace")
 
 
 def silence(*descriptors: int) -> None:

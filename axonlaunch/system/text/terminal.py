@@ -6,6 +6,7 @@ changed.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,8 +23,13 @@ def console_on(stream: IO[str] | None = None, **options: Any) -> Console:
     """
     from rich.console import Console  # takes 40 ms, and a command may print only JSON
 
-    if is_notebook() and options.get("force_terminal") is None:
-        options["force_terminal"] = False  # ipykernel sets FORCE_COLOR, which rich obeys
+    if options.get("force_terminal") is None:
+        # rich also takes FORCE_COLOR for a terminal. ipykernel and many CI jobs set it, and each
+        # frame of a spinner or of a progress bar would be a line of their logs.
+        target = stream or (sys.stderr if options.get("stderr") else sys.stdout)
+        options["force_terminal"] = target.isatty() and not is_notebook()
+        if os.environ.get("FORCE_COLOR") and not is_notebook():
+            options.setdefault("color_system", "standard")
     return Console(file=stream, highlight=False, emoji=False, force_jupyter=False, **options)
 
 

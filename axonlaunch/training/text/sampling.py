@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.models.specs.model_spec import ModelOutputs
 
-_EXPORTED = "config.json"
+_EXPORTED, _ADAPTER = "config.json", "adapter_config.json"
 _CONTEXT = 2048
 """Context length of a model if its configuration has no maximum sequence length."""
 
@@ -109,9 +109,12 @@ def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
         trusted: Whether to run code that the run's configuration names.
 
     Raises:
-        ConfigError: The folder has no weights, the model was not trained on text, or the
-            configuration names code and is not trusted.
+        ConfigError: The folder has no weights or only an adapter, the model was not trained on
+            text, or the configuration names code and is not trusted.
     """
+    if (folder / _ADAPTER).is_file():
+        message = "is an adapter; give its run, or what checkpoint export --merge wrote"
+        raise ConfigError([ConfigIssue("", f"{folder}: {message}")])
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
     return TrainedText(
         *(_load_exported(folder) if is_exported else _load_run(folder, trusted=trusted))

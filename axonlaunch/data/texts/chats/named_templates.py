@@ -8,10 +8,10 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, one_of
 from axonlaunch.system.storage.files import read_text
+from axonlaunch.system.storage.home import expand_home
 
 _LARGEST = 1 << 20
 _JINJA = ("{{", "{%")
@@ -153,7 +153,7 @@ def is_jinja(text: str) -> bool:
 
 
 def _read(value: str, key: str, names: list[str]) -> str:
-    path = Path(value).expanduser()
+    path = expand_home(value)
     try:
         return read_text(path, at_most=_LARGEST)
     except (OSError, ValueError) as error:

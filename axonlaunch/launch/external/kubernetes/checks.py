@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -23,6 +22,7 @@ from axonlaunch.launch.external.kubernetes.names import (
 from axonlaunch.launch.launcher import RESOLVED_SETTINGS, submission_issues
 from axonlaunch.launch.run_folder.names import SCRATCH_FOLDER, with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
+from axonlaunch.system.storage.home import expand_home
 
 _KEY = "launch.kubernetes"
 _RESERVED = "PET_"
@@ -151,7 +151,7 @@ def read_patch(options: KubernetesConfig) -> dict[str, Any] | None:
         return None
     key, path = f"{_KEY}.patch", options.patch
     try:
-        patch = read_yaml(read_text(Path(path).expanduser(), at_most=LARGEST_YAML))
+        patch = read_yaml(read_text(expand_home(path), at_most=LARGEST_YAML))
     except OSError as error:
         raise ConfigError([ConfigIssue(key, f"can't be read: {error.strerror}", path)]) from None
     except ValueError as error:

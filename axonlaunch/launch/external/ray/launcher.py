@@ -23,6 +23,7 @@ from axonlaunch.launch.launcher import (
 )
 from axonlaunch.launch.run_folder.names import with_folder_of_nodes
 from axonlaunch.system.storage.files import read_text
+from axonlaunch.system.storage.home import expand_home
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -73,7 +74,7 @@ def read_runtime_env(options: RayConfig) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        return read_yaml(read_text(Path(path).expanduser(), at_most=LARGEST_YAML))
+        return read_yaml(read_text(expand_home(path), at_most=LARGEST_YAML))
     except OSError as error:
         raise ConfigError([ConfigIssue(key, f"can't be read: {error.strerror}", path)]) from None
     except ValueError as error:

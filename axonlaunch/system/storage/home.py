@@ -1,0 +1,37 @@
+"""The user's home folder, which a user of a container may not have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def home_folder() -> Path:
+    """Return the user's home folder; ``/`` for a user without one, as Docker sets HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:  # HOME is not set, and the user has no entry in /etc/passwd
+        return Path("/")
+
+
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """Return a path with its ``~/`` or ``~USER/`` replaced; unchanged if there is no such user."""
+    path = Path(path)
+    if path.parts[:1] == ("~",):
+        return home_folder().joinpath(*path.parts[1:])
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+def expand_home_in(tree: Any) -> Any:
+    """Return nested plain values with the home folder in place of each leading ``~/``."""
+    if isinstance(tree, dict):
+        return {key: expand_home_in(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [expand_home_in(value) for value in tree]
+    if isinstance(tree, str) and tree.startswith("~/"):
+        return str(expand_home(tree))
+    return tree
