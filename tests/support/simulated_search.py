@@ -5,7 +5,7 @@ By formulas a layout holds 8 GiB over the ranks that divide it; estimates are a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import quantizes_states
 from axonlaunch.planning.records import Plan
-from axonlaunch.planning.search import preselection, rounds, search
+from axonlaunch.planning.search import compiled, preselection, rounds, search
 
 MODEL = [
     *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
@@ -50,7 +50,10 @@ class Speed:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Search with estimates that are ``off`` times the formulas."""
+    """Search with estimates that are ``off`` times the formulas.
+
+    ``compiled_s`` is the time of compiled steps relative to others. ``check`` may raise errors.
+    """
 
     def find(
         *overrides: str,
@@ -58,12 +61,18 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         off: float = 1.0,
         lowers: bool = False,
         kept: Sequence[str] = (),
+        compiled_s: float = 1.0,
+        check: Callable[[RunConfig], RunConfig] = lambda checked: checked,
         **fixed: Any,
     ) -> Plan:
         def timed(first: Any, **_: Any) -> list[Any]:
             speeds = [
                 SimpleNamespace(
-                    step_s=choice.step_s, tokens_per_s_per_device=1.0, mfu=0.1, breakdown={}
+                    step_s=choice.step_s,
+                    compiled_s=compiled_s * choice.step_s,
+                    tokens_per_s_per_device=1.0,
+                    mfu=0.1,
+                    breakdown={},
                 )
                 for choice in first
             ]
@@ -71,6 +80,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def estimate(run: RunConfig, **_: Any) -> Any:
             num_bytes = int(off * size(run, Layout.of(run, world_size=devices)))
+            num_bytes //= 2 if run.train.compile else 1
             return SimpleNamespace(
                 peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
             )
@@ -87,12 +97,13 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(preselection, "StepTime", Speed)
         monkeypatch.setattr(rounds, "_trace", timed)
         monkeypatch.setattr(rounds, "estimate", estimate)
+        monkeypatch.setattr(compiled, "estimate", estimate)
         run = config.load([*MODEL, *overrides, *(f"{k}={v}" for k, v in fixed.items())])
         return search.search_layouts(
             run,
             devices=devices,
             fixed=fixed,
-            check=lambda checked: checked,
+            check=check,
             lowers=lowers,
             kept=kept,
         )

@@ -13,6 +13,7 @@ experts, tensors are at most 22% below (experts of tensor ranks) and 13% above.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
 )
 from axonlaunch.config.optimization.optimizer import AdamWConfig
 from axonlaunch.config.schema import StrategyConfig
+from axonlaunch.engines.optimizer.copy_streams import left_before
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
@@ -61,12 +63,15 @@ class Formulas:
         activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
         has_router_loss: Whether routers have a loss of the global batch, see ``RouterLoss``.
+        streamed: Most trained parameters that an update streamed from host memory has on the
+            device at a time, relative to all of them.
     """
 
     single_device: StepWork
     activations: dict[str, ActivationBytes]
     shares: TrainingShares = field(default_factory=TrainingShares)
     has_router_loss: bool = False
+    streamed: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -102,6 +107,7 @@ class Formulas:
                 by_mode[distinct.index(model)],
                 TrainingShares.of(config),
                 has_router_loss=spec_for(config).mixes_samples == "batch",
+                streamed=_streamed(config),
             )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
@@ -173,7 +179,19 @@ class Formulas:
         other_bytes = cuda_process.non_allocator_bytes(
             cuda_process.communicators_of(config, layout), config.hardware
         )
+        tensors += self.streamed * analytic_states.streamed_bytes(
+            config, layout, total=_total_bytes(self.single_device), shares=self.shares
+        )
         return _RESERVED_RATIO * tensors + sum(cuda_process.cublas_workspaces(config)) + other_bytes
+
+
+def _streamed(config: RunConfig) -> float:
+    """Return ``Formulas.streamed`` of a run."""
+    trained = [p for p in on_meta(config, seed=config.seed).parameters() if p.requires_grad]
+    sizes = [0, *itertools.accumulate(parameter.numel() for parameter in trained)]
+    counts = left_before(parameter.ndim > 1 for parameter in trained)
+    most = max((sizes[n + 1] - sizes[left] for n, left in enumerate(counts)), default=0)
+    return most / max(1, sizes[-1])
 
 
 def _forward_flops(key: Operation, amount: Amount) -> float:

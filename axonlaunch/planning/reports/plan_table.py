@@ -69,6 +69,19 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"by formulas, {layouts} may be faster than the first one, but were not traced"
 
 
+def compile_note(plan: Plan) -> str | None:
+    """Return what the first layout gains from compiled blocks; None if that is not worth it."""
+    if (compiled := plan.compiled) is None:
+        return None
+    saved = 1 - compiled.step_s / plan.candidates[0].step_s
+    step = f"{_step(compiled.step_s)} ({saved:.0%} less)"
+    return (
+        f"with {' '.join(compiled.overrides)}, layout 1 is expected to take {step} and "
+        f"{size(compiled.process_bytes)}; its kernels are not traced but priced as in published "
+        "runs, and the first step compiles them"
+    )
+
+
 def _step(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
