@@ -47,11 +47,21 @@ from axonlaunch.preflight.parallelism import expert_degrees
 from axonlaunch.system.processes import forked_map
 
 _TRANSIENT: tuple[Category, ...] = ("activations", "temporary")
+_BESIDE_COMPUTE: tuple[Category, ...] = ("communication", "gradients")
+"""Categories in the streams of ``fully_shard``."""
 _MODES = ("none", "selective", "full")
 _LIGHT_LOAD = 0.5
 """Load of experts that a second trace has, to find what grows with it; any model allows it."""
-_RESERVED_RATIO = 1.02
-"""Reserved memory relative to the computed tensors; low, so that no fitting layout is lost."""
+_UNUSED = 0.02
+"""Least unused part of the reserved memory, relative to the tensors; low, so that no fitting layout
+is lost."""
+_UNUSED_LOGITS = 0.5
+"""Unused part of the reserved memory, relative to logits in fp32, which fit into no smaller gap.
+
+For Llama and GPT with ddp and zero1 it is 0.5 to 0.8.
+"""
+_FP32 = 4
+"""Bytes of a logit in fp32."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,9 @@ class Formulas:
         tensors += self.streamed * analytic_states.streamed_bytes(
             config, layout, total=_total_bytes(self.single_device), shares=self.shares
         )
-        return _RESERVED_RATIO * tensors + sum(cuda_process.cublas_workspaces(config)) + other_bytes
+        logits = _FP32 * _rank_logits(config, layout, self.single_device) / layout.tensor
+        unused = max(_UNUSED * tensors, _UNUSED_LOGITS * logits)
+        return tensors + unused + sum(cuda_process.cublas_workspaces(config)) + other_bytes
 
 
 def _streamed(config: RunConfig) -> float:
@@ -192,6 +204,28 @@ def _streamed(config: RunConfig) -> float:
     counts = left_before(parameter.ndim > 1 for parameter in trained)
     most = max((sizes[n + 1] - sizes[left] for n, left in enumerate(counts)), default=0)
     return most / max(1, sizes[-1])
+
+
+def _rank_logits(config: RunConfig, layout: Layout, work: StepWork) -> float:
+    """Return the number of logits that a rank has at a time, before tensor ranks divide them."""
+    samples = layout.micro_batch_size / layout.divisor("sequences")
+    return samples * _logits(work) * _chunk_fraction(config, samples * work.sample_length)
+
+
+def _logits(work: StepWork) -> float:
+    """Return the size of the largest result of a product outside the layers, for one sample."""
+    sizes = (
+        key.batch * key.m * key.n / SAMPLES
+        for key in work.last.micro_ends.work
+        if isinstance(key, Product) and key.phase == "forward"
+    )
+    return max(sizes, default=0.0)
+
+
+def _chunk_fraction(config: RunConfig, positions: float) -> float:
+    """Return the fraction of the positions of a micro-batch whose logits exist at a time."""
+    chunk = config.train.loss_chunk
+    return 1.0 if chunk is None else min(1.0, chunk / max(1.0, positions))
 
 
 def _forward_flops(key: Operation, amount: Amount) -> float:
@@ -300,7 +334,8 @@ def peak_bytes(
         activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
         by_stream: Whether to return the memory that an allocator reserves. Memory of the streams
-            that gather and reduce cannot be reused by other streams, so the peaks add up.
+            that gather and reduce, whose results are gradients, cannot be reused by other streams,
+            so the peaks add up.
     """
     layer_bytes = work.first.step_layer.parameter_bytes
     layers, leading = rank.layers, rank.leading
@@ -327,9 +362,11 @@ def peak_bytes(
     saved = activations[config.train.recomputation]
     # Only the stage with the loss keeps more than its layers. It frees this in its next backward.
     end_activations = saved.ends / layout.tensor if rank.has_last else 0.0
+    if layout.tensor > 1 and rank.has_last:
+        # The loss of tensor ranks, which divide the vocabulary, needs one copy in fp32 less.
+        end_activations = max(0.0, end_activations - _FP32 * _logits(work) / layout.tensor)
     end_activations *= 1.0 if layers else stage_fraction * rank.in_flight
-    if (chunk := config.train.loss_chunk) is not None:
-        end_activations *= min(1.0, chunk / max(1.0, samples * work.sample_length))
+    end_activations *= _chunk_fraction(config, samples * work.sample_length)
     kept = (layers - leading) * layer.kept + leading * layer.kept_leading
     received = samples * rank.messages * layer.message
     moments = analytic_states.moments(
@@ -375,12 +412,13 @@ def peak_bytes(
         peaks.append((moment, bytes_))
     if not by_stream:
         return received + max(sum(moment.values()) + samples * bytes_ for moment, bytes_ in peaks)
-    communication = max(moment["communication"] for moment, _ in peaks)
+    of_streams = sum(max(moment[name] for moment, _ in peaks) for name in _BESIDE_COMPUTE)
     return (
         received
-        + communication
+        + of_streams
         + max(
-            sum(moment.values()) - moment["communication"] + samples * bytes_
+            sum(size for name, size in moment.items() if name not in _BESIDE_COMPUTE)
+            + samples * bytes_
             for moment, bytes_ in peaks
         )
     )
