@@ -342,6 +342,8 @@ def peak_bytes(
     stage_fraction = 1.0 if layers else 1 / layout.pipeline
     looked_up, multiplied = _end_bytes(work, shares)
     ends = stage_fraction * (looked_up * rank.has_first + multiplied * rank.has_last)
+    if rank.has_first and not rank.has_last:  # its copy of a weight that embedding and head share
+        ends += shares.tied * _total_bytes(work)
     leading_bytes = work.leading.step.parameter_bytes
     of_leading = leading * leading_bytes
     total = (layers - leading) * layer_bytes + of_leading + ends
@@ -441,7 +443,7 @@ def _with_cast(
 def _end_bytes(work: StepWork, shares: TrainingShares) -> tuple[float, float]:
     """Return the bytes of embeddings, and of other parameters outside the layers.
 
-    A weight that embedding and head share is on the first and on the last rank of a pipeline.
+    A weight that embedding and head share is one of the others.
     """
     ends = work.first.step_ends.parameter_bytes
     looked_up = min(ends, shares.looked_up * _total_bytes(work))
