@@ -422,12 +422,10 @@ class CompiledLayout:
     Attributes:
         overrides: Overrides to add to those of the layout.
         step_s: Seconds per step. How kernels are fused is not traced.
-        process_bytes: Device memory of the process with the highest peak.
     """
 
     overrides: list[str]
     step_s: float
-    process_bytes: int
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import quantizes_states
 from axonlaunch.planning.records import Plan
-from axonlaunch.planning.search import compiled, preselection, rounds, search
+from axonlaunch.planning.search import preselection, rounds, search
 
 MODEL = [
     *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
@@ -80,7 +80,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def estimate(run: RunConfig, **_: Any) -> Any:
             num_bytes = int(off * size(run, Layout.of(run, world_size=devices)))
-            num_bytes //= 2 if run.train.compile else 1
             return SimpleNamespace(
                 peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
             )
@@ -97,7 +96,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(preselection, "StepTime", Speed)
         monkeypatch.setattr(rounds, "_trace", timed)
         monkeypatch.setattr(rounds, "estimate", estimate)
-        monkeypatch.setattr(compiled, "estimate", estimate)
         run = config.load([*MODEL, *overrides, *(f"{k}={v}" for k, v in fixed.items())])
         return search.search_layouts(
             run,

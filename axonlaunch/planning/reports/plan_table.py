@@ -74,11 +74,10 @@ def compile_note(plan: Plan) -> str | None:
     if (compiled := plan.compiled) is None:
         return None
     saved = 1 - compiled.step_s / plan.candidates[0].step_s
-    step = f"{_step(compiled.step_s)} ({saved:.0%} less)"
     return (
-        f"with {' '.join(compiled.overrides)}, layout 1 is expected to take {step} and "
-        f"{size(compiled.process_bytes)}; its kernels are not traced but priced as in published "
-        "runs, and the first step compiles them"
+        f"with {' '.join(compiled.overrides)}, layout 1 is expected to take "
+        f"{_step(compiled.step_s)} ({saved:.0%} less); its kernels are not traced but priced as in "
+        "published runs, the first step compiles them, and estimate has its memory"
     )
 
 

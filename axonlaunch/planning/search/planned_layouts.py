@@ -45,7 +45,7 @@ def planned_layout(
         peak_bytes=result.peak_bytes,
         host_bytes=result.host_bytes,
         process_bytes=result.process_bytes,
-        verdict=verdict_of(result, config),
+        verdict=_verdict(result, config),
         tokens_per_s_per_device=speed.tokens_per_s_per_device,
         step_s=speed.step_s,
         rank_factor=candidate.rank_factor,
@@ -57,8 +57,7 @@ def planned_layout(
     )
 
 
-def verdict_of(estimate: Estimate, config: RunConfig) -> FitVerdict:
-    """Return whether the estimate of a run fits its device, with the margin."""
+def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
     assert config.hardware is not None
     memory = figure(config.hardware, "memory_gib") * GIB
     return verdict(estimate.process_bytes, memory=memory, margin=config.estimate.margin)
