@@ -416,6 +416,19 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class CompiledLayout:
+    """The first layout of a plan with compiled blocks.
+
+    Attributes:
+        overrides: Overrides to add to those of the layout.
+        step_s: Seconds per step. How kernels are fused is not traced.
+    """
+
+    overrides: list[str]
+    step_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Result of a search for layouts.
 
@@ -431,6 +444,8 @@ class Plan:
         nodes: Nodes of every layout.
         imbalance: Assumed tokens of the rank with the most, relative to the mean, in layouts that
             split experts over ranks; None if none does.
+        compiled: The first layout with compiled blocks; None if that is not possible or not worth
+            it.
     """
 
     workload: Workload
@@ -442,3 +457,4 @@ class Plan:
     not_tried: tuple[str, ...] = ()
     nodes: RunNodes = field(default_factory=RunNodes)
     imbalance: float | None = None
+    compiled: CompiledLayout | None = None

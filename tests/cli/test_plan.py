@@ -17,8 +17,15 @@ from axonlaunch.cli.planning.plan import plan_to_json, print_plan
 from axonlaunch.config import ConfigError
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.planning.plan import experiment
-from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
-from axonlaunch.planning.reports.plan_table import notes, why_slower
+from axonlaunch.planning.records import (
+    CompiledLayout,
+    FitVerdict,
+    HostMemory,
+    Plan,
+    Planned,
+    Workload,
+)
+from axonlaunch.planning.reports.plan_table import compile_note, notes, why_slower
 
 GIB = 1024**3
 MODEL = [
@@ -176,6 +183,24 @@ def test_plan_says_on_which_nodes_its_layouts_are() -> None:
     [note] = notes(plan)
     assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes and ")
     assert not [*notes(dataclasses.replace(plan, nodes=RunNodes(count=1, ranks=8)))]
+
+
+def test_plan_says_what_compiled_blocks_would_save() -> None:
+    plan = Plan(Workload(96, None, 8192, "bf16", None), 1, [planned(step_s=10.0)])
+    assert compile_note(plan) is None
+    assert plan_to_json(plan, 1.0)["compiled"] is None
+    compiled = CompiledLayout(["train.compile=true"], 9.0)
+    plan = dataclasses.replace(plan, compiled=compiled)
+    assert str(compile_note(plan)).startswith(
+        "with train.compile=true, layout 1 is expected to take 9 s (10% less); "
+    )
+    in_json = plan_to_json(plan, 1.0)["compiled"]
+    assert in_json == {"overrides": ["train.compile=true"], "step_s": 9.0}
+    stream = io.StringIO()
+    print_plan(plan, Console(file=stream, width=80), seconds=1.0)
+    table, note = stream.getvalue().split("\nnote with train.compile=true")
+    assert "fsdp 64, micro-batch 1" in table  # the note follows the table that it refers to
+    assert "\n1  strategy.data_parallel=fsdp" in note
 
 
 def test_plan_reports_layouts_that_do_not_fit() -> None:

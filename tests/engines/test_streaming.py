@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.engines.optimizer import streaming
+from axonlaunch.planning.memory.cuda_process import DeviceRequests, replay
+from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 
@@ -73,9 +77,14 @@ Steps = dict[str, list[Done]]
 
 
 def update_on_simulated_streams(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[tuple[int, ...]],
+    *,
+    copied: Callable[..., torch.Tensor] = lambda tensor, device: tensor.clone(),
 ) -> tuple[Done, Steps, list[list[bool]]]:
-    """Update parameters of these sizes with states on the host.
+    """Update parameters of these shapes with states on the host.
+
+    ``copied`` copies a tensor to the device.
 
     Returns:
         The backward, the operations on each parameter in order, and for each parameter, whether
@@ -85,7 +94,7 @@ def update_on_simulated_streams(
     over: list[list[bool]] = []
     simulate_streams(monkeypatch)
     backward = Stream.current.do()
-    monkeypatch.setattr(streaming, "_copied", lambda tensor, device: tensor.clone())
+    monkeypatch.setattr(streaming, "_copied", copied)
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -98,7 +107,7 @@ def update_on_simulated_streams(
 
     monkeypatch.setattr(streaming, "_brought", noted("brought", streaming._brought))
     monkeypatch.setattr(streaming, "_taken_back", noted("taken back", streaming._taken_back))
-    weights = [nn.Parameter(torch.ones(size)) for size in sizes]
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     monkeypatch.setattr(optimizer, "step", noted("updated", optimizer.step))
     streaming.stream_parameters(optimizer, device=torch.device("cuda", 0), states_on=HOST)
@@ -110,7 +119,7 @@ def update_on_simulated_streams(
 
 
 def test_streaming_copies_updates_and_copies_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
+    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [(3, 2)] * 4)
     for brought, updated, taken in zip(*streamed.values(), strict=True):
         assert is_before(brought, updated)
         assert is_before(backward, updated)
@@ -118,7 +127,7 @@ def test_streaming_copies_updates_and_copies_back_in_order(monkeypatch: pytest.M
 
 
 def test_streaming_overlaps_copies_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
+    _, streamed, _ = update_on_simulated_streams(monkeypatch, [(3, 2)] * 4)
     third = streamed["brought"][2]
     second = streamed["updated"][1]
     first = streamed["taken back"][0]
@@ -133,24 +142,49 @@ def test_streaming_overlaps_copies_with_updates(monkeypatch: pytest.MonkeyPatch)
 def test_streaming_copies_from_host_do_not_wait_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [3] * 4)
+    backward, streamed, _ = update_on_simulated_streams(monkeypatch, [(3, 2)] * 4)
     assert not any(is_before(backward, brought) for brought in streamed["brought"])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "left_before"),
+    ("shapes", "left_before"),
     [
-        ([3, 3, 3, 3, 3], [0, 0, 0, 1, 2]),  # room for three
-        ([3, 1, 1, 3, 3], [0, 0, 0, 0, 1]),  # small parameters between matrices take no place
-        ([1, 1, 1, 1, 4], [0, 0, 0, 0, 0]),
-        ([4, 4, 4, 1, 1], [0, 0, 0, 1, 1]),
+        ([(3, 2)] * 5, [0, 0, 0, 1, 2]),  # room for three
+        ([(3, 2), (1, 2), (9, 2), (1, 2)], [0, 0, 0, 1]),  # whatever their sizes
+        ([(3, 2), (3,), (3,), (3, 2), (3, 2), (3, 2)], [0, 0, 0, 0, 0, 1]),  # vectors do not count
+        ([(3,), (3, 2), (3, 2), (3, 2), (3, 2)], [0, 0, 0, 0, 2]),  # but leave in order
     ],
 )
-def test_streaming_waits_only_for_room_of_three_largest_parameters(
-    sizes: list[int], left_before: list[int], monkeypatch: pytest.MonkeyPatch
+def test_streaming_waits_only_for_room_of_three_matrices(
+    shapes: list[tuple[int, ...]], left_before: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, over = update_on_simulated_streams(monkeypatch, sizes)
+    _, _, over = update_on_simulated_streams(monkeypatch, shapes)
     assert [sum(each) for each in over] == left_before
+
+
+def test_estimates_count_the_copies_that_an_update_has_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The most bytes of live copies on simulated streams, of a parameter and its gradient."""
+    shapes = [(64, 8), (8, 8), (8,), (8, 16), (16, 8), (8,), (8, 8), (8, 8), (8,), (64, 8)]
+    live: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        nonlocal most
+        copy = tensor.clone()
+        live.add(copy)
+        most = max(most, sum(each.nbytes for each in live))
+        return copy
+
+    update_on_simulated_streams(monkeypatch, shapes, copied=copied)
+    assert not live
+    sizes = [4 * math.prod(shape) for shape in shapes]
+    copies = [
+        ParameterCopies(len(shape) > 1, (size, size))
+        for shape, size in zip(shapes, sizes, strict=True)
+    ]
+    assert replay(DeviceRequests([], copies=copies)).live == most == 2 * sum(sizes[:4])
 
 
 @pytest.mark.parametrize("offload", ["params", "full"])

@@ -13,7 +13,7 @@ import pytest
 from support.configured import estimate_config
 from support.simulated_search import MODEL, found
 
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.engines.pipeline.split import balance
 from axonlaunch.planning.memory.pipeline_ranks import stage_layers
@@ -30,6 +30,26 @@ def test_search_estimates_next_layouts_if_fastest_do_not_fit(found: Any) -> None
     assert best.fits
     assert best.process_bytes == 3 * GIB  # not the smallest, which is slower
     assert len(plan.candidates) <= rounds.TRIED
+
+
+def test_plan_predicts_first_layout_with_compiled_blocks_if_that_saves_5_percent(
+    found: Any,
+) -> None:
+    plan = found(compiled_s=0.95)
+    first = plan.candidates[0]
+    assert plan.compiled.overrides == ["train.compile=true"]
+    assert plan.compiled.step_s == 0.95 * first.step_s
+    assert found(compiled_s=0.96).compiled is None
+    assert found("train.compile=true", compiled_s=0.9).compiled is None
+
+
+def test_plan_predicts_no_compiled_blocks_if_layout_cannot_compile(found: Any) -> None:
+    def check(run: RunConfig) -> RunConfig:
+        if run.train.compile:
+            raise ConfigError([ConfigIssue("train.compile", "can't be set", True)])
+        return run
+
+    assert found(compiled_s=0.5, check=check).compiled is None
 
 
 def choice(step_s: float, *, rank_factor: float = 1.0) -> Any:

@@ -5,7 +5,7 @@ By formulas a layout holds 8 GiB over the ranks that divide it; estimates are a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +50,10 @@ class Speed:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Search with estimates that are ``off`` times the formulas."""
+    """Search with estimates that are ``off`` times the formulas.
+
+    ``compiled_s`` is the time of compiled steps relative to others. ``check`` may raise errors.
+    """
 
     def find(
         *overrides: str,
@@ -58,12 +61,18 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         off: float = 1.0,
         lowers: bool = False,
         kept: Sequence[str] = (),
+        compiled_s: float = 1.0,
+        check: Callable[[RunConfig], RunConfig] = lambda checked: checked,
         **fixed: Any,
     ) -> Plan:
         def timed(first: Any, **_: Any) -> list[Any]:
             speeds = [
                 SimpleNamespace(
-                    step_s=choice.step_s, tokens_per_s_per_device=1.0, mfu=0.1, breakdown={}
+                    step_s=choice.step_s,
+                    compiled_s=compiled_s * choice.step_s,
+                    tokens_per_s_per_device=1.0,
+                    mfu=0.1,
+                    breakdown={},
                 )
                 for choice in first
             ]
@@ -92,7 +101,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
             run,
             devices=devices,
             fixed=fixed,
-            check=lambda checked: checked,
+            check=check,
             lowers=lowers,
             kept=kept,
         )

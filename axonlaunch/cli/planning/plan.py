@@ -145,6 +145,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "assumed": plan.assumed,
         "typical": plan.typical,
         "imbalance": plan.imbalance,
+        "compiled": None if plan.compiled is None else asdict(plan.compiled),
         "not_tried": plan.not_tried,
         "seconds": round(seconds, 1),
         "candidates": candidates,
@@ -164,6 +165,8 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
     for note in plan_table.notes(plan):
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
     console.print(plan_table.build_plan_table(plan))
+    if compiled := plan_table.compile_note(plan):
+        console.print(Text.assemble(("\nnote ", "yellow"), compiled), soft_wrap=True)
     for number, planned in enumerate(plan.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)

@@ -7,43 +7,55 @@ copying.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 IN_FLIGHT = 3
-"""Number of the largest parameters that fit into the memory of an update: one arriving, one
-updated, one leaving. Without a limit, the host would enqueue all parameters, because it does not
-wait for the device.
+"""Maximum number of matrices on the device: one arriving, one updated, one leaving.
+
+Without a limit, the host would enqueue all of them, because it does not wait for the device.
 """
 
 
-def most_in_flight(sizes: Sequence[int]) -> int:
-    """Return the most elements that copies of an update have on the device together.
+def left_before(are_matrices: Iterable[bool]) -> list[int]:
+    """Return how many of the first parameters have left the device before each one arrives.
 
-    It is an upper bound, at most one parameter above the exact number.
+    Vectors do not count, so that matrices overlap as well with norms and biases between them as
+    without. The copies on the device follow from this alone, because the host frees them only to
+    make room. In the example the fourth matrix waits for the first one:
+
+        matrix, vector, matrix, matrix, vector, matrix    gives    0, 0, 0, 0, 0, 1
 
     Args:
-        sizes: Elements of each parameter.
+        are_matrices: Whether a parameter has two dims or more, for each one in order.
     """
-    return min(sum(sizes), IN_FLIGHT * max(sizes, default=0))
+    counts: list[int] = []
+    held: deque[int] = deque()
+    num_left = 0
+    for position, is_matrix in enumerate(are_matrices):
+        if is_matrix:
+            if len(held) == IN_FLIGHT:
+                num_left = held.popleft() + 1
+            held.append(position)
+        counts.append(num_left)
+    return counts
 
 
 class InOrder:
     """Sequential execution, as on a CPU."""
 
     @contextmanager
-    def arriving(self, size: int, *, largest: int) -> Iterator[None]:
+    def arriving(self, left: int) -> Iterator[None]:
         """Return a context for copying a parameter from the host; later work can use the copies.
 
         The copies must not read tensors on the device.
 
         Args:
-            size: Elements of the parameter.
-            largest: Elements of the largest parameter of the update.
+            left: Number of the first parameters whose copies must have left, from ``left_before``.
         """
-        del size, largest
+        del left
         yield
 
     @contextmanager
@@ -71,20 +83,20 @@ class CopyStreams(InOrder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._to_device, self._to_host = (torch.cuda.Stream(device) for _ in range(2))
-        self._held: deque[tuple[torch.cuda.Event, int, tuple[object, ...]]] = deque()
-        self._arrived = 0
+        self._held: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
+        self._num_left = 0
 
     @contextmanager
-    def arriving(self, size: int, *, largest: int) -> Iterator[None]:
+    def arriving(self, left: int) -> Iterator[None]:
         """Copy a parameter to the device during backward and earlier updates, when there is room.
 
         Host memory is complete when an update begins: ``finish`` has waited for the previous one,
         and ``fully_shard`` for the gradients. So the first copies do not wait for the backward.
         """
-        while self._held and size + sum(held for _, held, _ in self._held) > IN_FLIGHT * largest:
-            left, _, _ = self._held.popleft()
-            left.synchronize()
-        self._arrived = size
+        while self._num_left < left:
+            self._held[0][0].synchronize()  # its copies stay alive until then, and no longer
+            self._held.popleft()
+            self._num_left += 1
         with torch.cuda.stream(self._to_device):
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._to_device)
@@ -95,12 +107,13 @@ class CopyStreams(InOrder):
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_host):
             yield
-        self._held.append((self._to_host.record_event(), self._arrived, held))
+        self._held.append((self._to_host.record_event(), held))
 
     def finish(self) -> None:
         """Wait for copies to the host; work enqueued later is ordered after them."""
         self._to_host.synchronize()
         self._held.clear()
+        self._num_left = 0
 
 
 def copy_streams(device: torch.device | None) -> InOrder:

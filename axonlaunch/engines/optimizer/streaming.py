@@ -1,9 +1,9 @@
 """Optimizer steps that process one parameter at a time, on another device or in another type.
 
 A working copy replaces each parameter during its update, so only one copy exists at a time. On a
-GPU there are up to three: one arriving, one being updated, one leaving. The master of a parameter
-is a working copy that is kept. Optimizers that exchange parts of parameters among ranks process all
-of them at once.
+GPU there are those of up to three matrices: one arriving, one being updated, one leaving. The
+master of a parameter is a working copy that is kept. Optimizers that exchange parts of parameters
+among ranks process all of them at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.optimizer.clipping import scales_gradients
-from axonlaunch.engines.optimizer.copy_streams import copy_streams
+from axonlaunch.engines.optimizer.copy_streams import copy_streams, left_before
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -88,12 +88,14 @@ def stream_parameters(
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        sizes = [_num_elements([t]) for group in groups for t in group["params"]]
-        largest = max(sizes, default=0)
+        updates = [*(_updated_at_once(groups) if at_once else _one_by_one(groups))]
+        updated = [
+            [tensor for _, of_group in members for tensor in of_group] for members in updates
+        ]
+        counts = left_before(any(t.ndim > 1 for t in tensors) for tensors in updated)
         try:
-            for members in _updated_at_once(groups) if at_once else _one_by_one(groups):
-                tensors = [tensor for _, of_group in members for tensor in of_group]
-                with streams.arriving(_num_elements(tensors), largest=largest):
+            for members, tensors, left in zip(updates, updated, counts, strict=True):
+                with streams.arriving(left):
                     brought = [_brought(self, t, device or t.device, chosen) for t in tensors]
                 working = {
                     tensor: _working_copy(self, tensor, copies, chosen)
@@ -130,11 +132,6 @@ def _one_by_one(groups: list[dict[str, Any]]) -> Iterator[Groups]:
 def _updated_at_once(groups: list[dict[str, Any]]) -> Iterator[Groups]:
     """Yield all parameters that have gradients."""
     yield [(group, [t for t in group["params"] if t.grad is not None]) for group in groups]
-
-
-def _num_elements(tensors: list[Tensor]) -> int:
-    """Return the number of elements of this rank's parts."""
-    return sum(local_part(tensor.detach()).numel() for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,16 @@ def looked_up_parameters(model: nn.Module) -> int:
     return sum(table.numel() for table in _looked_up(model).values())
 
 
+def tied_parameters(model: nn.Module) -> int:
+    """Return the number of parameters in embedding tables that other modules use, too.
+
+    Args:
+        model: Unsharded model on any device.
+    """
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(table.numel() for table in tables.values()) - looked_up_parameters(model)
+
+
 def active_experts(model: nn.Module) -> float:
     """Return the largest fraction of a layer's experts that one token uses; 1 without experts."""
     return float(max(_expert_shares(model).values(), default=1))

@@ -17,7 +17,7 @@ from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.config.precision import PRECISIONS, master_format
 from axonlaunch.models.adapters.expert_lora import LoraExperts
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.flops import active_experts, looked_up_parameters
+from axonlaunch.models.facts.flops import active_experts, looked_up_parameters, tied_parameters
 from axonlaunch.models.specs.model_spec import ModelSpec
 from axonlaunch.models.tensors.packed_blocks import logical_numel
 
@@ -76,6 +76,7 @@ class TrainingShares:
         quantized: Bytes of quantized parameters, which are never cast as a whole.
         dequantized: Bytes to read the largest quantized parameter: its values in the compute type,
             and copies of its codes and scales.
+        tied: Bytes of embeddings that the head uses, too.
     """
 
     gradients: float = 1.0
@@ -86,6 +87,7 @@ class TrainingShares:
     active_experts: float = 1.0
     quantized: float = 0.0
     dequantized: float = 0.0
+    tied: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -147,6 +149,7 @@ def _shares(key: _SharesKey) -> tuple[float, ...]:
         active_experts(model),
         sum(p.nbytes for p in quantized) / total_bytes,
         max((p.nbytes + compute * logical_numel(p) for p in quantized), default=0) / total_bytes,
+        element * tied_parameters(model) / total_bytes,
     )
 
 

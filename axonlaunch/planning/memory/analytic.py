@@ -13,6 +13,7 @@ experts, tensors are at most 22% below (experts of tensor ranks) and 13% above.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from axonlaunch.config.consistency.layout import (
 )
 from axonlaunch.config.optimization.optimizer import AdamWConfig
 from axonlaunch.config.schema import StrategyConfig
+from axonlaunch.engines.optimizer.copy_streams import left_before
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.models.fake import fake_tensor_cache
@@ -45,11 +47,21 @@ from axonlaunch.preflight.parallelism import expert_degrees
 from axonlaunch.system.processes import forked_map
 
 _TRANSIENT: tuple[Category, ...] = ("activations", "temporary")
+_BESIDE_COMPUTE: tuple[Category, ...] = ("communication", "gradients")
+"""Categories in the streams of ``fully_shard``."""
 _MODES = ("none", "selective", "full")
 _LIGHT_LOAD = 0.5
 """Load of experts that a second trace has, to find what grows with it; any model allows it."""
-_RESERVED_RATIO = 1.02
-"""Reserved memory relative to the computed tensors; low, so that no fitting layout is lost."""
+_UNUSED = 0.02
+"""Least unused part of the reserved memory, relative to the tensors; low, so that no fitting layout
+is lost."""
+_UNUSED_LOGITS = 0.5
+"""Unused part of the reserved memory, relative to logits in fp32, which fit into no smaller gap.
+
+For Llama and GPT with ddp and zero1 it is 0.5 to 0.8.
+"""
+_FP32 = 4
+"""Bytes of a logit in fp32."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +73,15 @@ class Formulas:
         activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
         has_router_loss: Whether routers have a loss of the global batch, see ``RouterLoss``.
+        streamed: Most trained parameters that an update streamed from host memory has on the
+            device at a time, relative to all of them.
     """
 
     single_device: StepWork
     activations: dict[str, ActivationBytes]
     shares: TrainingShares = field(default_factory=TrainingShares)
     has_router_loss: bool = False
+    streamed: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -102,6 +117,7 @@ class Formulas:
                 by_mode[distinct.index(model)],
                 TrainingShares.of(config),
                 has_router_loss=spec_for(config).mixes_samples == "batch",
+                streamed=_streamed(config),
             )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
@@ -173,7 +189,43 @@ class Formulas:
         other_bytes = cuda_process.non_allocator_bytes(
             cuda_process.communicators_of(config, layout), config.hardware
         )
-        return _RESERVED_RATIO * tensors + sum(cuda_process.cublas_workspaces(config)) + other_bytes
+        tensors += self.streamed * analytic_states.streamed_bytes(
+            config, layout, total=_total_bytes(self.single_device), shares=self.shares
+        )
+        logits = _FP32 * _rank_logits(config, layout, self.single_device) / layout.tensor
+        unused = max(_UNUSED * tensors, _UNUSED_LOGITS * logits)
+        return tensors + unused + sum(cuda_process.cublas_workspaces(config)) + other_bytes
+
+
+def _streamed(config: RunConfig) -> float:
+    """Return ``Formulas.streamed`` of a run."""
+    trained = [p for p in on_meta(config, seed=config.seed).parameters() if p.requires_grad]
+    sizes = [0, *itertools.accumulate(parameter.numel() for parameter in trained)]
+    counts = left_before(parameter.ndim > 1 for parameter in trained)
+    most = max((sizes[n + 1] - sizes[left] for n, left in enumerate(counts)), default=0)
+    return most / max(1, sizes[-1])
+
+
+def _rank_logits(config: RunConfig, layout: Layout, work: StepWork) -> float:
+    """Return the number of logits that a rank has at a time, before tensor ranks divide them."""
+    samples = layout.micro_batch_size / layout.divisor("sequences")
+    return samples * _logits(work) * _chunk_fraction(config, samples * work.sample_length)
+
+
+def _logits(work: StepWork) -> float:
+    """Return the size of the largest result of a product outside the layers, for one sample."""
+    sizes = (
+        key.batch * key.m * key.n / SAMPLES
+        for key in work.last.micro_ends.work
+        if isinstance(key, Product) and key.phase == "forward"
+    )
+    return max(sizes, default=0.0)
+
+
+def _chunk_fraction(config: RunConfig, positions: float) -> float:
+    """Return the fraction of the positions of a micro-batch whose logits exist at a time."""
+    chunk = config.train.loss_chunk
+    return 1.0 if chunk is None else min(1.0, chunk / max(1.0, positions))
 
 
 def _forward_flops(key: Operation, amount: Amount) -> float:
@@ -282,13 +334,16 @@ def peak_bytes(
         activations: Activations of one sample for each kind of recomputation.
         shares: Sizes of gradients and optimizer states relative to the parameters.
         by_stream: Whether to return the memory that an allocator reserves. Memory of the streams
-            that gather and reduce cannot be reused by other streams, so the peaks add up.
+            that gather and reduce, whose results are gradients, cannot be reused by other streams,
+            so the peaks add up.
     """
     layer_bytes = work.first.step_layer.parameter_bytes
     layers, leading = rank.layers, rank.leading
     stage_fraction = 1.0 if layers else 1 / layout.pipeline
     looked_up, multiplied = _end_bytes(work, shares)
     ends = stage_fraction * (looked_up * rank.has_first + multiplied * rank.has_last)
+    if rank.has_first and not rank.has_last:  # its copy of a weight that embedding and head share
+        ends += shares.tied * _total_bytes(work)
     leading_bytes = work.leading.step.parameter_bytes
     of_leading = leading * leading_bytes
     total = (layers - leading) * layer_bytes + of_leading + ends
@@ -309,9 +364,11 @@ def peak_bytes(
     saved = activations[config.train.recomputation]
     # Only the stage with the loss keeps more than its layers. It frees this in its next backward.
     end_activations = saved.ends / layout.tensor if rank.has_last else 0.0
+    if layout.tensor > 1 and rank.has_last:
+        # The loss of tensor ranks, which divide the vocabulary, needs one copy in fp32 less.
+        end_activations = max(0.0, end_activations - _FP32 * _logits(work) / layout.tensor)
     end_activations *= 1.0 if layers else stage_fraction * rank.in_flight
-    if (chunk := config.train.loss_chunk) is not None:
-        end_activations *= min(1.0, chunk / max(1.0, samples * work.sample_length))
+    end_activations *= _chunk_fraction(config, samples * work.sample_length)
     kept = (layers - leading) * layer.kept + leading * layer.kept_leading
     received = samples * rank.messages * layer.message
     moments = analytic_states.moments(
@@ -357,12 +414,13 @@ def peak_bytes(
         peaks.append((moment, bytes_))
     if not by_stream:
         return received + max(sum(moment.values()) + samples * bytes_ for moment, bytes_ in peaks)
-    communication = max(moment["communication"] for moment, _ in peaks)
+    of_streams = sum(max(moment[name] for moment, _ in peaks) for name in _BESIDE_COMPUTE)
     return (
         received
-        + communication
+        + of_streams
         + max(
-            sum(moment.values()) - moment["communication"] + samples * bytes_
+            sum(size for name, size in moment.items() if name not in _BESIDE_COMPUTE)
+            + samples * bytes_
             for moment, bytes_ in peaks
         )
     )
@@ -385,7 +443,7 @@ def _with_cast(
 def _end_bytes(work: StepWork, shares: TrainingShares) -> tuple[float, float]:
     """Return the bytes of embeddings, and of other parameters outside the layers.
 
-    A weight that embedding and head share is on the first and on the last rank of a pipeline.
+    A weight that embedding and head share is one of the others.
     """
     ends = work.first.step_ends.parameter_bytes
     looked_up = min(ends, shares.looked_up * _total_bytes(work))

@@ -12,6 +12,8 @@ from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of, sums_as_stored
+from axonlaunch.config.precision import master_format
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELING
 from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
@@ -104,6 +106,31 @@ def states(moments_of_step: Moments) -> dict[Category, float]:
     peak = max(sum(moment.values()) for moment in moments_of_step.values())
     breakdown["communication"] += peak - sum(breakdown.values())
     return breakdown
+
+
+def streamed_bytes(
+    config: RunConfig, layout: Layout, *, total: float, shares: TrainingShares
+) -> float:
+    """Return the bytes that an update on the device copies there from the host, of all parameters.
+
+    An update on the host copies none. Masters take the place of the parameters, and are on the
+    device unless states are offloaded.
+
+    Args:
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        total: Parameters of the model, in bytes.
+        shares: Sizes of gradients and optimizer states relative to the parameters.
+    """
+    offload = CPUOffload(config.strategy.fsdp.cpu_offload)
+    if not layout.facts.shards_parameters or not offload.streams_the_update:
+        return 0.0
+    copied = shares.states
+    if offload is CPUOffload.PARAMS:
+        of_parameters = config.train.parameter_bytes / config.train.gradient_bytes
+        has_masters = master_format(config.optimizer) is not None
+        copied = shares.gradients * (1 + (0.0 if has_masters else of_parameters))
+    return copied * total / layout.tensor / layout.parameter_shards
 
 
 def _replicated_moments(

@@ -7,22 +7,17 @@ NCCL, which are constants from ``measured_constants``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
-
-from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import DP_REPLICATE, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.config.precision import master_format
-from axonlaunch.engines.data_parallel.fsdp import CPUOffload
-from axonlaunch.engines.engine import Engine
-from axonlaunch.engines.optimizer.copy_streams import most_in_flight
+from axonlaunch.engines.optimizer.copy_streams import left_before
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.measured_constants import (
     CUBLAS_THREADS,
@@ -38,11 +33,9 @@ from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention
+from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies, update_copies
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.engine_categories import (
-    categorize_gradients,
-    host_categories,
-)
+from axonlaunch.planning.tracing.engine_categories import categorize_gradients
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
@@ -97,12 +90,12 @@ class DeviceRequests:
     Attributes:
         changes: Requests to torch's allocator.
         symmetric: Bytes of symmetric memory, which the allocator does not provide.
-        copies: Bytes of the copies of host tensors that an update has on the device together.
+        copies: Copies of host tensors that an update makes, in its order.
     """
 
     changes: list[Change]
     symmetric: int = 0
-    copies: int = 0
+    copies: Sequence[ParameterCopies] = ()
 
 
 @dataclass(frozen=True)
@@ -136,12 +129,33 @@ def replay(
         workspaces: Bytes of each cuBLAS workspace, from ``cublas_workspaces``.
     """
     changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *recorded.changes]
-    if recorded.copies:
-        copied = -len(workspaces) - 1
-        changes += [Change(copied, recorded.copies, _COPY_STREAM), Change(copied, 0)]
+    changes += _copy_changes(recorded.copies, last_storage=-len(workspaces))
     allocator = Allocator(settings, capacity=capacity)
     allocator.replay(changes)
     return ReplayedRequests(allocator.peak_reserved, _peak_live_bytes(changes), recorded.symmetric)
+
+
+def _copy_changes(copies: Sequence[ParameterCopies], *, last_storage: int) -> Iterator[Change]:
+    """Yield the changes of the copies in two updates; the second reuses the memory of the first.
+
+    Args:
+        copies: Copies for each parameter.
+        last_storage: Number of a storage below which numbers are unused.
+    """
+    counts = left_before(of_parameter.is_matrix for of_parameter in copies)
+    for _ in range(2):
+        held: deque[list[int]] = deque()
+        num_left = 0
+        for of_parameter, left in zip(copies, counts, strict=True):
+            for _ in range(left - num_left):
+                yield from (Change(storage, 0) for storage in held.popleft())
+            num_left, storages = left, []
+            for size in of_parameter.sizes:
+                last_storage -= 1
+                storages.append(last_storage)
+                yield Change(last_storage, size, _COPY_STREAM)
+            held.append(storages)
+        yield from (Change(storage, 0) for storages in held for storage in storages)
 
 
 def peak_device_memory(
@@ -293,13 +307,13 @@ class _RecordedSteps:
         config: Configuration of the run.
         recording: The requests, of a model that may lack blocks.
         counts: Number of recorded blocks by stage.
-        copies: See ``DeviceRequests``; with the blocks that the recorded model lacks.
+        copies: See ``DeviceRequests``; with those of blocks that the recorded model lacks.
     """
 
     config: RunConfig
     recording: Recording
     counts: dict[int, int]
-    copies: int
+    copies: Sequence[ParameterCopies]
 
     def requests(self, changes: list[Change]) -> DeviceRequests:
         """Return the requests with these changes of the complete model."""
@@ -348,42 +362,12 @@ def _run_steps(
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
         recording = trace.recording(dry.engine, blocks)
-        spare = [stage[-1] for stage in blocks.values() if stage] * spare_blocks
-        copies = _update_copies(reduced.config, dry.engine, spare=spare)
+        last_blocks = [stage[-1] for stage in blocks.values() if stage]
+        copies = update_copies(
+            reduced.config, dry.engine, last_blocks=last_blocks, lacking=spare_blocks
+        )
     counts = {stage: len(members) for stage, members in blocks.items()}
     return _RecordedSteps(reduced.config, recording, counts, copies)
-
-
-def _update_copies(config: RunConfig, engine: Engine, *, spare: Sequence[nn.Module]) -> int:
-    """Return the bytes of the copies that an update on the device makes of tensors on the host.
-
-    They are in a stream of their own, whose memory no other stream uses. An update on the host
-    makes none.
-
-    Args:
-        config: Configuration of the run.
-        engine: Engine of a model that may lack blocks.
-        spare: A block for each that it lacks.
-    """
-    offload = CPUOffload(config.strategy.fsdp.cpu_offload)
-    if not host_categories(config) or not offload.streams_the_update:
-        return 0
-    updated = [tensor for _, tensor in engine.named_updated()]
-    if offload is CPUOffload.OPTIMIZER_STATES:
-        copied = sum(local_part(state.detach()).nbytes for state in engine.optimizer_states())
-    else:
-        # Masters are on the device, and take the place of the parameters.
-        copied = sum(_local_numel(t) * (t.grad_dtype or t.dtype).itemsize for t in updated)
-        if master_format(config.optimizer) is None:
-            copied += sum(_local_numel(t) * t.itemsize for t in updated)
-    sizes = [_local_numel(tensor) for tensor in updated]
-    per_element = copied / max(1, sum(sizes))
-    lacking = [p for block in spare for p in block.parameters() if p.requires_grad]
-    return int(most_in_flight([*sizes, *map(_local_numel, lacking)]) * per_element)
-
-
-def _local_numel(tensor: Tensor) -> int:
-    return local_part(tensor.detach()).numel()
 
 
 def _peak_live_bytes(changes: Iterable[Change]) -> int:

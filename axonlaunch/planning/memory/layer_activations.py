@@ -23,6 +23,13 @@ _REPLICATED = 4
 
 They are the inputs and the outputs of its two norms.
 """
+_REPLICATED_ROWS = 3
+"""Rows of experts with the width of hidden states that each tensor rank keeps.
+
+They are the inputs of experts, their results, and these in the order of the tokens.
+"""
+_REPLICATED_BY_ROUTER = 2
+"""Hidden states in 16 bits that each tensor rank keeps for a router: its input in fp32."""
 _LARGE_GRADIENTS = 2
 """Gradients that exist beside each other within a layer, of the size of its largest product.
 
@@ -99,19 +106,27 @@ def layer_bytes(
     hidden = work.hidden_size * work.sample_length * itemsize
     saved, complete = activations[mode], activations["none"]
 
-    def divide(num_bytes: float, replicated: float) -> float:
-        """Divide activations, of which hidden states are replicated unless they are in parts."""
-        part = 0.0 if in_parts else min(num_bytes, replicated * hidden)
+    outputs = _Outputs.of(work)
+    rows = outputs.expert_rows * work.hidden_size * itemsize
+    of_experts = _REPLICATED_ROWS * rows + (_REPLICATED_BY_ROUTER * hidden if rows else 0.0)
+
+    def divide(num_bytes: float, replicated: float, *, with_experts: bool = False) -> float:
+        """Divide activations, of which hidden states are replicated unless they are in parts.
+
+        Rows of experts are never in parts.
+        """
+        part = 0.0 if in_parts else replicated * hidden
+        part = min(num_bytes, part + (of_experts if with_experts else 0.0))
         return part + (num_bytes - part) / tensor
 
-    outputs = _Outputs.of(work)
     # Every second product is saved. The last one of a layer is a sum over tensor ranks.
     saves_sum = mode == "selective" and outputs.count % 2 == 1
     extra = _tensor_extra(mode, hidden, tensor=tensor, in_parts=in_parts)
     extra += hidden * (1 - 1 / tensor) if saves_sum else 0.0
     inputs = _REPLICATED if mode == "none" else 1  # recomputation keeps the input of a layer
-    kept, kept_leading = divide(saved.layer, inputs), divide(saved.leading, inputs)
-    recomputed = divide(complete.layer, _REPLICATED)
+    kept = divide(saved.layer, inputs, with_experts=mode == "none")
+    kept_leading = divide(saved.leading, inputs)
+    recomputed = divide(complete.layer, _REPLICATED, with_experts=True)
     if expert_load:
         kept, recomputed = (
             divide(part.undispatched, replicated) + expert_load / tensor * part.dispatched
@@ -133,7 +148,7 @@ def layer_bytes(
         kept,
         kept_leading,
         recomputed,
-        transient=_LARGE_GRADIENTS * outputs.largest / tensor,
+        transient=_LARGE_GRADIENTS * max(outputs.largest / tensor, rows),
         awaiting=outputs.total / tensor + min(outputs.total, summed),
         message=hidden / (tensor if in_parts else 1),
     )
@@ -160,19 +175,22 @@ class _Outputs:
         count: Number of products.
         largest: Bytes of the largest output.
         total: Bytes of all outputs.
+        expert_rows: Rows of the experts; 0 without experts.
     """
 
     count: int
     largest: float
     total: float
+    expert_rows: float
 
     @classmethod
     def of(cls, work: StepWork) -> Self:
-        count = largest = total = 0.0
+        count = largest = total = rows = 0.0
         for key, amount in work.first.micro_layer.work.items():
             if isinstance(key, Product) and key.phase == "forward":
                 num_bytes = key.batch * key.m * key.n * max(2, key.dtype.itemsize) / SAMPLES
                 count += amount.count
                 largest = max(largest, num_bytes)
                 total += amount.count * num_bytes
-        return cls(round(count), largest, total)
+                rows = max(rows, key.batch * key.m / SAMPLES if key.tokens == "m" else 0.0)
+        return cls(round(count), largest, total, rows)

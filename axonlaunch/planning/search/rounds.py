@@ -41,19 +41,44 @@ _MAX_INVALID = 200
 
 
 @dataclass(frozen=True)
+class EstimatedLayout:
+    """A layout with its predictions.
+
+    Attributes:
+        planned: Record of the layout.
+        config: Configuration of the run with this layout.
+        speed: Predicted speed.
+    """
+
+    planned: Planned
+    config: RunConfig
+    speed: Throughput
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device and the host have enough memory, with the margin."""
+        return self.planned.fits
+
+
+@dataclass(frozen=True)
 class Found:
     """Result of the rounds.
 
     Attributes:
-        plans: Estimated layouts, fitting ones first.
+        estimated: Estimated layouts, fitting ones first.
         limit: Memory limit for the formulas, after correction by the estimates.
         untraced: Number of layouts that were not traced, fit by formulas and may be faster than the
             first one.
     """
 
-    plans: list[Planned]
+    estimated: list[EstimatedLayout]
     limit: float
     untraced: int
+
+    @property
+    def plans(self) -> list[Planned]:
+        """Records of the layouts."""
+        return [layout.planned for layout in self.estimated]
 
 
 def estimate_in_rounds(
@@ -86,7 +111,7 @@ def estimate_in_rounds(
         ConfigError: No layout of the first round can be run or traced.
     """
     assert config.hardware is not None
-    plans: list[Planned] = []
+    estimated: list[EstimatedLayout] = []
     limit, untraced = memory, 0
     for rounds_left in reversed(range(ROUNDS)):
         preselected = preselect(
@@ -102,34 +127,35 @@ def estimate_in_rounds(
                 fastest = takewhile(lambda pair: _ranked_s(*pair) < ranked_limit, order)
             estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
-            if plans:
+            if estimated:
                 break
             raise
-        plans = [*estimates.values(), *plans]
+        estimated = [*estimates.values(), *estimated]
         untraced = _faster_untraced(preselected, order, estimates)
         layouts = [*_remaining(layouts, [choice.candidate.settings for choice in estimates])]
         if (
-            any(planned.fits for planned in plans)
+            any(layout.fits for layout in estimated)
             or math.isinf(preselected[0].step_s)
             or not layouts
             or not estimates
         ):
             break
         underestimate = max(
-            planned.process_bytes / choice.bytes for choice, planned in estimates.items()
+            layout.planned.process_bytes / choice.bytes for choice, layout in estimates.items()
         )
         limit = min(limit, memory / underestimate)
-    return Found(sorted(plans, key=lambda planned: not planned.fits), limit, untraced)
+    return Found(sorted(estimated, key=lambda layout: not layout.fits), limit, untraced)
 
 
 def merge_found(exact: Found, lower: Found) -> Found:
     """Return the exact layouts with the faster ones of lower precision; all if none fits."""
     if not any(planned.fits for planned in [*exact.plans, *lower.plans]):
-        return Found(exact.plans + lower.plans, exact.limit, exact.untraced)
-    chosen = faster_ones(lower.plans, exact.plans)
-    both = [*chosen, *exact.plans]
-    plans = sorted(both, key=lambda planned: (not planned.fits, planned.ranked_s))
-    return Found(plans, exact.limit, lower.untraced if chosen else exact.untraced)
+        return Found(exact.estimated + lower.estimated, exact.limit, exact.untraced)
+    faster = faster_ones(lower.plans, exact.plans)
+    chosen = [layout for layout in lower.estimated if layout.planned in faster]
+    both = [*chosen, *exact.estimated]
+    estimated = sorted(both, key=lambda layout: (not layout.fits, layout.planned.ranked_s))
+    return Found(estimated, exact.limit, lower.untraced if chosen else exact.untraced)
 
 
 def _remaining(
@@ -152,13 +178,13 @@ def _remaining(
 def _faster_untraced(
     preselected: Sequence[Preselected],
     order: TracedOrder,
-    estimates: Mapping[Preselected, Planned],
+    estimates: Mapping[Preselected, EstimatedLayout],
 ) -> int:
     """Return how many untraced layouts may be ranked before all that fit.
 
     Their times by formulas are corrected by the median ratio of the traced layouts.
     """
-    fitting = [planned.ranked_s for planned in estimates.values() if planned.fits]
+    fitting = [layout.planned.ranked_s for layout in estimates.values() if layout.fits]
     if not fitting:
         return 0
     checked = [choice.candidate.settings for choice in order.valid]
@@ -278,7 +304,7 @@ def _estimate_first(
     config: RunConfig,
     nodes: RunNodes,
     wanted: int,
-) -> dict[Preselected, Planned]:
+) -> dict[Preselected, EstimatedLayout]:
     """Estimate layouts in the order of their speed, until ``wanted`` of them fit.
 
     Args:
@@ -287,18 +313,18 @@ def _estimate_first(
         nodes: Nodes of the run.
         wanted: Number of fitting layouts to find.
     """
-    plans: dict[Preselected, Planned] = {}
+    estimates: dict[Preselected, EstimatedLayout] = {}
     remaining = islice(order, TRIED)
-    while missing := wanted - sum(planned.fits for planned in plans.values()):
+    while missing := wanted - sum(layout.fits for layout in estimates.values()):
         if not (tried := [*islice(remaining, missing)]):
             break
-        estimates = forked_map.map_forked(
+        results = forked_map.map_forked(
             [partial(estimate, choice.candidate.config, ends=True) for choice, _ in tried],
             task="estimating the memory of a layout",
             memory=fake_tensor_cache.recipes,
         )
-        for (choice, speed), result in zip(tried, estimates, strict=True):
-            plans[choice] = planned_layout(
-                choice.candidate, speed, result, config=config, nodes=nodes
-            )
-    return plans
+        for (choice, speed), result in zip(tried, results, strict=True):
+            candidate = choice.candidate
+            planned = planned_layout(candidate, speed, result, config=config, nodes=nodes)
+            estimates[choice] = EstimatedLayout(planned, candidate.config, speed)
+    return estimates

@@ -23,6 +23,7 @@ from axonlaunch.planning.records import Plan
 from axonlaunch.planning.reports.workload import workload
 from axonlaunch.planning.search import keys, refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.compiled import compiled_layout
 from axonlaunch.planning.search.low_precision import (
     lower_layouts,
     smallest_run,
@@ -140,6 +141,7 @@ def search_layouts(
         not_tried=(*map(str, problems), *([] if lowers else _lower_note(config, kept, found))),
         nodes=nodes,
         imbalance=config.estimate.imbalance if _splits_experts(layouts) else None,
+        compiled=compiled_layout(found.estimated[0], check=check),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.throughput.roofline import figure
@@ -26,12 +26,14 @@ class Throughput:
         mfu: Model FLOPs utilization: fraction of the device's peak rate, without recomputation.
             None if samples are not sequences.
         breakdown: Seconds of a step by activity on the rank with the longest step.
+        compiled_s: Seconds per optimizer step with ``train.compile=true``, for the same operations.
     """
 
     step_s: float
     tokens_per_s_per_device: float
     mfu: float | None
     breakdown: dict[str, float]
+    compiled_s: float
 
 
 def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
@@ -53,6 +55,8 @@ def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Thr
     layout = Layout.of(config, world_size=ranks)
     times = StepTime(config, layout, hardware).parts(work)
     seconds = times.total
+    compiled = with_values(config, {"train.compile": True})
+    compiled_s = StepTime(compiled, layout, hardware).parts(work).total
     samples = layout.micro_batch_size * layout.micro_batches * layout.data_ranks
     rate = samples * work.sample_length / seconds / ranks
     mfu = None
@@ -62,4 +66,4 @@ def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Thr
             precision=train.precision, matmul_precision=train.matmul_precision
         )
         mfu = rate * work.flops_per_token / (figure(hardware, name) * 1e12)
-    return Throughput(seconds, rate, mfu, dict(times))
+    return Throughput(seconds, rate, mfu, dict(times), compiled_s)

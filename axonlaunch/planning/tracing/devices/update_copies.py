@@ -1,0 +1,106 @@
+"""Copies of host tensors that an update on a GPU makes; on a CPU it needs none.
+
+They are in a stream of their own, whose memory no other stream uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from axonlaunch.comm.mesh import local_part
+from axonlaunch.config import RunConfig
+from axonlaunch.config.precision import master_format
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.engine import Engine
+from axonlaunch.planning.tracing.engine_categories import host_categories
+
+
+@dataclass(frozen=True)
+class ParameterCopies:
+    """Copies for the update of one parameter.
+
+    Attributes:
+        is_matrix: Whether the parameter has two dims or more.
+        sizes: Bytes of each copy.
+    """
+
+    is_matrix: bool
+    sizes: tuple[int, ...]
+
+
+def update_copies(
+    config: RunConfig, engine: Engine, *, last_blocks: Sequence[nn.Module] = (), lacking: int = 0
+) -> list[ParameterCopies]:
+    """Return the copies for each parameter, in the order of the update.
+
+    An update on the host makes none.
+
+    Args:
+        config: Configuration of the run.
+        engine: Engine of a model that may lack blocks, with its optimizer states.
+        last_blocks: The last block of each pipeline stage, which stands for the lacking ones.
+        lacking: Number of blocks that each stage lacks.
+    """
+    offload = CPUOffload(config.strategy.fsdp.cpu_offload)
+    if not host_categories(config) or not offload.streams_the_update:
+        return []
+    copied = _copied_states if offload is CPUOffload.OPTIMIZER_STATES else _copied_parameters
+    sizes = copied(config, engine)
+    updated = [
+        (name, ParameterCopies(tensor.ndim > 1, sizes.get(name, ())))
+        for name, tensor in engine.named_updated()
+    ]
+    copies: list[ParameterCopies] = []
+    repeated = _names_by_last(engine, last_blocks, [name for name, _ in updated])
+    by_name = dict(updated)
+    for name, of_parameter in updated:
+        copies.append(of_parameter)
+        copies += [by_name[other] for other in repeated.get(name, ())] * lacking
+    return copies
+
+
+def _copied_parameters(config: RunConfig, engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of each parameter and its gradient by name.
+
+    Masters are on the device, and take the place of the parameters.
+    """
+    has_masters = master_format(config.optimizer) is not None
+    sizes = {}
+    for name, tensor in engine.named_updated():
+        numel, dtype = _numel(tensor), tensor.grad_dtype or tensor.dtype
+        parameter = () if has_masters else (numel * tensor.itemsize,)
+        sizes[name] = (*parameter, numel * dtype.itemsize)
+    return sizes
+
+
+def _copied_states(config: RunConfig, engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of each parameter's states and master by name."""
+    masters = master_format(config.optimizer)
+    sizes: dict[str, tuple[int, ...]] = {}
+    for key, state in engine.state_dict()["optimizer"].items():
+        name = key.rpartition(".")[0]
+        sizes[name] = (*sizes.get(name, ()), local_part(state.detach()).nbytes)
+    if masters is not None:
+        for name, tensor in engine.named_updated():
+            sizes[name] = (*sizes.get(name, ()), _numel(tensor) * masters.nbytes)
+    return sizes
+
+
+def _names_by_last(
+    engine: Engine, blocks: Sequence[nn.Module], updated: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the updated parameters of each block by the name of the last one of them."""
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    by_last = {}
+    for block in blocks:
+        of_block = {names.get(id(parameter)) for parameter in block.parameters()}
+        if members := [name for name in updated if name in of_block]:
+            by_last[members[-1]] = members
+    return by_last
+
+
+def _numel(tensor: Tensor) -> int:
+    return local_part(tensor.detach()).numel()
