@@ -18,6 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import DP_REPLICATE, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import master_format
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
@@ -256,8 +257,16 @@ def record(
     """
     spare_blocks = reduced.spare_blocks(stages, needed=FEWEST)
     shallow = reduced.without(spare_blocks, stages) if spare_blocks else reduced
-    recorded = _record_steps(shallow, rank, on_host, spare_blocks=spare_blocks, most_chunks=FEWEST)
-    # Schedules that split the backward visit blocks in an order that cannot be extended.
+    # A split backward computes the gradients of hidden states and of the head at different times.
+    splits_backward = SCHEDULES[reduced.layout.schedule].separate_weight_grad
+    recorded = _record_steps(
+        shallow,
+        rank,
+        on_host,
+        spare_blocks=spare_blocks,
+        most_chunks=None if splits_backward else FEWEST,
+    )
+    # It may also visit blocks in an order that cannot be extended.
     with suppress(ValueError):
         return recorded.requests()
     return _record_steps(reduced, rank, on_host).requests()
