@@ -17,7 +17,7 @@ from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunC
 from axonlaunch.config.code.plugins import import_plugins
 from axonlaunch.config.consistency.layout import estimate_device, nodes
 from axonlaunch.config.consistency.rules import find_rule_violations
-from axonlaunch.config.consistency.run_nodes import RunNodes, describes_nodes
+from axonlaunch.config.consistency.run_nodes import RunNodes, describes_nodes, uneven_devices
 from axonlaunch.config.consistency.run_precision import with_precision
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
@@ -109,11 +109,14 @@ def plan_config(
         allow: Words of ``keys.ALLOWABLE``, see ``plan_run``.
 
     Raises:
-        ConfigError: No layout fits, or the run cannot be estimated.
+        ConfigError: No layout fits, the devices don't fill nodes equally, or the run cannot be
+            estimated.
     """
     if tokens is not None:
         steps_of_tokens(config, tokens)  # raises an error before the search
     config, assumed = with_figures(context, config, devices=devices, config_dirs=config_dirs)
+    if reason := uneven_devices(config, devices):
+        raise ConfigError([ConfigIssue("devices", reason, devices)])
     values = configuration.flatten(config)
     plan: Plan = forked_call.call(
         context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axonlaunch.config import load
-from axonlaunch.config.consistency.run_nodes import RunNodes
+from axonlaunch.config.consistency.run_nodes import RunNodes, uneven_devices
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,22 @@ def test_devices_are_on_the_nodes_of_launch_settings_with_as_many_ranks(
     config = load([*launch, "hardware=h100_80gb", "train.global_batch_size=576"])
     assert RunNodes.of_devices(config, devices) == nodes
     assert nodes.settings == {"launch.nnodes": nodes.count, "launch.nproc": nodes.ranks}
+
+
+@pytest.mark.parametrize(
+    ("launch", "devices", "hardware", "others"),
+    [
+        ([], 13, "h100_80gb", "8 or 16"),
+        ([], 20, "h100_80gb", "16 or 24"),
+        ([], 7, "h100_80gb", None),
+        ([], 12, "h100_80gb", None),
+        ([], 13, "rtx4090", None),
+        (["launch.nnodes=13", "launch.nproc=1"], 13, "h100_80gb", None),
+    ],
+)
+def test_devices_that_need_more_nodes_than_hold_them_are_uneven(
+    launch: list[str], devices: int, hardware: str, others: str | None
+) -> None:
+    config = load([*launch, f"hardware={hardware}", "train.global_batch_size=260"])
+    reason = uneven_devices(config, devices)
+    assert reason is None if others is None else reason is not None and f"use {others}," in reason

@@ -79,6 +79,9 @@ def test_candidates_cover_sharding_schedules_and_recomputation() -> None:
         "shard_grad_op",
         "hybrid_shard",
     }
+    # Stages of a pipeline stay gathered with full_shard, too.
+    staged = {c.config.strategy.fsdp.sharding for c in choices if c.layout.pipeline > 1}
+    assert staged == {"full_shard", "hybrid_shard"}
     deep = {c.layout.schedule for c in listed("model.num_hidden_layers=16")}
     assert deep >= {"1f1b", "interleaved_1f1b", "zbv_zero_bubble"}
     modes = {c.config.train.activation_checkpointing for c in choices}

@@ -62,6 +62,25 @@ def describes_nodes(config: RunConfig, devices: int) -> bool:
     return config.launch.nproc != "auto" and num_ranks(config) == devices
 
 
+def uneven_devices(config: RunConfig, devices: int) -> str | None:
+    """Return why a number of devices needs more nodes than hold it, or None if it does not.
+
+    13 devices in nodes of 8 would be 13 nodes with one rank each, which nobody has. Nodes that the
+    launch settings describe are taken as they are.
+    """
+    most = None if config.hardware is None else config.hardware.devices_per_node
+    if most is None or describes_nodes(config, devices):
+        return None
+    count = -(-devices // most)
+    if devices % count == 0:
+        return None
+    return (
+        f"can't be equally many on each of {count:,} nodes with up to {most} devices "
+        f"(hardware.devices_per_node); use {(count - 1) * most} or {count * most}, which fill "
+        "their nodes, or set launch.nnodes and launch.nproc"
+    )
+
+
 def _largest_part(ranks: int, hardware: HardwareConfig | None) -> int:
     """Return the largest divisor of a number of ranks that a node of the hardware can hold."""
     most = None if hardware is None else hardware.devices_per_node

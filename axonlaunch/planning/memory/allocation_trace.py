@@ -21,7 +21,13 @@ from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 _REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 BlockPosition: TypeAlias = tuple[int, int]
-"""Position of a block: its pipeline stage and its index in that stage."""
+"""Position of a block: its pipeline stage and its index in that stage.
+
+A chunk of a loss is recorded like a block of the stage ``LOSS``.
+"""
+
+LOSS = -1
+"""Number that stands for the loss in place of a pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,17 @@ class RecordingTrace(StorageTrace):
         super().__init__(**options)
         self._changes: list[Change] = []
         self._visits: list[tuple[int, BlockPosition | None]] = [(0, None)]
+        self._before_loss: BlockPosition | None = None
         self._storage_ids: dict[int, int] = {}
         self._streams: dict[int, int] = {}
         self._kept_streams: list[Any] = []  # so that no id is reused
         self._first_update: tuple[int, int] | None = None
         self._max_reduced_bytes = 0
+
+    @property
+    def position(self) -> BlockPosition | None:
+        """The running block or chunk; None outside all of them."""
+        return self._visits[-1][1]
 
     def recording(
         self, engine: Engine | None = None, blocks: Mapping[int, Sequence[nn.Module]] | None = None
@@ -92,9 +104,25 @@ class RecordingTrace(StorageTrace):
         """End the current event and begin a new one."""
         super().begin(*name)
         coordinates = name[1:3]
-        position = (int(coordinates[0]), int(coordinates[1])) if len(coordinates) == 2 else None
-        if position != self._visits[-1][1]:
+        self.visit((int(coordinates[0]), int(coordinates[1])) if len(coordinates) == 2 else None)
+
+    def visit(self, position: BlockPosition | None) -> None:
+        """Record that a block or chunk begins to run, or with None that the last one has ended."""
+        self._remove_freed()
+        if position != self.position:
             self._visits.append((len(self._changes), position))
+
+    def visit_chunk(self, index: int | None) -> None:
+        """Record that a chunk of a loss begins to run, or with None that the last one has ended.
+
+        What runs after the last one continues the work that the chunks have interrupted.
+        """
+        if index is None:
+            self.visit(self._before_loss)
+            return
+        if self.position is None or self.position[0] != LOSS:
+            self._before_loss = self.position
+        self.visit((LOSS, index))
 
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
@@ -127,7 +155,7 @@ class RecordingTrace(StorageTrace):
 
     def _run_fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = super()._run_fake_collective(func, args, kwargs)
-        if func is _REDUCE_SCATTER and self._visits[-1][1] is not None:
+        if func is _REDUCE_SCATTER and self.position is not None:
             self._max_reduced_bytes = max(self._max_reduced_bytes, out.nbytes)
         return out
 

@@ -16,6 +16,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import DP_REPLICATE, EXPERT, EXPERT_SHARD, LIKE_DATA
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_nodes import RunNodes
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.engines.optimizer.copy_streams import left_before
 from axonlaunch.models.build import spec_for
@@ -28,15 +29,16 @@ from axonlaunch.planning.measured_constants import (
     NCCL_RING,
     SYMMETRIC_PAGE,
 )
-from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
+from axonlaunch.planning.memory.allocation_trace import LOSS, Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import FEWEST, extended
+from axonlaunch.planning.memory.extend_trace import FEWEST, Shortened, extended
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies, update_copies
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.engine_categories import categorize_gradients
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
+from axonlaunch.planning.tracing.extrapolation.extrapolate_chunks import ShortLosses
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
@@ -259,7 +261,7 @@ def record(
     """Record a rank's requests to its device. Call this in a process forked for it.
 
     If blocks are equal, except for leading ones, a shallow model is run and its recording is
-    extended.
+    extended. In the same way a few chunks of a loss stand for all of them.
 
     Args:
         reduced: Run to record.
@@ -268,17 +270,20 @@ def record(
         on_host: Categories kept in host memory.
     """
     spare_blocks = reduced.spare_blocks(stages, needed=FEWEST)
-    if spare_blocks > 0:
-        shallow = reduced.without(spare_blocks, stages)
-        recorded = _record_steps(shallow, rank, on_host, spare_blocks=spare_blocks)
-        counts, leading = recorded.counts, reduced.leading or 0
-        # Schedules that split the backward visit blocks in an order that cannot be extended.
-        with suppress(ValueError):
-            return recorded.requests(
-                extended(recorded.recording, blocks=spare_blocks, counts=counts, leading=leading)
-            )
-    recorded = _record_steps(reduced, rank, on_host)
-    return recorded.requests(recorded.recording.changes)
+    shallow = reduced.without(spare_blocks, stages) if spare_blocks else reduced
+    # A split backward computes the gradients of hidden states and of the head at different times.
+    splits_backward = SCHEDULES[reduced.layout.schedule].separate_weight_grad
+    recorded = _record_steps(
+        shallow,
+        rank,
+        on_host,
+        spare_blocks=spare_blocks,
+        most_chunks=None if splits_backward else FEWEST,
+    )
+    # It may also visit blocks in an order that cannot be extended.
+    with suppress(ValueError):
+        return recorded.requests()
+    return _record_steps(reduced, rank, on_host).requests()
 
 
 def symmetric_memory(config: RunConfig, part: int) -> int:
@@ -305,28 +310,47 @@ class _RecordedSteps:
 
     Attributes:
         config: Configuration of the run.
-        recording: The requests, of a model that may lack blocks.
-        counts: Number of recorded blocks by stage.
+        recording: The requests, of a model that may lack blocks and chunks of its loss.
+        stages: What the recording lacks, by pipeline stage or ``LOSS``.
         copies: See ``DeviceRequests``; with those of blocks that the recorded model lacks.
     """
 
     config: RunConfig
     recording: Recording
-    counts: dict[int, int]
+    stages: dict[int, Shortened]
     copies: Sequence[ParameterCopies]
 
-    def requests(self, changes: list[Change]) -> DeviceRequests:
-        """Return the requests with these changes of the complete model."""
+    def requests(self) -> DeviceRequests:
+        """Return the requests of the complete model.
+
+        Raises:
+            ValueError: The recording cannot be extended.
+        """
         symmetric = symmetric_memory(self.config, self.recording.max_reduced_bytes)
+        changes = self.recording.changes
+        if any(stage.missing for stage in self.stages.values()):
+            changes = extended(self.recording, self.stages)
         return DeviceRequests(changes, symmetric, self.copies)
 
 
 def _record_steps(
-    reduced: ReducedRun, rank: int, on_host: Collection[Category], *, spare_blocks: int = 0
+    reduced: ReducedRun,
+    rank: int,
+    on_host: Collection[Category],
+    *,
+    spare_blocks: int = 0,
+    most_chunks: int | None = None,
 ) -> _RecordedSteps:
     """Record two steps, because the cached blocks of the first step affect the second.
 
     A pipeline runs only one, because its step is long.
+
+    Args:
+        reduced: Run to record.
+        rank: Global rank.
+        on_host: Categories kept in host memory.
+        spare_blocks: Number of blocks that each stage of the rank lacks.
+        most_chunks: Number of chunks of a loss to run at most; None for all.
     """
     trace = RecordingTrace(on_host=on_host, workspaces=cuda_attention.workspaces(reduced.config))
     world = fake_world.join_fake_world(
@@ -335,20 +359,24 @@ def _record_steps(
         expert_load=reduced.config.estimate.expert_load,
     )
     with refusing_untraceable(reduced.config):
-        return _run_steps(
-            reduced, FakeRank(reduced, world, trace=trace), trace, spare_blocks=spare_blocks
-        )
+        dry = FakeRank(reduced, world, trace=trace)
+        return _run_steps(reduced, dry, trace, spare_blocks=spare_blocks, most_chunks=most_chunks)
 
 
 def _run_steps(
-    reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace, *, spare_blocks: int
+    reduced: ReducedRun,
+    dry: FakeRank,
+    trace: RecordingTrace,
+    *,
+    spare_blocks: int,
+    most_chunks: int | None,
 ) -> _RecordedSteps:
     spec = spec_for(reduced.config)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
-    # An allocator that serves many chunks keeps more unused memory than after three.
-    with dry.storing(repeat=None):
+    losses = ShortLosses(trace.visit_chunk, most=most_chunks)
+    with dry.storing(losses.replace()):
         categorize_gradients(dry.engine, trace)
         if "optimizer" in trace.host:  # the first update would create the states on the device
             with trace.during("optimizer"):
@@ -366,8 +394,12 @@ def _run_steps(
         copies = update_copies(
             reduced.config, dry.engine, last_blocks=last_blocks, lacking=spare_blocks
         )
-    counts = {stage: len(members) for stage, members in blocks.items()}
-    return _RecordedSteps(reduced.config, recording, counts, copies)
+    stages = {
+        stage: Shortened(spare_blocks, len(members), reduced.leading or 0)
+        for stage, members in blocks.items()
+    }
+    stages[LOSS] = Shortened(losses.missing, most_chunks or 0)
+    return _RecordedSteps(reduced.config, recording, stages, copies)
 
 
 def _peak_live_bytes(changes: Iterable[Change]) -> int:

@@ -1,5 +1,7 @@
 """Extends the allocation trace of a shallow model to a deeper one by repeating its middle block.
 
+The middle chunk of a loss that was recorded with few chunks is repeated in the same way.
+
 Every block allocates and frees its storages a fixed number of blocks before or after it runs. A
 repeated block therefore gets copies of the middle block's storages, shifted by the same distance.
 Traces that visit blocks in any order but ascending or descending raise ``ValueError``.
@@ -37,22 +39,37 @@ class BlockPass:
     changes: list[Change]
 
 
-def extended(
-    recording: Recording, *, blocks: int, counts: Mapping[int, int], leading: int = 0
-) -> list[Change]:
-    """Return the changes of a model with more blocks.
+@dataclass(frozen=True)
+class Shortened:
+    """A stage of which a recording lacks equal blocks, or a loss of which it lacks chunks.
+
+    Attributes:
+        missing: Number of blocks to add.
+        recorded: Number of recorded blocks, of which at least ``FEWEST`` are equal.
+        leading: Number of blocks before the equal ones.
+    """
+
+    missing: int
+    recorded: int
+    leading: int = 0
+
+    @property
+    def middle(self) -> int:
+        """Index of the recorded block that is repeated."""
+        return self.leading + (self.recorded - self.leading) // 2
+
+
+def extended(recording: Recording, stages: Mapping[int, Shortened]) -> list[Change]:
+    """Return the changes of a model with more blocks, and of a loss with more chunks.
 
     Args:
-        recording: Recording with at least ``FEWEST`` equal blocks in each stage.
-        blocks: Number of blocks to add to each stage.
-        counts: Number of blocks of each stage in the recording.
-        leading: Number of blocks before the equal ones.
+        recording: Recording of a shallow model.
+        stages: What the recording lacks, by pipeline stage or ``LOSS``.
 
     Raises:
         ValueError: The recording visits blocks in an order that cannot be extended.
     """
-    middle = {stage: leading + (count - leading) // 2 for stage, count in counts.items()}
-    return list(TraceExtender(recording, blocks, middle).changes())
+    return list(TraceExtender(recording, stages).changes())
 
 
 class TraceExtender:
@@ -70,9 +87,9 @@ class TraceExtender:
     blocks 2, 3 and 4 free the outputs of blocks 1, 2 and 3.
     """
 
-    def __init__(self, recording: Recording, blocks: int, middle: Mapping[int, int]) -> None:
-        self._num_added = blocks
-        self._middle = middle
+    def __init__(self, recording: Recording, stages: Mapping[int, Shortened]) -> None:
+        self._num_added = {number: stage.missing for number, stage in stages.items()}
+        self._middle = {number: stage.middle for number, stage in stages.items()}
         self._passes = list(_block_passes(recording))
         self._home_block = dict(recording.owners)
         for block_pass in self._passes:
@@ -112,12 +129,10 @@ class TraceExtender:
         if block is None:
             return [None]
         stage, index = block
-        middle = self._middle[stage]
+        middle, num_added = self._middle[stage], self._num_added[stage]
         if index != middle:
-            return [(stage, index if index < middle else index + self._num_added)]
-        copies: list[BlockPosition | None] = [
-            (stage, index + n) for n in range(self._num_added + 1)
-        ]
+            return [(stage, index if index < middle else index + num_added)]
+        copies: list[BlockPosition | None] = [(stage, index + n) for n in range(num_added + 1)]
         return copies if self._is_ascending(number) else copies[::-1]
 
     def _is_ascending(self, number: int) -> bool:
@@ -139,11 +154,13 @@ class TraceExtender:
     def _shifts(self, storage: int) -> range:
         """Return the shift, in blocks, of each copy of a storage."""
         home_block = self._home_block.get(storage)
-        if home_block is None or home_block[1] < self._middle[home_block[0]]:
+        if home_block is None:
             return range(1)
-        if home_block[1] > self._middle[home_block[0]]:
-            return range(self._num_added, self._num_added + 1)
-        return range(self._num_added + 1)
+        stage, index = home_block
+        middle, num_added = self._middle[stage], self._num_added[stage]
+        if index < middle:
+            return range(1)
+        return range(num_added, num_added + 1) if index > middle else range(num_added + 1)
 
     def _shifted_block(self, block: BlockPosition, storage: int, shift: int) -> BlockPosition:
         """Return the block of the deeper model that makes this change to a shifted copy."""
@@ -151,7 +168,7 @@ class TraceExtender:
         home_block = self._home_block[storage]
         if home_block[0] == stage and abs(index - home_block[1]) <= _REACH:
             return stage, index + shift
-        return stage, index if index <= self._middle[stage] else index + self._num_added
+        return stage, index if index <= self._middle[stage] else index + self._num_added[stage]
 
     def _copy(self, change: Change, shift: int) -> Change:
         storage = self._numbers.setdefault((change.storage, shift), len(self._numbers))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,9 @@ _STAGES = ("auto", 3, 4)
 """Stages of a rank for schedules with a free number of them; the default is two."""
 _MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
+_STAGE_SHARDINGS = ("full_shard", "hybrid_shard")
+"""Those of a pipeline, whose stages stay gathered between micro-batches: with full_shard they do
+what they do with shard_grad_op."""
 _LONG_SEQUENCE = 32_768
 """Sequence length from which context parallelism is considered even if there are enough samples."""
 _SHORTEST_PART = 16_384
@@ -175,6 +178,7 @@ def candidates(
                 _data_parallel_settings(
                     ranks * math.prod(degrees[name] for name in LIKE_DATA),
                     in_node=max(1, in_node // tensor),
+                    shardings=_SHARDINGS if pipeline == 1 else _STAGE_SHARDINGS,
                     offloads=offloads,
                     fixed=fixed,
                 ),
@@ -353,13 +357,19 @@ def _degrees(
 
 
 def _data_parallel_settings(
-    ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
+    ranks: int,
+    *,
+    in_node: int,
+    shardings: Sequence[str],
+    offloads: bool,
+    fixed: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of data parallelism.
 
     Args:
         ranks: Number of data-parallel ranks.
         in_node: Number of data-parallel ranks per node.
+        shardings: Values of ``keys.SHARDING`` to consider.
         offloads: Whether sharded tensors can be offloaded to host memory.
         fixed: Settings of the user. Inexact variants are considered only if the user chose them.
     """
@@ -371,17 +381,23 @@ def _data_parallel_settings(
             continue
         if facts.shards_parameters:
             yield from _sharded_settings(
-                name, ranks, in_node=in_node, offloads=offloads, fixed=fixed
+                name, ranks, in_node=in_node, shardings=shardings, offloads=offloads, fixed=fixed
             )
         else:
             yield {keys.KIND: name, **_NOT_SHARDED}
 
 
 def _sharded_settings(
-    kind: str, ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
+    kind: str,
+    ranks: int,
+    *,
+    in_node: int,
+    shardings: Sequence[str],
+    offloads: bool,
+    fixed: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
     for sharding, offload in itertools.product(
-        _options(fixed, keys.SHARDING, _SHARDINGS),
+        _options(fixed, keys.SHARDING, shardings),
         _options(fixed, keys.OFFLOAD, _OFFLOADED if offloads else ("none",)),
     ):
         settings = {

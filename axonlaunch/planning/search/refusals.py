@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.consistency.run_nodes import uneven_devices
 from axonlaunch.config.options.adapter import LoraConfig
 from axonlaunch.config.options.hardware import GIB
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
@@ -106,7 +107,11 @@ def none_fits(
         if fits(config, devices, _without(fixed, key))
     ]
     # Half of these devices would have too little memory even if all of it were divided.
-    likely = (n * devices for n in _MULTIPLES if 2 * n * room >= takes)
+    likely = (
+        n * devices
+        for n in _MULTIPLES
+        if 2 * n * room >= takes and uneven_devices(config, n * devices) is None
+    )
     counts = (n for n in itertools.islice(likely, _MOST_MULTIPLES) if fits(config, n, fixed))
     changes += [_devices_text(count) for count in itertools.islice(counts, 1)]
     on_host = {**fixed, keys.OFFLOAD: "full"}

@@ -40,6 +40,7 @@ from axonlaunch.planning.throughput.operations import (
 )
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
+from axonlaunch.planning.tracing.extrapolation.extrapolate_chunks import few_chunks
 from axonlaunch.planning.tracing.extrapolation.reduced_config import reduced_config
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun, repeated_sizes
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
@@ -528,7 +529,7 @@ class _Steps:
         trace = OperationTrace(reduced.layout.axes, reduced.layout.expert_axes)
         batch = self.rank.batch(micro_batches)
         with (
-            self.rank.storing(trace.repeat),
+            self.rank.storing(few_chunks(trace.repeat)),
             count_roundings(trace),
             trace,
             fake_world.watch_host_waits(trace.count_host_wait),

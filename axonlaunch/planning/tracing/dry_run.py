@@ -32,7 +32,7 @@ from axonlaunch.planning.tracing.devices import (
     cuda_norm,
     liger_kernel,
 )
-from axonlaunch.planning.tracing.extrapolation.extrapolate_chunks import Repeat, few_chunks
+from axonlaunch.planning.tracing.extrapolation.extrapolate_chunks import few_chunks
 from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -86,17 +86,17 @@ class FakeRank:
             config = with_values(config, {"train.compile_mode": "default"})
         self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)
 
-    def storing(self, repeat: Repeat | None = lambda _: None) -> AbstractContextManager[Any]:
+    def storing(
+        self, losses: AbstractContextManager[Any] | None = None
+    ) -> AbstractContextManager[Any]:
         """Return a context in which tensors are fake and traced.
 
         Args:
-            repeat: Is called where the number of chunks of a loss for which operations stand
-                changes. None runs all chunks.
+            losses: Context that shortens losses in chunks; None for ``few_chunks``.
         """
         stack = ExitStack()
         stack.enter_context(self._mode)
-        if repeat is not None:
-            stack.enter_context(few_chunks(repeat))
+        stack.enter_context(few_chunks() if losses is None else losses)
         if self._trace is not None:
             stack.enter_context(self._trace)
         return stack
