@@ -107,11 +107,10 @@ def _lacking_compiler(device: str) -> tuple[str, str] | None:
     Inductor compiles kernels for CPUs with a C++ compiler, and Triton the code that launches
     kernels on GPUs with a C compiler.
     """
-    if device == "cuda":
-        names, variable = ("gcc", "clang"), "CC"
-    else:
-        names, variable = ("g++",), "CXX"
-    names = (os.environ[variable],) if os.environ.get(variable) else names
+    variable = "CC" if device == "cuda" else "CXX"
+    names = ["gcc", "clang"] if device == "cuda" else ["g++"]
+    if chosen := os.environ.get(variable):
+        names = [chosen]
     return None if any(map(shutil.which, names)) else (names[0], variable)
 
 

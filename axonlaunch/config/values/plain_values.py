@@ -221,7 +221,7 @@ def _dumper() -> Any:
     """Return a writer that puts quotes around texts like 1e-3, which would be read as numbers."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         pass
 
     Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.0123456789"])
