@@ -128,6 +128,14 @@ def test_numbers_in_a_file_are_those_that_one_reads_there(text: str, value: obje
     assert (read, type(read)) == (value, type(value))
 
 
+def test_files_of_a_folder_have_the_same_numbers(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /launch: slurm\nlaunch:\n  slurm:\n"
+    write(f"{text}    time: 12:00:00\nname: 010\n", "experiment/mine.yaml")
+    loaded = config.load(["experiment=mine"], config_dirs=[tmp_path])
+    assert (loaded.launch.slurm.time, loaded.name) == ("12:00:00", "010")
+
+
 @pytest.mark.parametrize("name", ["1e-3", "12e4567", "2026-11-29", "0123", "1e-3\n"])
 def test_frozen_text_that_looks_like_a_number_is_text_for_every_reader(name: str) -> None:
     text = to_yaml({"name": name})
