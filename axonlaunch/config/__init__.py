@@ -274,8 +274,9 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
 
 
 def suggest_run_folder(path: Path) -> str:
-    """Return a suggestion if the path is only the name of a run, else an empty text."""
-    run = Path("runs", str(path))
+    """Return a suggestion for a path that is only the name of a run, or one of its checkpoints."""
+    local = Path(str(path))
+    run = local.parents[1] if local.parent.name == "checkpoints" else Path("runs", local)
     return f"; did you mean {run}?" if (run / CONFIG).is_file() else ""
 
 

@@ -6,6 +6,8 @@ forks.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -90,9 +92,26 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
                 "compute capability 8.9 on (Ada, Hopper), and AMD's from MI350 on; use null"
             )
             yield ConfigIssue("train.matmul_dtype", message, products.name)
+    if config.train.compile and (lacking_compiler := _lacking_compiler(launch.device)):
+        name, variable = lacking_compiler
+        message = f"needs {name}, which is not in PATH; install it, set {variable}, or use false"
+        yield ConfigIssue("train.compile", message, True)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, which torch.compile does not support; use gloo"
         yield ConfigIssue("launch.backend", message, backend)
+
+
+def _lacking_compiler(device: str) -> tuple[str, str] | None:
+    """Return the compiler that torch.compile calls and its variable, if this node does not have it.
+
+    Inductor compiles kernels for CPUs with a C++ compiler, and Triton the code that launches
+    kernels on GPUs with a C compiler.
+    """
+    variable = "CC" if device == "cuda" else "CXX"
+    names = ["gcc", "clang"] if device == "cuda" else ["g++"]
+    if chosen := os.environ.get(variable):
+        names = [chosen]
+    return None if any(map(shutil.which, names)) else (names[0], variable)
 
 
 def memory_of_a_rank(config: RunConfig) -> tuple[int, str]:

@@ -236,7 +236,7 @@ def test_saved_plan_names_changes_of_numerics(tmp_path: Path) -> None:
         ["experiment=tiny_llama", "strategy=ddp", "optimizer=sgd", "optimizer.lr=3e-4"],
         ["strategy=null", "hardware=null", "strategy.data_parallel=null"],
         ["launch=slurm", "launch.slurm.time=10:00:00", "name=0123"],
-        ["name=1e3", "run_dir=runs/${name}"],
+        ["name='1e3'", "run_dir=runs/${name}"],
         ["model=custom", "model.target=m:x", "model.arguments={a: {b: 1, c: null}}"],
         ["optimizer.groups={'*.bias': {weight_decay: 0}}", "++train.log_every=5"],
     ],

@@ -65,6 +65,13 @@ def test_sample_refuses_models_without_text(folder: str, message: str, trained: 
     assert error.startswith(f"error: {message}")
 
 
+def test_sample_of_a_checkpoint_names_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("name: run\n")
+    with pytest.raises(ConfigError, match=f"no run folder .*; did you mean {tmp_path}/run\\?$"):
+        load_text_model(tmp_path / "run" / "checkpoints" / "step_2")
+
+
 def test_sample_of_an_exported_adapter_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="is an adapter; give its run, or what checkpoint exp"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -112,11 +113,27 @@ def test_errors_in_a_file_are_one_line(text: str, message: str) -> None:
     assert str(problem).startswith(message)
 
 
-def test_numbers_and_dates_in_a_file_are_those_that_hydra_reads() -> None:
-    write("optimizer:\n  lr: 2e-5\n  weight_decay: 1E-2\nname: 2026-11-29\n")
-    loaded = config.load(["run.yaml"])
-    values = loaded.optimizer.lr, loaded.optimizer.weight_decay, loaded.name
-    assert values == (2e-5, 0.01, "2026-11-29")
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("2e-5", 2e-5), ("1E-2", 0.01), (".5e3", 500.0), ("-1.5", -1.5), ("1_000", 1000)),
+        *((".inf", math.inf), ("0x10", 16), ("0", 0), ("+7", 7), ("1.", 1.0)),
+        *(("2026-11-29", "2026-11-29"), ("12:00:00", "12:00:00"), ("1:30.5", "1:30.5")),
+        *(("010", "010"), ("1e", "1e"), ("'1e-3'", "1e-3"), ("e5", "e5"), ("1.2.3", "1.2.3")),
+    ],
+)
+def test_numbers_in_a_file_are_those_that_one_reads_there(text: str, value: object) -> None:
+    """In YAML 1.1 a time limit of 12:00:00 is 43,200, and 010 is 8."""
+    [read] = read_yaml(f"key: {text}\n").values()
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_files_of_a_folder_have_the_same_numbers(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /launch: slurm\nlaunch:\n  slurm:\n"
+    write(f"{text}    time: 12:00:00\nname: 010\n", "experiment/mine.yaml")
+    loaded = config.load(["experiment=mine"], config_dirs=[tmp_path])
+    assert (loaded.launch.slurm.time, loaded.name) == ("12:00:00", "010")
 
 
 @pytest.mark.parametrize("name", ["1e-3", "12e4567", "2026-11-29", "0123", "1e-3\n"])

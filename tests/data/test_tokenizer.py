@@ -51,6 +51,14 @@ def test_folder_and_single_file_are_read(folder: Path, tmp_path: Path) -> None:
     assert loaded(alone).documents([text])[0].tolist() == tokens
 
 
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer from such a folder, and every row would be empty."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert refusal(tmp_path) == (
+        f"tokenizer.path={tmp_path}: its tokenizer has only special tokens; add its tokenizer.json"
+    )
+
+
 def test_a_tokenizer_that_cuts_or_pads_by_itself_does_not(folder: Path, tmp_path: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["truncation"] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -252,3 +254,23 @@ def test_gloo_ranks_are_distributed_over_devices(monkeypatch: pytest.MonkeyPatch
 def _world(device: str, backend: str) -> World:
     about = {"device": torch.device(device), "backend": Backend(backend), "world_size": 2}
     return cast("World", SimpleNamespace(**about))
+
+
+@pytest.mark.parametrize(("device", "missing"), [("cpu", "g++"), ("cuda", "gcc")])
+def test_compiled_blocks_need_a_compiler_on_the_node(
+    device: str, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _have(monkeypatch, 2)
+    variable = "CXX" if device == "cpu" else "CC"
+    monkeypatch.delenv(variable, raising=False)
+    config = run_config(["train.compile=true", f"launch.device={device}", "launch.nproc=2"])
+    with_compiler = [*devices.device_problems(config, 2)]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [problem] = devices.device_problems(config, 2)
+    assert with_compiler == []
+    assert str(problem) == (
+        f"train.compile=true: needs {missing}, which is not in PATH; install it, set {variable}, "
+        "or use false"
+    )
+    monkeypatch.setenv(variable, sys.executable)
+    assert [*devices.device_problems(config, 2)] == []

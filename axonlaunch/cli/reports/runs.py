@@ -185,7 +185,7 @@ def table_of(rows: Sequence[dict[str, Any]], folder: Path, *, width: int) -> Tab
         loss = row["loss"] if isinstance(row["loss"], float) else None
         unit = row["counted"]
         speed = row[f"{unit}_per_s"]
-        cells = {
+        cells: dict[str, Any] = {
             "run": BreakableName(str(Path(row["run"]).relative_to(folder))),
             "status": Text(row["status"], style=_COLORS.get(row["status"], "red")),
             "layout": Text(str(row["layout"] or "")),

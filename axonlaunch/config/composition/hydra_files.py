@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.composition.user_file import UserFile
+from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
+from axonlaunch.system.storage.files import read_text
 from axonlaunch.system.storage.home import expand_home_in
 
 
@@ -213,7 +215,7 @@ class HydraFiles:
             from omegaconf import OmegaConf
 
             open_groups, absent = self._open_groups, self._absent
-            user_files = self._user_files
+            user_files, folders = self._user_files, self._folders[:-1]
 
             class CopyingRepository(CachingConfigRepository):  # type: ignore[misc]
                 """Repository that returns copies, because Hydra merges into the trees it reads."""
@@ -223,7 +225,7 @@ class HydraFiles:
 
                 def load_config(self, config_path: str) -> Any:
                     if (result := super().load_config(config_path)) is not None:
-                        return copy.deepcopy(result)
+                        return _with_plain_numbers(copy.deepcopy(result), config_path, folders)
                     group, _, option = config_path.rpartition("/")
                     if group not in open_groups or config_path in absent:
                         return None
@@ -253,6 +255,22 @@ class HydraFiles:
             header=_OWN_PACKAGE,
             defaults_list=repository._create_defaults_list(str(file.path), defaults),
         )
+
+
+def _with_plain_numbers(result: Any, config_path: str, folders: Sequence[Path]) -> Any:
+    """Replace the content of a file in the user's folders by what ``read_yaml`` reads.
+
+    Hydra takes 12:00:00 for 43,200 and 010 for 8.
+    """
+    from omegaconf import OmegaConf
+
+    files = (folder / f"{config_path}.yaml" for folder in folders)
+    file = next((file for file in files if file.is_file()), None)
+    if file is not None and result.config:
+        tree = read_yaml(read_text(file, at_most=LARGEST_YAML))
+        tree.pop("defaults", None)
+        result.config = OmegaConf.create(tree)
+    return result
 
 
 _OWN_PACKAGE = {"package": None}

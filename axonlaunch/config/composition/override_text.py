@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonlaunch.config.problems.errors import ConfigIssue
-from axonlaunch.system.storage.home import home_folder
+from axonlaunch.system.storage.cache import home_folder
 
 _LONGEST, _DEEPEST = 8192, 32
 """Longest and deepest override; Hydra's parser needs seconds for a few times as much."""

@@ -21,10 +21,15 @@ DEEPEST_YAML = 64
 """Largest nesting depth of lists and mappings."""
 MOST_YAML = 100_000
 """Largest number of values in a file, with aliases expanded."""
-_FLOAT = "tag:yaml.org,2002:float"
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][\d_]*|0b[01_]+|0x[\da-fA-F_]+)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+        r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+    ),
+}
+"""Texts that are numbers. YAML 1.1 takes 1e-3 for text, 12:00:00 for 43,200, and 010 for 8."""
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
-_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""Numbers like 1e-3, which are text in YAML 1.1; Hydra reads them as numbers."""
 
 
 def to_tree(config: Any) -> Any:
@@ -202,27 +207,29 @@ def _events(text: str) -> Iterator[Any]:
 def _loader() -> Any:
     """Return a loader of plain values; the fast one if PyYAML was built with it.
 
-    Like that of Hydra, it reads 1e-3 as a number and 2026-11-29 as text.
+    It reads 1e-3 as a number, like Hydra's, and 2026-11-29, 12:00:00 and 010 as text.
     """
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         yaml_implicit_resolvers = {
-            first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+            first: [each for each in resolvers if each[0] not in {*_NUMBERS, _TIMESTAMP}]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
-    Loader.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.0123456789"])
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, pattern, [*"-+.0123456789"])
     return Loader
 
 
 @cache
 def _dumper() -> Any:
-    """Return a writer that puts quotes around texts like 1e-3, which would be read as numbers."""
+    """Return a writer that quotes texts that YAML 1.1, Hydra or this module read as numbers."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         pass
 
-    Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, [*"-+.0123456789"])
+    for tag, pattern in _NUMBERS.items():
+        Dumper.add_implicit_resolver(tag, pattern, [*"-+.0123456789"])
     return Dumper

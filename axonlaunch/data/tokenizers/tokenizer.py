@@ -315,12 +315,15 @@ def _read(folder: Path, contents: Mapping[str, FileCopy], *, path: str) -> Pretr
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        return PretrainedTokenizer(contents, loaded, model_of_folder(folder))
+        if loaded.get_vocab().keys() - {*loaded.all_special_tokens}:
+            return PretrainedTokenizer(contents, loaded, model_of_folder(folder))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # third-party parsers; a panic in Rust is not an Exception
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise path_error(f"can't be read: {reason}", path) from None
+    # transformers makes an empty tokenizer if the files of the vocabulary are missing.
+    raise path_error("its tokenizer has only special tokens; add its tokenizer.json", path)
 
 
 @functools.lru_cache(maxsize=4)

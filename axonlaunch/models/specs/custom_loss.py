@@ -75,8 +75,8 @@ def register_loss(
         def with_options(options: Any) -> CustomLoss:
             def total(outputs: Any, batch: Any) -> Tensor:
                 if config is not None:
-                    return _checked(name, loss(outputs, batch, options))
-                return _checked(name, loss(outputs, batch, **options.arguments))
+                    return _require_sum(name, loss(outputs, batch, options))
+                return _require_sum(name, loss(outputs, batch, **options.arguments))
 
             return CustomLoss(total, count, counted)
 
@@ -88,11 +88,11 @@ def register_loss(
     return register
 
 
-def _checked(name: str, result: Any) -> Tensor:
+def _require_sum(name: str, result: Any) -> Tensor:
     """Return the result of a loss.
 
     Raises:
-        ValueError: It is not a 0-dim tensor, or has no gradient in training.
+        ValueError: The result is not a 0-dim tensor, or has no gradient in training.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The user's cache folder and atomic writing of files in it."""
+"""The user's home and cache folders, and atomic writing of files in the latter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from axonlaunch.system.storage.home import home_folder
+
+def home_folder() -> Path:
+    """Return the user's home folder; ``/`` for a user without one, as Docker sets HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:  # HOME is not set, and the user has no entry in /etc/passwd
+        return Path("/")
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""The user's home folder, which a user of a container may not have."""
+"""Paths in the user's home folder, which a user of a container may not have."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-
-def home_folder() -> Path:
-    """Return the user's home folder; ``/`` for a user without one, as Docker sets HOME."""
-    try:
-        return Path.home()
-    except RuntimeError:  # HOME is not set, and the user has no entry in /etc/passwd
-        return Path("/")
+from axonlaunch.system.storage.cache import home_folder
 
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
