@@ -112,13 +112,14 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         by_mode = traced[len(alone) :]
+        streamed = [*map(_streamed, distinct)]
         return [
             cls(
                 work,
                 by_mode[distinct.index(model)],
                 TrainingShares.of(config),
                 has_router_loss=spec_for(config).mixes_samples == "batch",
-                streamed=_streamed(config),
+                streamed=streamed[distinct.index(model)],
             )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
