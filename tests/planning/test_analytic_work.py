@@ -422,7 +422,7 @@ def test_analytic_memory_of_tensor_ranks_and_split_backwards_is_close_to_trace(
     assert highest_peak(pipeline_formulas, chosen) == pytest.approx(traced, rel=0.07)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
