@@ -155,8 +155,8 @@ def _changes(config: RunConfig) -> Iterator[list[NumericsChange]]:
     precision = precision_of(config)
     if config.adapter is not None:  # its own weights are in fp32, and the others have no masters
         if precision.compute.is_low and not precision.parameters.is_low:
-            name = precision.compute.name
-            yield [NumericsChange(f"{name} frozen weights", {keys.WEIGHTS: name})]
+            compute = precision.compute.name
+            yield [NumericsChange(f"{compute} frozen weights", {keys.WEIGHTS: compute})]
     elif masters := master_settings(config):
         name = f"{masters[keys.WEIGHTS]} weights with fp32 masters"
         # A shard of a weight and of its gradient in 16 bits saves as much as a master takes.
