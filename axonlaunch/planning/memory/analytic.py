@@ -112,7 +112,7 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         by_mode = traced[len(alone) :]
-        streamed = [*map(_streamed, distinct)]
+        streamed = [*map(_streamed_share, distinct)]
         return [
             cls(
                 work,
@@ -199,7 +199,7 @@ class Formulas:
         return tensors + unused + sum(cuda_process.cublas_workspaces(config)) + other_bytes
 
 
-def _streamed(config: RunConfig) -> float:
+def _streamed_share(config: RunConfig) -> float:
     """Return ``Formulas.streamed`` of a run."""
     trained = [p for p in on_meta(config, seed=config.seed).parameters() if p.requires_grad]
     sizes = [0, *itertools.accumulate(parameter.numel() for parameter in trained)]
