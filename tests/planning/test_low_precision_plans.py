@@ -58,6 +58,15 @@ def test_lower_precision_is_searched_only_if_allowed(found: Any) -> None:
         assert planned.layout.endswith(", ".join(planned.numerics))
 
 
+def test_frozen_weights_of_an_adapter_are_in_16_bits_without_masters() -> None:
+    layouts, _ = listed("adapter=lora")
+    [frozen] = {n for each in layouts for n in each.numerics if "weights" in n}
+    assert frozen == "bf16 frozen weights"
+    alone = [each for each in layouts if each.numerics == (frozen,)]
+    assert any(each.layout.facts.shards_parameters for each in alone)
+    assert all(each.config.train.param_dtype == "bf16" for each in alone)
+
+
 def test_layouts_of_lower_precision_come_with_fastest_exact_layout(found: Any) -> None:
     exact = found(*BF16, **SMALL).candidates
     assert not any(planned.numerics for planned in exact)
@@ -132,7 +141,7 @@ def test_layouts_of_lower_precision_are_valid() -> None:
             "optimizer.state_dtype=8bit: optimizer=adafactor updates full",
         ),
         (["train.precision=fp32"], [], ""),
-        (["adapter=lora"], [], "optimizer.master_weights=fp32: only the adapter is trained"),
+        (["adapter=lora"], [], ""),  # its frozen weights need no masters
         ([], ["optimizer.state_dtype"], ""),
         (["train.matmul_dtype=fp8_rowwise"], [], ""),
     ],

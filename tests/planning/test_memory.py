@@ -13,8 +13,12 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import estimate_device
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory.cuda_process import Communicators, non_allocator_bytes
+from axonlaunch.planning.memory.cuda_process import Communicators, non_allocator_bytes, record
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
+from axonlaunch.planning.memory.extend_trace import FEWEST
+from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.system.processes import forked_map
 
 pytestmark = pytest.mark.processes
 
@@ -96,12 +100,13 @@ def test_device_reserves_copies_for_the_update_but_no_tensors_in_host_memory(
     """A single rank has no collective after which its gradients are known."""
     wide = ["model.hidden_size=1024", "train.global_batch_size=1", "launch.nproc=1"]
     overrides = ["strategy=fsdp", "train.precision=bf16", *wide]
-    parameters, largest = 4 * 8 * 12 * 1024**2, 4 * 4 * 1024**2
+    # Three consecutive matrices are both of a feed-forward and the next queries, keys and values.
+    parameters, in_flight = 4 * 8 * 12 * 1024**2, 4 * (4 + 4 + 3) * 1024**2
     kept, offloaded = (
         estimate(run(*overrides, f"strategy.fsdp.cpu_offload={what}")).reserved_bytes
         for what in ("none", offload)
     )
-    saved = on_host * parameters - 3 * copied * largest
+    saved = on_host * parameters - copied * in_flight
     assert kept - offloaded == pytest.approx(saved, rel=0.06)
 
 
@@ -137,3 +142,21 @@ def test_estimate_records_allocator_of_largest_rank_only(
     ranks = estimate(run(*PIPELINE, *overrides)).ranks
     assert max(ranks, key=lambda rank: rank.peak_bytes).coords["pp"] == highest
     assert recorded == [highest]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["params", "optimizer_states"])
+def test_recording_of_fewer_blocks_has_copies_for_the_update_of_all(
+    offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["strategy=fsdp", f"strategy.fsdp.cpu_offload={offload}", "launch.nproc=1"]
+    reduced = ReducedRun.of(run(*overrides, "train.global_batch_size=1"))
+    assert reduced.spare_blocks([0], needed=FEWEST) > 0
+
+    def copies() -> list[ParameterCopies]:
+        return [*record(reduced, rank=0, stages=[0]).copies]
+
+    [repeated] = forked_map.map_forked([copies])
+    monkeypatch.setattr(ReducedRun, "spare_blocks", lambda *_, **__: 0)
+    [complete] = forked_map.map_forked([copies])
+    assert repeated == complete

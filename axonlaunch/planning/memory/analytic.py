@@ -4,10 +4,11 @@ The planner uses this to discard layouts; the remaining ones are traced. The sta
 ``analytic_states``. Activations are divided as in Korthikanti et al., 2022, section 4. Rounding is
 not included.
 
-Compared with full estimates of 27 runs of a Llama of 0.8 B parameters (data, tensor, context and
-pipeline parallelism and mixes of them, with and without recomputation), tensors are 2.1% off on
-average and 6.5% at most, and the process 2.2% and 8.2%. For 8 runs of GPT and of a mixture of
-experts, tensors are at most 22% below (experts of tensor ranks) and 13% above.
+Compared with full estimates of 64 runs of a Llama and a GPT of 0.25 B parameters (ddp, zero1, fsdp,
+offload, tensor and pipeline parallelism and mixes of them, with and without recomputation), tensors
+are 0.7% off on average and 6.9% at most, and the process 1.3% and 9.1%. For 12 runs of a mixture of
+experts it is 4.8% and 9.6%, and for the process 2.2% and 7.8% (selective recomputation with tensor
+ranks and shared experts).
 """
 
 from __future__ import annotations
@@ -111,13 +112,14 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         by_mode = traced[len(alone) :]
+        streamed = [*map(_streamed_share, distinct)]
         return [
             cls(
                 work,
                 by_mode[distinct.index(model)],
                 TrainingShares.of(config),
                 has_router_loss=spec_for(config).mixes_samples == "batch",
-                streamed=_streamed(config),
+                streamed=streamed[distinct.index(model)],
             )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
@@ -197,7 +199,7 @@ class Formulas:
         return tensors + unused + sum(cuda_process.cublas_workspaces(config)) + other_bytes
 
 
-def _streamed(config: RunConfig) -> float:
+def _streamed_share(config: RunConfig) -> float:
     """Return ``Formulas.streamed`` of a run."""
     trained = [p for p in on_meta(config, seed=config.seed).parameters() if p.requires_grad]
     sizes = [0, *itertools.accumulate(parameter.numel() for parameter in trained)]

@@ -77,7 +77,7 @@ def compile_note(plan: Plan) -> str | None:
     return (
         f"with {' '.join(compiled.overrides)}, layout 1 is expected to take "
         f"{_step(compiled.step_s)} ({saved:.0%} less); its kernels are not traced but priced as in "
-        "published runs, the first step compiles them, and estimate has its memory"
+        "published runs, the first step compiles them, and axonlaunch estimate predicts the memory"
     )
 
 

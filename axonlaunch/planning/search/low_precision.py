@@ -152,7 +152,12 @@ def _settings(changes: Iterable[NumericsChange]) -> dict[str, Any]:
 
 def _changes(config: RunConfig) -> Iterator[list[NumericsChange]]:
     """Yield the alternatives of each kind of change that differ from the configuration."""
-    if masters := master_settings(config):
+    precision = precision_of(config)
+    if config.adapter is not None:  # its own weights are in fp32, and the others have no masters
+        if precision.compute.is_low and not precision.parameters.is_low:
+            compute = precision.compute.name
+            yield [NumericsChange(f"{compute} frozen weights", {keys.WEIGHTS: compute})]
+    elif masters := master_settings(config):
         name = f"{masters[keys.WEIGHTS]} weights with fp32 masters"
         # A shard of a weight and of its gradient in 16 bits saves as much as a master takes.
         yield [NumericsChange(name, masters, unsharded_only=True)]

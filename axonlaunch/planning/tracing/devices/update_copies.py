@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.config import RunConfig
+from axonlaunch.config.consistency.layout import data_parallel_facts
 from axonlaunch.config.precision import master_format
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.engine import Engine
-from axonlaunch.planning.tracing.engine_categories import host_categories
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def update_copies(
         lacking: Number of blocks that each stage lacks.
     """
     offload = CPUOffload(config.strategy.fsdp.cpu_offload)
-    if not host_categories(config) or not offload.streams_the_update:
+    is_sharded = data_parallel_facts(config.strategy).shards_parameters
+    if not is_sharded or not offload.streams_the_update:
         return []
     copied = _copied_states if offload is CPUOffload.OPTIMIZER_STATES else _copied_parameters
     sizes = copied(config, engine)
