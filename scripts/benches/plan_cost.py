@@ -43,6 +43,7 @@ CASES = {
     "0.6b-1": case(QWEN3_06B, devices=1, length=4096, batch=64),
     "8b-8": case(["model=llama3_8b"], devices=8, length=8192, batch=128),
     "70b-64": case(LARGE, devices=64, length=8192, batch=512),
+    "70b-64-batch-128": case(LARGE, devices=64, length=8192, batch=128),
     "70b-64-131k": case(LONG, devices=64, length=131072, batch=64),
     "405b-1024": case(["model=llama3_405b"], devices=1024, length=8192, batch=2048),
     "30b-mixture-8": case(MIXTURE, devices=8, length=4096, batch=1024),

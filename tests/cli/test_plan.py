@@ -206,7 +206,7 @@ def test_plan_says_what_compiled_blocks_would_save() -> None:
 def test_plan_reports_layouts_that_do_not_fit() -> None:
     assert (
         why_slower(planned(step_s=1.0), planned(step_s=0.5, verdict="tight"))
-        == "does not fit: tight"
+        == "does not fit: tight, with less to spare than estimate.margin"
     )
 
 

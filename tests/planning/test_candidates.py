@@ -88,6 +88,19 @@ def test_candidates_cover_sharding_schedules_and_recomputation() -> None:
     assert modes == {"none", "selective", "full"}
 
 
+def test_a_single_device_shards_only_to_offload() -> None:
+    chosen = config.load(TINY)
+    kinds = {
+        offloads: {
+            (c.layout.data_parallel, c.offload)
+            for c in candidates(chosen, devices=1, in_node=1, fixed={}, offloads=offloads)
+        }
+        for offloads in (False, True)
+    }
+    assert kinds[False] == {("none", "none")}
+    assert kinds[True] - kinds[False] == {("fsdp", "optimizer_states"), ("fsdp", "params")}
+
+
 def test_candidates_have_more_stages_per_rank_only_if_they_are_faster() -> None:
     # 16 equal blocks on 4 ranks: with 1, 2, 3 and 4 stages a step of m micro-batches takes
     # (m + 3) 4, (2 m + 3) 2, (3 m + 3) 2 and (4 m + 3) 1 passes through a block.

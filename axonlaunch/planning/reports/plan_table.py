@@ -105,7 +105,8 @@ def time_shares(planned: Planned) -> str:
 def why_slower(first: Planned, second: Planned) -> str:
     """Explain why the second layout is slower than the first, largest difference first."""
     if not second.fits:
-        return f"does not fit: {_unfit(second)}"
+        spare = ", with less to spare than estimate.margin" if second.verdict == "tight" else ""
+        return f"does not fit: {_unfit(second)}{spare}"
     names = first.breakdown.keys() | second.breakdown.keys()
     differences = {
         name: second.breakdown.get(name, 0.0) - first.breakdown.get(name, 0.0) for name in names

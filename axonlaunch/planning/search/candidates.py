@@ -177,6 +177,7 @@ def candidates(
             _with_experts(
                 _data_parallel_settings(
                     ranks * math.prod(degrees[name] for name in LIKE_DATA),
+                    devices=devices,
                     in_node=max(1, in_node // tensor),
                     shardings=_SHARDINGS if pipeline == 1 else _STAGE_SHARDINGS,
                     offloads=offloads,
@@ -359,6 +360,7 @@ def _degrees(
 def _data_parallel_settings(
     ranks: int,
     *,
+    devices: int,
     in_node: int,
     shardings: Sequence[str],
     offloads: bool,
@@ -366,8 +368,11 @@ def _data_parallel_settings(
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of data parallelism.
 
+    A single device has nothing to shard, but it can offload as sharded parameters do.
+
     Args:
         ranks: Number of data-parallel ranks.
+        devices: Number of devices of the run.
         in_node: Number of data-parallel ranks per node.
         shardings: Values of ``keys.SHARDING`` to consider.
         offloads: Whether sharded tensors can be offloaded to host memory.
@@ -377,12 +382,16 @@ def _data_parallel_settings(
         is_chosen = name == fixed.get(keys.KIND)
         if facts.averages == "nothing" and ranks > 1:
             continue
-        if not is_chosen and (not facts.is_exact or (facts.averages != "nothing" and ranks == 1)):
+        is_alone = facts.averages != "nothing" and ranks == 1
+        can_offload = facts.shards_parameters and offloads and devices == 1
+        if not is_chosen and (not facts.is_exact or (is_alone and not can_offload)):
             continue
         if facts.shards_parameters:
-            yield from _sharded_settings(
+            for settings in _sharded_settings(
                 name, ranks, in_node=in_node, shardings=shardings, offloads=offloads, fixed=fixed
-            )
+            ):
+                if is_chosen or not is_alone or settings[keys.OFFLOAD] != "none":
+                    yield settings
         else:
             yield {keys.KIND: name, **_NOT_SHARDED}
 
