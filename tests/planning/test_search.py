@@ -205,3 +205,12 @@ def test_search_names_indivisible_batch(found: Any) -> None:
         found(off=1.0, devices=5)
     with pytest.raises(ConfigError, match=r"train.global_batch_size=16: .* use 80$"):
         found(off=1.0, devices=5, **{"strategy.data_parallel": "ddp"})
+
+
+def test_search_lists_no_layout_that_offloads_and_is_not_faster_than_one_that_fits(
+    found: Any,
+) -> None:
+    plan = found(
+        devices=1, **{"train.micro_batch_size": 1, "train.activation_checkpointing": "none"}
+    )
+    assert [planned.rank_factor for planned in plan.candidates] == [1.0]

@@ -307,6 +307,8 @@ def _estimate_first(
 ) -> dict[Preselected, EstimatedLayout]:
     """Estimate layouts in the order of their speed, until ``wanted`` of them fit.
 
+    A layout that offloads more than a faster one that fits has no use, and is left out.
+
     Args:
         order: Layouts with their speed, fastest first.
         config: Configuration of the run as given by the user.
@@ -314,7 +316,9 @@ def _estimate_first(
         wanted: Number of fitting layouts to find.
     """
     estimates: dict[Preselected, EstimatedLayout] = {}
-    remaining = islice(order, TRIED)
+    remaining = islice(
+        (pair for pair in order if not _offloads_in_vain(*pair, estimates.values())), TRIED
+    )
     while missing := wanted - sum(layout.fits for layout in estimates.values()):
         if not (tried := [*islice(remaining, missing)]):
             break
@@ -325,6 +329,20 @@ def _estimate_first(
         )
         for (choice, speed), result in zip(tried, results, strict=True):
             candidate = choice.candidate
+            if _offloads_in_vain(choice, speed, estimates.values()):
+                continue
             planned = planned_layout(candidate, speed, result, config=config, nodes=nodes)
             estimates[choice] = EstimatedLayout(planned, candidate.config, speed)
     return estimates
+
+
+def _offloads_in_vain(
+    choice: Preselected, speed: Throughput, estimated: Iterable[EstimatedLayout]
+) -> bool:
+    """Return whether a layout offloads more than one that fits and is as fast or faster."""
+    return any(
+        layout.fits
+        and layout.planned.rank_factor < choice.candidate.rank_factor
+        and layout.planned.step_s <= speed.step_s
+        for layout in estimated
+    )
