@@ -14,6 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition.composition_errors import as_config_errors
 from axonlaunch.config.composition.hydra_files import HydraFiles
+from axonlaunch.config.composition.other_name import folder_of_other_name
 from axonlaunch.config.composition.override_text import (
     as_meant,
     sweep_issues,
@@ -220,8 +221,10 @@ class Composer:
         in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
         origins = overrides.origins
-        if "name" in origins and "run_dir" not in origins and files.names_run_dir(config_name):
-            named["run_dir"], origins["run_dir"] = "auto", origins["name"]
+        if "name" in origins and "run_dir" not in origins:
+            folder = folder_of_other_name(named, files.content_of_primary(config_name))
+            if folder is not None:
+                named["run_dir"], origins["run_dir"] = folder, origins["name"]
         return Composed(
             named,
             origins,
