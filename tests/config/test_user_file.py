@@ -12,6 +12,7 @@ from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, to_yaml
+from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.values.plain_values import read_yaml
 from axonlaunch.launch.output.summary import resuming_command
 
@@ -172,6 +173,37 @@ def test_files_of_a_folder_have_the_same_numbers(tmp_path: Path) -> None:
 def test_frozen_text_that_looks_like_a_number_is_text_for_every_reader(name: str) -> None:
     text = to_yaml({"name": name})
     assert read_yaml(text) == OmegaConf.to_container(OmegaConf.create(text)) == {"name": name}
+
+
+NUMBERS = ["1e-3", "12e4567", "1.10", "1.0", ".5"]
+"""Texts that YAML and Hydra read as numbers; other digits would be other names."""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_number_where_text_is_expected_is_the_text_of_the_user(folder: Path, number: str) -> None:
+    adding = "tokenizer:\n  add_tokens: [a, NUMBER]\nname: NUMBER\nseed: 1\n"
+    expected = (number, ["a", number])
+    (folder / "experiment").mkdir()
+    write(adding.replace("NUMBER", number))
+    write("# @package _global_\n" + adding.replace("NUMBER", number), "experiment/mine.yaml")
+    for words in (
+        ["run.yaml"],
+        ["experiment=mine"],
+        [f"name={number}", f"tokenizer.add_tokens=[a,{number}]"],
+    ):
+        tree = config.compose(words, config_dirs=[folder]).tree
+        assert (tree["name"], tree["tokenizer"]["add_tokens"]) == expected
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_frozen_text_without_quotes_of_an_earlier_version_is_read(number: str) -> None:
+    earlier = to_yaml(config.load(["model=llama_debug", f"name='{number}'", "optimizer.lr=1e-3"]))
+    write(earlier.replace(f"name: '{number}'", f"name: {number}"), "config.yaml")
+    assert f"name: {number}\n" in Path("config.yaml").read_text()
+    loaded = config.load(["config.yaml"])
+    assert (loaded.name, loaded.optimizer.lr) == (number, 0.001)
+    assert config.read_frozen(Path("config.yaml")).name == number
+    assert frozen_settings(Path("config.yaml"))["name"] == number
 
 
 def test_missing_file_and_second_file_are_refused() -> None:
