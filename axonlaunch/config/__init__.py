@@ -21,11 +21,13 @@ from axonlaunch.config.composition.user_file import split_file
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.schema import REGISTRIES, RunConfig
+from axonlaunch.config.validation.number_texts import with_number_texts
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import resolve_variables, to_interpolations
 from axonlaunch.config.values.plain_values import (
     LARGEST_YAML,
     flatten,
+    number_text,
     read_yaml,
     to_tree,
     to_yaml,
@@ -101,7 +103,8 @@ def compose(
     composer = composer_of(config_dirs) if config_dirs else _included_composer()
     composed, issues = _compose_with_plugins(composer, overrides, config_name)
     composed = dataclasses.replace(composed, problems=issues + composed.problems)
-    return with_training_defaults(without_alternatives(composed))
+    tree = with_number_texts(composed.tree, composed.number_text)
+    return with_training_defaults(without_alternatives(dataclasses.replace(composed, tree=tree)))
 
 
 def _compose_with_plugins(
@@ -316,6 +319,6 @@ def _with_environment(
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:
     try:
-        return read_yaml(text)
+        return with_number_texts(read_yaml(text), lambda key, value: number_text(text, key))
     except ValueError as reason:
         raise ConfigError([ConfigIssue("", f"{name}: {reason}")]) from None

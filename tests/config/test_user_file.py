@@ -12,7 +12,9 @@ from support.served import Server
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, to_yaml
+from axonlaunch.config.consistency.resumed_settings import frozen_settings
 from axonlaunch.config.values.plain_values import read_yaml
+from axonlaunch.launch.output.summary import resuming_command
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +62,45 @@ def test_frozen_configuration_of_a_run_is_a_file() -> None:
     assert config.load(["run.yaml"]) == loaded
 
 
-def test_other_name_for_a_frozen_configuration_is_another_run_in_another_folder() -> None:
-    write("name: first\nrun_dir: /data/runs/first\nseed: 3\n")
-    loaded = config.load(["run.yaml", "name=second"])
-    assert (loaded.name, loaded.run_dir, loaded.seed) == ("second", "auto", 3)
-    assert config.load(["run.yaml"]).run_dir == "/data/runs/first"
-    assert config.load(["run.yaml", "name=second", "run_dir=/r"]).run_dir == "/r"
-    write("name: first\nrun_dir: /data/scratch\n")  # the folder does not follow from the name
-    assert config.load(["run.yaml", "name=second"]).run_dir == "/data/scratch"
+@pytest.mark.parametrize(
+    ("first", "run_dir", "override", "expected"),
+    [
+        ("first", "/data/runs/first", "name=second", "/data/runs/second"),
+        ("first", "runs/first/", "name=second", "runs/second"),
+        ("first", "first", "name=second", "second"),
+        ("swept/0", "/data/swept/0", "name=second", "/data/second"),
+        ("first", "${oc.env:DISK}/first", "name=second", "/scratch/second"),
+        ("first", "/data/${name}", "name=second", "/data/second"),
+        ("first", "/data/runs/first", "name=first", "/data/runs/first"),  # resumes the run
+        ("first", "/data/runs/first", "seed=4", "/data/runs/first"),
+        ("first", "/data/scratch", "name=second", "/data/scratch"),
+        ("first", "/data/not-first", "name=second", "/data/not-first"),
+        ("auto", "auto", "name=second", "auto"),
+    ],
+)
+def test_another_name_than_in_the_file_is_a_run_beside_it(
+    monkeypatch: pytest.MonkeyPatch, first: str, run_dir: str, override: str, expected: str
+) -> None:
+    monkeypatch.setenv("DISK", "/scratch")
+    write(f"name: {first}\nrun_dir: {run_dir}\nseed: 3\n")
+    assert config.load(["run.yaml", override]).run_dir == expected
+    assert config.load(["run.yaml", override, "run_dir=/r"]).run_dir == "/r"
+
+
+@pytest.mark.parametrize(("name", "origin"), [("second", "override name=second"), ("first", None)])
+def test_origin_of_the_folder_is_the_other_name(name: str, origin: str | None) -> None:
+    write("name: first\nrun_dir: /data/first\n")
+    origins = config.compose(["run.yaml", f"name={name}"]).origins()
+    assert origins["run_dir"] == (origin or str(Path.cwd() / "run.yaml"))
+
+
+def test_command_that_resumes_a_file_with_a_folder_resumes_that_run() -> None:
+    write("name: first\nrun_dir: /data/first\n")
+    composed, loaded = config.compose(["run.yaml"]), config.load(["run.yaml"])
+    words = ["axonlaunch", "train", "run.yaml"]
+    command = resuming_command(loaded, words, composed=composed, name=None)
+    assert command == "axonlaunch train run.yaml name=first"
+    assert config.load(command.split()[2:]).run_dir == "/data/first"
 
 
 def test_changed_file_is_read_again() -> None:
@@ -140,6 +173,37 @@ def test_files_of_a_folder_have_the_same_numbers(tmp_path: Path) -> None:
 def test_frozen_text_that_looks_like_a_number_is_text_for_every_reader(name: str) -> None:
     text = to_yaml({"name": name})
     assert read_yaml(text) == OmegaConf.to_container(OmegaConf.create(text)) == {"name": name}
+
+
+NUMBERS = ["1e-3", "12e4567", "1.10", "1.0", ".5"]
+"""Texts that YAML and Hydra read as numbers; other digits would be other names."""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_number_where_text_is_expected_is_the_text_of_the_user(folder: Path, number: str) -> None:
+    adding = "tokenizer:\n  add_tokens: [a, NUMBER]\nname: NUMBER\nseed: 1\n"
+    expected = (number, ["a", number])
+    (folder / "experiment").mkdir()
+    write(adding.replace("NUMBER", number))
+    write("# @package _global_\n" + adding.replace("NUMBER", number), "experiment/mine.yaml")
+    for words in (
+        ["run.yaml"],
+        ["experiment=mine"],
+        [f"name={number}", f"tokenizer.add_tokens=[a,{number}]"],
+    ):
+        tree = config.compose(words, config_dirs=[folder]).tree
+        assert (tree["name"], tree["tokenizer"]["add_tokens"]) == expected
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_frozen_text_without_quotes_of_an_earlier_version_is_read(number: str) -> None:
+    earlier = to_yaml(config.load(["model=llama_debug", f"name='{number}'", "optimizer.lr=1e-3"]))
+    write(earlier.replace(f"name: '{number}'", f"name: {number}"), "config.yaml")
+    assert f"name: {number}\n" in Path("config.yaml").read_text()
+    loaded = config.load(["config.yaml"])
+    assert (loaded.name, loaded.optimizer.lr) == (number, 0.001)
+    assert config.read_frozen(Path("config.yaml")).name == number
+    assert frozen_settings(Path("config.yaml"))["name"] == number
 
 
 def test_missing_file_and_second_file_are_refused() -> None:

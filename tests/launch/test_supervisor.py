@@ -124,29 +124,54 @@ def test_run_that_fails_while_stopping_counts_as_stopped(
     assert outcome.was_stopped
 
 
-@pytest.mark.parametrize("pause_s", [100.0, 4.0])
-def test_pause_of_the_launcher_does_not_count_as_hang(
-    pipe: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch, pause_s: float
+@pytest.mark.parametrize(
+    ("work_s", "pause", "progress_at", "hang_at"),
+    [
+        (1.0, None, 0, 60),
+        (6.0, None, 0, 60),  # each look takes long, as with a run folder on a slow disk
+        (1.0, (40, 140), 0, 160),
+        (1.0, (40, 140), 100, 200),  # only the rest of the pause
+        (1.0, (40, 140), 150, 210),
+    ],
+)
+def test_only_pauses_of_the_launcher_since_the_last_progress_delay_a_hang(
+    pipe: tuple[Connection, Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    work_s: float,
+    pause: tuple[float, float] | None,
+    progress_at: float,
+    hang_at: float,
 ) -> None:
-    """Ctrl-Z, a suspended SLURM job: the clock jumps by more than ``timeout_s``."""
+    """Ctrl-Z, a suspended SLURM job: the clock jumps while the launcher waits for messages."""
     supervisor = _supervisor(pipe[0], 0)
     process = cast("Any", supervisor.ranks[0].process)
     process.has_ended = False
-    now = time.monotonic()
-    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(supervisor, "_locate", lambda ranks: [_hang_report(supervisor)])
+    now = 0.0
+
+    def wait(sources: list[Any], timeout: float) -> list[Any]:
+        nonlocal now
+        is_pause = pause is not None and pause[0] <= now < pause[1]
+        now = pause[1] if pause is not None and is_pause else now + timeout
+        return []
 
     def tick() -> None:
         nonlocal now
-        now += pause_s
-        if now > start + 90 and not process.has_ended:
-            pipe[1].send(Done(0, END))
-            process.has_ended = True
+        now += work_s
+        assert now < 1000, "the hang was not reported"
 
-    start, supervisor.tick = now, tick
+    def read(index: int) -> SimpleNamespace:
+        at = progress_at if now >= progress_at else 0.0
+        return SimpleNamespace(at=at, step=3, phase="stepping")
+
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervisor_module, "wait", wait)
+    monkeypatch.setattr(supervisor, "heartbeats", SimpleNamespace(read=read))
+    monkeypatch.setattr(supervisor, "_locate", lambda ranks: [_hang_report(supervisor)])
+    supervisor.tick = tick
     outcome = supervisor.run()
-    is_hang = outcome.crash is not None and outcome.crash.first.kind == "hang"
-    assert is_hang == (pause_s < 5)  # without a pause, 60 s without progress are a hang
+    assert outcome.crash is not None
+    assert outcome.crash.first.kind == "hang"
+    assert now == pytest.approx(hang_at, abs=work_s + 0.5)
 
 
 def _hang_report(supervisor: Supervisor) -> Report:

@@ -14,8 +14,10 @@ from typing import Any
 
 from axonlaunch.config.composition.composition_errors import as_config_errors
 from axonlaunch.config.composition.hydra_files import HydraFiles
+from axonlaunch.config.composition.other_name import folder_of_other_name
 from axonlaunch.config.composition.override_text import (
     as_meant,
+    number_in_override,
     sweep_issues,
     too_much,
     why_unread,
@@ -28,7 +30,7 @@ from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_l
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.values.environment_values import mark_environment
-from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, number_text, read_yaml
 from axonlaunch.system.storage.files import read_text, why_no_folder
 
 OVERRIDE_ORIGIN = "override "
@@ -99,6 +101,23 @@ class Composed:
         """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
         overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.overridden.items()}
         return {**self.in_files(), **overridden, **self.in_environment, **self.chosen}
+
+    def number_text(self, key: str, value: float) -> str | None:
+        """Return how the user wrote a float, ``1e-3``; None if this is unknown.
+
+        Args:
+            key: Dotted key ``a.b[0].c``.
+            value: Composed value of the key.
+        """
+        leaf = key.partition("[")[0]
+        if leaf in self.overridden:
+            return number_in_override(self.overridden[leaf], value)
+        file = Path(self.in_files().get(leaf, ""))
+        if not file.is_absolute():
+            return None
+        text = read_text(file, at_most=LARGEST_YAML)
+        in_group = key.partition(".")[2]  # a file of a group has the keys below the group
+        return number_text(text, key) or number_text(text, in_group)
 
 
 def packaged_configs() -> Path:
@@ -220,8 +239,10 @@ class Composer:
         in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
         origins = overrides.origins
-        if "name" in origins and "run_dir" not in origins and files.names_run_dir(config_name):
-            named["run_dir"], origins["run_dir"] = "auto", origins["name"]
+        if "name" in origins and "run_dir" not in origins:
+            folder = folder_of_other_name(named, files.content_of_primary(config_name))
+            if folder is not None:
+                named["run_dir"], origins["run_dir"] = folder, origins["name"]
         return Composed(
             named,
             origins,

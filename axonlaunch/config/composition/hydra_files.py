@@ -9,7 +9,7 @@ All uses of Hydra's private API are in this module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,9 @@ class HydraFiles:
         """Return the path of a primary config that is a file of the user; None for others."""
         return self._user_files[name].path if name in self._user_files else None
 
-    def names_run_dir(self, name: str) -> bool:
-        """Return whether a user's primary file has a ``name`` and its folder, as a frozen one has.
-
-        Another name is then that of another run, which must not continue this one.
-        """
-        tree = self._user_files[name].tree if name in self._user_files else {}
-        return "run_dir" in tree and Path(str(tree["run_dir"])).name == str(tree.get("name"))
+    def content_of_primary(self, name: str) -> Mapping[str, Any]:
+        """Return the content of a primary config that is a file of the user; {} for others."""
+        return self._user_files[name].tree if name in self._user_files else {}
 
     def has_file(self, name: str) -> bool:
         """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""

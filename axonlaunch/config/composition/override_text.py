@@ -122,6 +122,20 @@ def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
     return issues
 
 
+def number_in_override(override: str, value: float) -> str | None:
+    """Return the text of a number in an override; None if several texts mean this number."""
+    words = set(re.findall(r"[-+\w.]+", override.partition("=")[2]))
+    texts = [word for word in words if _as_number(word) == value]
+    return texts[0] if len(texts) == 1 else None
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def _num_values(override: Any) -> int:
     """Return the number of values of an override in a sweep; a glob of options counts 1."""
     sweep = override._value

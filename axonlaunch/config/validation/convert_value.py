@@ -16,6 +16,9 @@ from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.config.problems.errors import one_of
 from axonlaunch.config.values.environment_values import EnvironmentText
 
+EXPECTED_TEXT = "expected text"
+"""Begin of the message about a value at a key that takes text, or text and null."""
+
 
 class Rejected(Exception):  # noqa: N818 - caught by callers that know the key
     """Invalid value; the text names the expected values."""
@@ -70,12 +73,20 @@ def _scalar(value: Any, hint: Any) -> Any:
             return float(value)
         raise Rejected("expected a number")
     if hint is str:
-        if isinstance(value, float):  # 1e-4 and 12e4567 have lost their digits
-            raise Rejected("expected text, but this is a number; quote it, as in 'name=\"1e-4\"'")
         if isinstance(value, str | int) and not isinstance(value, bool):
             return value if isinstance(value, str) else str(value)
-        raise Rejected("expected text")
+        raise Rejected(EXPECTED_TEXT)  # also for a float, which may be 1e-3 in the user's words
     raise AssertionError(f"the schema uses a type that validate does not know: {hint}")
+
+
+def how_to_quote(message: str, key: str, value: Any) -> str:
+    """Return the end of a message about a float, or a list with one, where text is expected."""
+    items = value if isinstance(value, list) else [value]
+    number = next((item for item in items if isinstance(item, float)), None)
+    if number is None or not message.startswith(EXPECTED_TEXT):
+        return ""
+    quoted = f'["{number}"]' if isinstance(value, list) else f'"{number}"'
+    return f"; quote a number, as in '{key}={quoted}'"
 
 
 def _literal(value: Any, choices: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigIssue, one_of, plain, value_problems
 from axonlaunch.config.problems.other_names import FOREIGN_NAMES, NOT_OFFERED
 from axonlaunch.config.registry import EntryPointError, Registry
-from axonlaunch.config.validation.convert_value import Rejected, check_range, convert
+from axonlaunch.config.validation.convert_value import Rejected, check_range, convert, how_to_quote
 from axonlaunch.config.validation.group_options import typed_groups
 from axonlaunch.config.values.plain_values import flatten
 
@@ -93,6 +93,7 @@ class _Walk:
                 except Rejected as reason:
                     expected = spec.metadata.get("allowed")
                     message = f"expected {expected}" if expected else str(reason)
+                    message += how_to_quote(message, key, tree[name])
                     self._add(key, message, tree[name])
             elif name in tree or _is_required(spec):
                 self._add(key, f"is missing; write {_example(key)}")

@@ -21,9 +21,10 @@ DEEPEST_YAML = 64
 """Largest nesting depth of lists and mappings."""
 MOST_YAML = 100_000
 """Largest number of values in a file, with aliases expanded."""
+_FLOAT = "tag:yaml.org,2002:float"
 _NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][\d_]*|0b[01_]+|0x[\da-fA-F_]+)$"),
-    "tag:yaml.org,2002:float": re.compile(
+    _FLOAT: re.compile(
         r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
         r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
     ),
@@ -120,6 +121,22 @@ def line_of(text: str, key: str) -> int:
             node = node.value[int(index)]
             line = node.start_mark.line + 1
     return line
+
+
+def number_text(text: str, key: str) -> str | None:
+    """Return how valid YAML writes the float at a dotted key ``a.b[0].c``; None for no float."""
+    import yaml
+
+    node = yaml.compose(text, Loader=_loader())
+    for name in re.findall(r"[^.\[\]]+", key):
+        if isinstance(node, yaml.MappingNode):
+            node = next((value for each, value in node.value if each.value == name), None)
+        elif isinstance(node, yaml.SequenceNode) and name.isdecimal():
+            node = node.value[int(name)]
+        else:
+            return None
+    is_float = isinstance(node, yaml.ScalarNode) and node.tag == _FLOAT
+    return str(node.value) if is_float else None
 
 
 def _refuse_bombs(text: str) -> None:

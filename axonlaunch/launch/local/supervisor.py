@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from axonlaunch.events import Finished, Listener, merge_finished
 from axonlaunch.launch.failures import hang
@@ -38,7 +38,7 @@ SETTLE_S = 0.3
 """Seconds to wait after the first failure report. Peers may report a closed connection before the
 process that failed has been reaped."""
 PAUSE_S = 5.0
-"""Seconds between two looks at the ranks, usually 0.1, that show that this process was stopped."""
+"""Seconds of a wait for messages, usually 0.1, that show that this process was stopped."""
 
 
 @dataclass
@@ -116,8 +116,7 @@ class Supervisor:
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
     _kills: RecentKills = field(default_factory=RecentKills)
-    _looked_at: float = field(default_factory=time.monotonic)
-    _awake_since: float = field(default_factory=time.monotonic)
+    _pauses: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self) -> Outcome:
         """Supervise the ranks until every process has ended, and return the outcome."""
@@ -156,7 +155,6 @@ class Supervisor:
         handled = 0
         while True:
             self._listen(timeout=0.1)
-            self._notice_pause()
             if (crash := self._failure()) is not None:
                 return Outcome(crash=crash)
             self.tick()
@@ -215,7 +213,7 @@ class Supervisor:
         """Receive the messages of ranks, and close connections that have ended."""
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
         running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
-        for ready in wait([*connections, *running], timeout=timeout):
+        for ready in self._wait([*connections, *running], timeout):
             if not isinstance(ready, Connection):
                 continue
             rank = connections[ready]
@@ -229,6 +227,19 @@ class Supervisor:
             # no end of file.
             if rank.open and rank.process.has_ended and not rank.connection.poll():
                 rank.close()
+
+    def _wait(self, sources: list[Connection | int], timeout: float) -> list[Any]:
+        """Wait for messages, and note a pause of this process in the meantime.
+
+        It is stopped by Ctrl-Z or with a suspended SLURM job, for example. Other work of this
+        process may take long too, such as writing to a slow disk, and is no pause.
+        """
+        began = time.monotonic()
+        ready = wait(sources, timeout=timeout)
+        ended = time.monotonic()
+        if ended - began > PAUSE_S:
+            self._pauses.append((began, ended))
+        return ready
 
     def _receive(self, rank: Rank, message: object) -> None:
         if isinstance(message, Report):
@@ -261,24 +272,18 @@ class Supervisor:
         available = host.memory_bytes() // len(self.ranks)
         return replace(report, reason=reason, cause="memory", memory_bytes=available)
 
-    def _notice_pause(self) -> None:
-        """Note when this process was stopped, such as by Ctrl-Z or a suspended SLURM job."""
-        now = time.monotonic()
-        if now - self._looked_at > PAUSE_S:
-            self._awake_since = now
-        self._looked_at = now
-
     def _hanging(self) -> list[Rank]:
         """Return the running ranks if one has made no progress for ``timeout_s``, else nothing.
 
-        Time before the end of a pause of this process does not count, because ranks were probably
-        stopped too, or waited to send events.
+        Pauses of this process do not count, because ranks were probably stopped too, or waited to
+        send events.
         """
         running = [rank for rank in self.ranks if rank.finished is None]
         oldest = min(
             (self.heartbeats.read(rank.index).at for rank in running), default=time.monotonic()
         )
-        waited = time.monotonic() - max(oldest, self._awake_since)
+        paused = sum(max(0.0, end - max(begin, oldest)) for begin, end in self._pauses)
+        waited = time.monotonic() - oldest - paused
         return running if waited > self.timeout_s else []
 
     def _locate(self, ranks: list[Rank]) -> list[Report]:
