@@ -82,6 +82,7 @@ def plan_run(
         config_dirs=config_dirs,
         tokens=tokens,
         allow=allow,
+        name="--devices",
     )
 
 
@@ -95,6 +96,7 @@ def plan_config(
     wanted: int = 3,
     tokens: float | None = None,
     allow: Sequence[str] = (),
+    name: str = "devices",
 ) -> Plan:
     """Search the layouts of a configuration.
 
@@ -107,16 +109,17 @@ def plan_config(
         wanted: Number of fitting layouts to find.
         tokens: Number of tokens to train on; None predicts no duration and cost.
         allow: Words of ``keys.ALLOWABLE``, see ``plan_run``.
+        name: Name of the option or argument with the number of devices, for errors.
 
     Raises:
-        ConfigError: No layout fits, the devices don't fill nodes equally, or the run cannot be
+        ConfigError: No layout fits, no nodes share the devices equally, or the run cannot be
             estimated.
     """
     if tokens is not None:
         steps_of_tokens(config, tokens)  # raises an error before the search
     config, assumed = with_figures(context, config, devices=devices, config_dirs=config_dirs)
     if reason := uneven_devices(config, devices):
-        raise ConfigError([ConfigIssue("devices", reason, devices)])
+        raise ConfigError([ConfigIssue(name, reason, devices)])
     values = configuration.flatten(config)
     plan: Plan = forked_call.call(
         context,
