@@ -228,38 +228,30 @@ def search(
         kept: Keys of precision that it keeps.
 
     Raises:
-        ConfigError: No layout fits, the run cannot be estimated, or its model or data cannot be
-            built.
+        ConfigError: Its model or data have problems, no layout fits, or the run cannot be
+            estimated.
     """
-    from axonlaunch.models.build import spec_for
     from axonlaunch.planning.search import search
-    from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
-    from axonlaunch.preflight.dataset import dataset_without_tokenizing
+    from axonlaunch.preflight.checks import check_model_and_data, resolve_anywhere
 
     forkserver.lead_group()  # tracing forks processes
     import_plugins(config.plugins)
+    check_model_and_data(config)
 
     def check(layout: RunConfig) -> RunConfig:
         if problems := find_rule_violations(layout):
             raise ConfigError(problems)
         return resolve_anywhere(layout)
 
-    try:
-        return search.search_layouts(
-            config,
-            devices=devices,
-            fixed=fixed,
-            check=check,
-            wanted=wanted,
-            lowers=lowers,
-            kept=kept,
-        )
-    except Exception as error:
-        # Report a model or dataset that cannot be built, instead of the error of the trace.
-        build_on_meta(config, spec_for(config))
-        if issues := dataset_without_tokenizing(config)[1]:
-            raise ConfigError(issues) from error
-        raise
+    return search.search_layouts(
+        config,
+        devices=devices,
+        fixed=fixed,
+        check=check,
+        wanted=wanted,
+        lowers=lowers,
+        kept=kept,
+    )
 
 
 def experiment(
@@ -324,7 +316,7 @@ def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
         ConfigError: A word is unknown.
     """
     if unknown := [word for word in allow if word not in ALLOWABLE]:
-        message = f"is nothing that can be allowed; use {one_of([*ALLOWABLE])}"
+        message = f"is no option of {name}; use {one_of([*ALLOWABLE])}"
         raise ConfigError([ConfigIssue(name, message, word) for word in unknown])
     return [key for word in allow for key in ALLOWABLE[word]]
 

@@ -107,7 +107,7 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (
             ["--devices", "2", "--allow", "low-precision"],
-            "--allow=low-precision: is nothing that can be allowed; use low_precision",
+            "--allow=low-precision: is no option of --allow; use low_precision",
         ),
         (["--devices", "13", *MODEL], "--devices=13: nodes with up to 8 devices (hardware."),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
@@ -119,6 +119,10 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
         (
             ["--devices", "2", "--write", "experiment/x.yaml", "experiment=x"],
             "--write=experiment/x.yaml: would include itself, because of experiment=x",
+        ),
+        (
+            ["--devices", "8", "model=mlp", "hardware=h100_80gb"],
+            "model.name=mlp: needs images, but data=synthetic_tokens has tokens; use data=digits",
         ),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
