@@ -228,7 +228,7 @@ def search(
         kept: Keys of precision that it keeps.
 
     Raises:
-        ConfigError: Its model or data have problems, no layout fits, or the run cannot be
+        ConfigError: The model or the data has problems, no layout fits, or the run cannot be
             estimated.
     """
     from axonlaunch.planning.search import search

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -198,13 +198,13 @@ class _ModelAndData:
     Attributes:
         spec: Specification of the model; None if there is none.
         model: The model without storage; None if it can't be trained.
-        dataset: The dataset; None if it can't be built.
+        dataset: The dataset, or a description of text to tokenize; None if it can't be built.
         problems: Problems of each, and of their match.
     """
 
     spec: ModelSpec | None
     model: nn.Module | None
-    dataset: Dataset | None
+    dataset: Any
     problems: list[ConfigIssue]
 
     @classmethod
