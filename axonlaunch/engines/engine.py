@@ -88,6 +88,13 @@ class Engine(Protocol):
         rank's rows.
         """
 
+    def update_groups(self) -> list[list[str]]:
+        """Return the names of the updated tensors in each optimizer group, in the update's order.
+
+        Options such as those of ``optimizer.groups`` make groups, so the order may not be that of
+        the model.
+        """
+
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield this rank's optimizer states, allocating those that do not exist yet."""
 

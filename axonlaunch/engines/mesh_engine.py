@@ -242,6 +242,13 @@ class MeshEngine:
         for name, tensor in self._parts.update.tensors.items():
             yield self._parts.aliases.get(name, name), tensor
 
+    def update_groups(self) -> list[list[str]]:
+        """Return the names of each optimizer group, in the order of the update."""
+        aliases = self._parts.aliases
+        return [
+            [aliases.get(name, name) for name in group] for group in self._parts.update.groups()
+        ]
+
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states and masters, allocating missing ones.
 

@@ -82,6 +82,7 @@ def plan_run(
         config_dirs=config_dirs,
         tokens=tokens,
         allow=allow,
+        name="--devices",
     )
 
 
@@ -95,6 +96,7 @@ def plan_config(
     wanted: int = 3,
     tokens: float | None = None,
     allow: Sequence[str] = (),
+    name: str = "devices",
 ) -> Plan:
     """Search the layouts of a configuration.
 
@@ -107,16 +109,17 @@ def plan_config(
         wanted: Number of fitting layouts to find.
         tokens: Number of tokens to train on; None predicts no duration and cost.
         allow: Words of ``keys.ALLOWABLE``, see ``plan_run``.
+        name: Name of the option or argument with the number of devices, for errors.
 
     Raises:
-        ConfigError: No layout fits, the devices don't fill nodes equally, or the run cannot be
+        ConfigError: No layout fits, no nodes share the devices equally, or the run cannot be
             estimated.
     """
     if tokens is not None:
         steps_of_tokens(config, tokens)  # raises an error before the search
     config, assumed = with_figures(context, config, devices=devices, config_dirs=config_dirs)
     if reason := uneven_devices(config, devices):
-        raise ConfigError([ConfigIssue("devices", reason, devices)])
+        raise ConfigError([ConfigIssue(name, reason, devices)])
     values = configuration.flatten(config)
     plan: Plan = forked_call.call(
         context,
@@ -225,38 +228,30 @@ def search(
         kept: Keys of precision that it keeps.
 
     Raises:
-        ConfigError: No layout fits, the run cannot be estimated, or its model or data cannot be
-            built.
+        ConfigError: The model or the data has problems, no layout fits, or the run cannot be
+            estimated.
     """
-    from axonlaunch.models.build import spec_for
     from axonlaunch.planning.search import search
-    from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
-    from axonlaunch.preflight.dataset import dataset_without_tokenizing
+    from axonlaunch.preflight.checks import check_model_and_data, resolve_anywhere
 
     forkserver.lead_group()  # tracing forks processes
     import_plugins(config.plugins)
+    check_model_and_data(config)
 
     def check(layout: RunConfig) -> RunConfig:
         if problems := find_rule_violations(layout):
             raise ConfigError(problems)
         return resolve_anywhere(layout)
 
-    try:
-        return search.search_layouts(
-            config,
-            devices=devices,
-            fixed=fixed,
-            check=check,
-            wanted=wanted,
-            lowers=lowers,
-            kept=kept,
-        )
-    except Exception as error:
-        # Report a model or dataset that cannot be built, instead of the error of the trace.
-        build_on_meta(config, spec_for(config))
-        if issues := dataset_without_tokenizing(config)[1]:
-            raise ConfigError(issues) from error
-        raise
+    return search.search_layouts(
+        config,
+        devices=devices,
+        fixed=fixed,
+        check=check,
+        wanted=wanted,
+        lowers=lowers,
+        kept=kept,
+    )
 
 
 def experiment(
@@ -321,7 +316,7 @@ def allowed_keys(allow: Sequence[str], *, name: str = "--allow") -> list[str]:
         ConfigError: A word is unknown.
     """
     if unknown := [word for word in allow if word not in ALLOWABLE]:
-        message = f"is nothing that can be allowed; use {one_of([*ALLOWABLE])}"
+        message = f"is no option of {name}; use {one_of([*ALLOWABLE])}"
         raise ConfigError([ConfigIssue(name, message, word) for word in unknown])
     return [key for word in allow for key in ALLOWABLE[word]]
 

@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, Self
 
 from torch import nn
 
@@ -145,14 +147,7 @@ def _resolve(
     if here:
         config = with_backend(config, accelerators=devices)
         config = with_device_precision(with_resumed_precision(config))
-    config = with_precision(config)
-    problems = fetch_model(config, here=here)
-    with gathering(problems):
-        config = with_hub_data(config, here=here, resumed=resumed_settings, report=report)
-    if problems:
-        raise ConfigError(problems)
-    config = with_vocabulary(with_adapter_settings(with_absolute_paths(config)))
-    config = with_packing(config)
+    config = _with_model_and_data(with_precision(config), here=here, report=report)
     if here:
         with suppress(ConfigError):  # the check of the data reports it
             config = with_template_date(config, resumed=resumed_settings)
@@ -168,6 +163,64 @@ def _resolve(
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _with_model_and_data(
+    config: RunConfig, *, here: bool, report: OnState = lambda state: None
+) -> RunConfig:
+    """Fetch the model and the data, and resolve the settings that depend on them.
+
+    Raises:
+        ConfigError: The model or the data can't be found, downloaded or read.
+    """
+    problems = fetch_model(config, here=here)
+    with gathering(problems):
+        config = with_hub_data(config, here=here, resumed=resumed_settings, report=report)
+    if problems:
+        raise ConfigError(problems)
+    return with_packing(with_vocabulary(with_adapter_settings(with_absolute_paths(config))))
+
+
+def check_model_and_data(config: RunConfig) -> None:
+    """Check the model, the data and their match, whose problems no other layout solves.
+
+    Raises:
+        ConfigError: The model and the data have problems; all are reported together.
+    """
+    if problems := _ModelAndData.of(_with_model_and_data(config, here=False)).problems:
+        raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class _ModelAndData:
+    """The model and the dataset of a run.
+
+    Attributes:
+        spec: Specification of the model; None if there is none.
+        model: The model without storage; None if it can't be trained.
+        dataset: The dataset, or a description of text to tokenize; None if it can't be built.
+        problems: Problems of each, and of their match.
+    """
+
+    spec: ModelSpec | None
+    model: nn.Module | None
+    dataset: Any
+    problems: list[ConfigIssue]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Build both, and find their problems."""
+        dataset, problems = dataset_without_tokenizing(config)
+        spec, model, issues = _model(config)
+        if any(issue.key == "model.path" for issue in issues):
+            same = ("tokenizer.path", config.model_path)  # the folder has neither, for one reason
+            problems = [issue for issue in problems if (issue.key, issue.value) != same]
+        problems = [*problems, *issues]
+        if spec is not None:
+            problems += loss_term_problems(config.train, spec)
+        if spec is not None and dataset is not None:
+            problems += _mismatches(config, spec, model, dataset)
+        return cls(spec, model, dataset, problems)
 
 
 def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
@@ -194,19 +247,11 @@ def _examine(
         problems += source_of(config).device_problems(config.launch.device)
         if config.checkpoint.push is not None and config.launch.node_rank in (0, "auto"):
             problems += push_problems(config.checkpoint.push)
-    dataset, issues = dataset_without_tokenizing(config)
-    problems += issues
-    spec, model, issues = _model(config)
-    if any(issue.key == "model.path" for issue in issues):
-        same = ("tokenizer.path", config.model_path)  # the folder has neither, for one reason
-        problems = [issue for issue in problems if (issue.key, issue.value) != same]
-    problems += issues
+    built = _ModelAndData.of(config)
+    spec, model, dataset = built.spec, built.model, built.dataset
+    problems += built.problems
     if here and dataset is not None and not isinstance(dataset, Untokenized):
         problems += sample_problems(config, dataset)
-    if spec is not None:
-        problems += loss_term_problems(config.train, spec)
-    if spec is not None and dataset is not None:
-        problems += _mismatches(config, spec, model, dataset)
     if model is not None and spec is not None:
         problems += _layout_problems(config, spec, model)
         problems += packing_problems(config, spec, dataset)

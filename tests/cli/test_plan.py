@@ -107,8 +107,9 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (
             ["--devices", "2", "--allow", "low-precision"],
-            "--allow=low-precision: is nothing that can be allowed; use low_precision",
+            "--allow=low-precision: is no option of --allow; use low_precision",
         ),
+        (["--devices", "13", *MODEL], "--devices=13: nodes with up to 8 devices (hardware."),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
         (["--devices", "2", "--write", "a.yaml"], "--write=a.yaml: must be in a folder named exp"),
         (
@@ -118,6 +119,10 @@ def test_offload_is_planned_only_if_required(tmp_path: Path, server: Server) -> 
         (
             ["--devices", "2", "--write", "experiment/x.yaml", "experiment=x"],
             "--write=experiment/x.yaml: would include itself, because of experiment=x",
+        ),
+        (
+            ["--devices", "8", "model=mlp", "hardware=h100_80gb"],
+            "model.name=mlp: needs images, but data=synthetic_tokens has tokens; use data=digits",
         ),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
@@ -181,7 +186,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_others_lost(width: int) ->
 def test_plan_says_on_which_nodes_its_layouts_are() -> None:
     plan = Plan(Workload(96, None, 8192, "bf16", None), 1, [], nodes=RunNodes(count=2, ranks=6))
     [note] = notes(plan)
-    assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes and ")
+    assert note.startswith("assumes 2 nodes with 6 ranks each; for others set launch.nnodes")
     assert not [*notes(dataclasses.replace(plan, nodes=RunNodes(count=1, ranks=8)))]
 
 

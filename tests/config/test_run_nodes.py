@@ -35,10 +35,14 @@ def test_ranks_are_on_the_nodes_of_the_launch_settings(
         ([], 13, RunNodes(13, 1)),
         (["launch.nnodes=3", "launch.nproc=4"], 12, RunNodes(3, 4)),
         (["launch.nnodes=3", "launch.nproc=4"], 16, RunNodes(2, 8)),
-        (["launch.nnodes=8"], 8, RunNodes(1, 8)),
+        (["launch.nnodes=8"], 8, RunNodes(8, 1)),
+        (["launch.nnodes=9"], 36, RunNodes(9, 4)),
+        (["launch.nnodes=2:4"], 8, RunNodes(4, 2)),
+        (["launch.nnodes=3"], 16, RunNodes(2, 8)),  # 3 nodes can't share them
+        (["launch.nnodes=2"], 32, RunNodes(4, 8)),  # 2 nodes can't hold them
     ],
 )
-def test_devices_are_on_the_nodes_of_launch_settings_with_as_many_ranks(
+def test_devices_are_on_the_nodes_that_launch_settings_describe(
     launch: list[str], devices: int, nodes: RunNodes
 ) -> None:
     config = load([*launch, "hardware=h100_80gb", "train.global_batch_size=576"])
@@ -50,16 +54,21 @@ def test_devices_are_on_the_nodes_of_launch_settings_with_as_many_ranks(
     ("launch", "devices", "hardware", "others"),
     [
         ([], 13, "h100_80gb", "8 or 16"),
-        ([], 20, "h100_80gb", "16 or 24"),
+        ([], 17, "h100_80gb", "16 or 24"),
+        ([], 20, "h100_80gb", None),
+        ([], 36, "h100_80gb", None),
         ([], 7, "h100_80gb", None),
         ([], 12, "h100_80gb", None),
         ([], 13, "rtx4090", None),
+        ([], 1, "h100_80gb", None),
+        (["hardware.devices_per_node=1"], 13, "h100_80gb", None),
         (["launch.nnodes=13", "launch.nproc=1"], 13, "h100_80gb", None),
+        (["launch.nnodes=13"], 13, "h100_80gb", None),
     ],
 )
-def test_devices_that_need_more_nodes_than_hold_them_are_uneven(
+def test_devices_that_nodes_share_only_one_by_one_are_uneven(
     launch: list[str], devices: int, hardware: str, others: str | None
 ) -> None:
-    config = load([*launch, f"hardware={hardware}", "train.global_batch_size=260"])
+    config = load([f"hardware={hardware}", *launch, "train.global_batch_size=260"])
     reason = uneven_devices(config, devices)
     assert reason is None if others is None else reason is not None and f"use {others}," in reason

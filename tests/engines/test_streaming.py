@@ -17,7 +17,7 @@ from torch import nn
 from axonlaunch.comm import World
 from axonlaunch.engines.optimizer import streaming
 from axonlaunch.planning.memory.cuda_process import DeviceRequests, replay
-from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies
+from axonlaunch.planning.tracing.devices.update_copies import ParameterCopies, update_copies
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 
@@ -185,6 +185,28 @@ def test_estimates_count_the_copies_that_an_update_has_on_the_device(
         for shape, size in zip(shapes, sizes, strict=True)
     ]
     assert replay(DeviceRequests([], copies=copies)).live == most == 2 * sum(sizes[:4])
+
+
+def test_estimated_copies_are_in_the_order_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of options moves the head of a model from its end next to its embedding."""
+    alike = "optimizer.groups={embed_tokens.weight:{lr:1e-4},lm_head.weight:{lr:1e-4}}"
+    layout = ["strategy=fsdp", "launch.nproc=1", "strategy.fsdp.cpu_offload=params", alike]
+    chosen = run_config(["model=llama_debug", "data=synthetic_tokens", *layout])
+    bring, updated = streaming._brought, []
+
+    def brought(optimizer: Any, tensor: torch.Tensor, *unused: Any) -> Any:
+        updated.append((tensor.nbytes, tensor.nbytes))  # with its gradient
+        return bring(optimizer, tensor, *unused)
+
+    def estimated(world: World) -> list[tuple[int, ...]]:
+        engine, loader = rank_engine(chosen, world)
+        engine.train_step(loader.batch(0))
+        return [copies.sizes for copies in update_copies(chosen, engine)]
+
+    monkeypatch.setattr(streaming, "_brought", brought)
+    [sizes] = World.mock(1).run(estimated)
+    assert sizes == updated
+    assert sizes[0] == sizes[1]  # embedding and head
 
 
 @pytest.mark.parametrize("offload", ["params", "full"])

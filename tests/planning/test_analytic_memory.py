@@ -64,6 +64,17 @@ def test_analytic_memory_of_mixtures_is_close_to_trace(overrides: str) -> None:
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.05)
 
 
+def test_formulas_of_a_streamed_update_follow_the_optimizer_groups() -> None:
+    """A group of options makes neighbours of the two largest matrices, at the ends of the model."""
+    alike = "optimizer.groups={embed_tokens.weight:{lr:1e-4},lm_head.weight:{lr:1e-4}}"
+    vocabulary = ["model.vocab_size=8192", "data.vocab_size=8192"]
+    apart, together = (
+        analytic._streamed_share(estimate_config([*MODEL, *vocabulary, *groups]))
+        for groups in ([], [alike])
+    )
+    assert together > 1.5 * apart
+
+
 @pytest.mark.slow
 def test_analytic_memory_counts_tied_embedding_on_both_ends_of_a_pipeline() -> None:
     overrides = [*MODEL, "model.vocab_size=32000", "data.vocab_size=32000", "launch.nproc=4"]

@@ -145,11 +145,14 @@ def test_estimate_records_allocator_of_largest_rank_only(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["params", "optimizer_states"])
+@pytest.mark.parametrize(
+    ("offload", "groups"), [("params", "{'*.q_proj.weight':{lr:1e-4}}"), ("optimizer_states", "{}")]
+)
 def test_recording_of_fewer_blocks_has_copies_for_the_update_of_all(
-    offload: str, monkeypatch: pytest.MonkeyPatch
+    offload: str, groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["strategy=fsdp", f"strategy.fsdp.cpu_offload={offload}", "launch.nproc=1"]
+    overrides += [f"optimizer.groups={groups}"]
     reduced = ReducedRun.of(run(*overrides, "train.global_batch_size=1"))
     assert reduced.spare_blocks([0], needed=FEWEST) > 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.consistency.layout import nodes, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.problems.errors import divisors
 from axonlaunch.config.schema import RunConfig
@@ -43,12 +43,11 @@ class RunNodes:
     def of_devices(cls, config: RunConfig, devices: int) -> Self:
         """Return the nodes of a run with one rank for each of a number of devices.
 
-        They are those of the configuration if it describes so many ranks, else as few nodes of
-        its hardware as hold equally many.
+        They are those of the configuration if it describes them, else as few nodes of its hardware
+        as share the devices equally.
         """
-        if describes_nodes(config, devices):
-            return cls.of(config, config.hardware)
-        ranks = _largest_part(devices, config.hardware)
+        count = nodes(config)[1] if describes_nodes(config, devices) else 1
+        ranks = _largest_part(devices // count, config.hardware)
         return cls(count=devices // ranks, ranks=ranks)
 
     @property
@@ -58,30 +57,40 @@ class RunNodes:
 
 
 def describes_nodes(config: RunConfig, devices: int) -> bool:
-    """Return whether ``launch.nnodes`` times ``launch.nproc`` is the number of devices."""
-    return config.launch.nproc != "auto" and num_ranks(config) == devices
+    """Return whether the launch settings say on which nodes a number of devices is.
+
+    ``launch.nnodes`` times ``launch.nproc`` is this number, or ``launch.nnodes`` alone is more than
+    1 and shares it equally.
+    """
+    if config.launch.nproc != "auto":
+        return num_ranks(config) == devices
+    count, most = nodes(config)[1], _devices_per_node(config.hardware)
+    return count > 1 and devices % count == 0 and (most is None or devices // count <= most)
 
 
 def uneven_devices(config: RunConfig, devices: int) -> str | None:
-    """Return why a number of devices needs more nodes than hold it, or None if it does not.
+    """Return why no nodes share a number of devices equally, or None if some do.
 
     13 devices in nodes of 8 would be 13 nodes with one rank each, which nobody has. Nodes that the
     launch settings describe are taken as they are.
     """
-    most = None if config.hardware is None else config.hardware.devices_per_node
-    if most is None or describes_nodes(config, devices):
+    most = _devices_per_node(config.hardware)
+    if most in (None, 1) or describes_nodes(config, devices):
         return None
-    count = -(-devices // most)
-    if devices % count == 0:
+    if devices == 1 or _largest_part(devices, config.hardware) > 1:
         return None
+    full = devices // most * most
     return (
-        f"can't be equally many on each of {count:,} nodes with up to {most} devices "
-        f"(hardware.devices_per_node); use {(count - 1) * most} or {count * most}, which fill "
-        "their nodes, or set launch.nnodes and launch.nproc"
+        f"nodes with up to {most} devices (hardware.devices_per_node) can't share them equally; "
+        f"use {full} or {full + most}, or launch.nnodes={devices} for one device on each node"
     )
+
+
+def _devices_per_node(hardware: HardwareConfig | None) -> int | None:
+    return None if hardware is None else hardware.devices_per_node
 
 
 def _largest_part(ranks: int, hardware: HardwareConfig | None) -> int:
     """Return the largest divisor of a number of ranks that a node of the hardware can hold."""
-    most = None if hardware is None else hardware.devices_per_node
+    most = _devices_per_node(hardware)
     return ranks if most is None else max(part for part in divisors(ranks) if part <= most)

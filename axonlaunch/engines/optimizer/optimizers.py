@@ -41,16 +41,24 @@ def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         configs: Configuration by parameter name, see ``chosen_options``.
         tensors: Tensors to update, by the same names.
     """
-    alike: dict[tuple[Any, str], tuple[Any, list[Tensor]]] = {}
-    for name, tensor in tensors.items():
-        config = configs[name]
-        which = (config.name, custom_target(config))
-        _, members = alike.setdefault((which, repr(options_of(config))), (config, []))
-        members.append(tensor)
-    by_class: dict[Any, list[tuple[Any, list[Tensor]]]] = {}
-    for (which, _), group in alike.items():
-        by_class.setdefault(which, []).append(group)
-    return [_build(groups) for groups in by_class.values()]
+    by_optimizer = names_in_groups({name: configs[name] for name in tensors})
+    return [
+        _build([(configs[names[0]], [tensors[name] for name in names]) for names in groups])
+        for groups in by_optimizer
+    ]
+
+
+def names_in_groups(configs: Mapping[str, Any]) -> list[list[list[str]]]:
+    """Return the parameters of each group of each optimizer, in the order of their update.
+
+    Args:
+        configs: Configuration by parameter name, see ``chosen_options``.
+    """
+    by_class: dict[Any, dict[str, list[str]]] = {}
+    for name, config in configs.items():
+        groups = by_class.setdefault((config.name, custom_target(config)), {})
+        groups.setdefault(repr(options_of(config)), []).append(name)
+    return [[*groups.values()] for groups in by_class.values()]
 
 
 def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:

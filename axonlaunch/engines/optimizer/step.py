@@ -118,6 +118,15 @@ class Update:
             for parameter in group["params"]
         }
 
+    def groups(self) -> list[list[str]]:
+        """Return the names of each group of options, in the order of the update."""
+        names = {parameter: name for name, parameter in self._updated.items()}
+        return [
+            [names[parameter] for parameter in group["params"]]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
     def _build(self) -> list[Optimizer]:
         optimizers = self._optimizers()
         if self._arithmetic.dtype is not None:

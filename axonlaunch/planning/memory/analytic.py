@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,8 +31,9 @@ from axonlaunch.config.consistency.layout import (
 from axonlaunch.config.optimization.optimizer import AdamWConfig
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.optimizer.copy_streams import left_before
+from axonlaunch.engines.optimizer.optimizers import chosen_options, names_in_groups
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares, parameter_facts
 from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.models.source_of import source_of
 from axonlaunch.planning.memory import analytic_states, cuda_process, layer_activations
@@ -112,14 +114,13 @@ class Formulas:
             runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
         )
         by_mode = traced[len(alone) :]
-        streamed = [*map(_streamed_share, distinct)]
         return [
             cls(
                 work,
                 by_mode[distinct.index(model)],
                 TrainingShares.of(config),
                 has_router_loss=spec_for(config).mixes_samples == "batch",
-                streamed=streamed[distinct.index(model)],
+                streamed=_streamed_share(config),
             )
             for config, model, work in zip(configs, models, traced[: len(alone)], strict=True)
         ]
@@ -201,9 +202,11 @@ class Formulas:
 
 def _streamed_share(config: RunConfig) -> float:
     """Return ``Formulas.streamed`` of a run."""
-    trained = [p for p in on_meta(config, seed=config.seed).parameters() if p.requires_grad]
-    sizes = [0, *itertools.accumulate(parameter.numel() for parameter in trained)]
-    counts = left_before(parameter.ndim > 1 for parameter in trained)
+    facts = parameter_facts(spec_for(config), on_meta(config, seed=config.seed))
+    by_optimizer = names_in_groups(chosen_options(config.optimizer, facts))
+    shapes = [facts[name].shape for groups in by_optimizer for group in groups for name in group]
+    sizes = [0, *itertools.accumulate(map(math.prod, shapes))]
+    counts = left_before(len(shape) > 1 for shape in shapes)
     most = max((sizes[n + 1] - sizes[left] for n, left in enumerate(counts)), default=0)
     return most / max(1, sizes[-1])
 

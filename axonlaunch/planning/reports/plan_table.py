@@ -44,7 +44,7 @@ def notes(plan: Plan) -> Iterator[str]:
     """Yield what the plan assumes, and what it left out."""
     if plan.nodes.count > 1:
         nodes = f"{plan.nodes.count:,} nodes with {plan.nodes.ranks} ranks each"
-        yield f"assumes {nodes}; for others set launch.nnodes and launch.nproc"
+        yield f"assumes {nodes}; for others set launch.nnodes"
     devices, batch = plan.nodes.count * plan.nodes.ranks, plan.workload.global_batch_size
     if batch > devices and (rest := batch % devices):
         larger = f"train.global_batch_size={batch - rest + devices}"

@@ -50,16 +50,16 @@ def update_copies(
         return []
     copied = _copied_states if offload is CPUOffload.OPTIMIZER_STATES else _copied_parameters
     sizes = copied(config, engine)
-    updated = [
-        (name, ParameterCopies(tensor.ndim > 1, sizes.get(name, ())))
+    by_name = {
+        name: ParameterCopies(tensor.ndim > 1, sizes.get(name, ()))
         for name, tensor in engine.named_updated()
-    ]
+    }
     copies: list[ParameterCopies] = []
-    repeated = _names_by_last(engine, last_blocks, [name for name, _ in updated])
-    by_name = dict(updated)
-    for name, of_parameter in updated:
-        copies.append(of_parameter)
-        copies += [by_name[other] for other in repeated.get(name, ())] * lacking
+    for group in engine.update_groups():
+        repeated = _names_by_last(engine, last_blocks, group)
+        for name in group:
+            copies.append(by_name[name])
+            copies += [by_name[other] for other in repeated.get(name, ())] * lacking
     return copies
 
 
@@ -91,14 +91,14 @@ def _copied_states(config: RunConfig, engine: Engine) -> dict[str, tuple[int, ..
 
 
 def _names_by_last(
-    engine: Engine, blocks: Sequence[nn.Module], updated: Sequence[str]
+    engine: Engine, blocks: Sequence[nn.Module], group: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return the updated parameters of each block by the name of the last one of them."""
+    """Return the parameters of each block in a group by the name of the last one of them."""
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     by_last = {}
     for block in blocks:
         of_block = {names.get(id(parameter)) for parameter in block.parameters()}
-        if members := [name for name in updated if name in of_block]:
+        if members := [name for name in group if name in of_block]:
             by_last[members[-1]] = members
     return by_last
 
