@@ -69,5 +69,5 @@ def train_once(*overrides: str) -> None:
 def test_loss_without_a_gradient_needs_one_of_the_router(returned: list[Any]) -> None:
     returned[:] = [torch.zeros(())]
     train_once("model=moe_debug", "model.router_aux_loss=0.1")
-    with pytest.raises(RankFailedError, match="ConfigError.* it returned a tensor without a grad"):
+    with pytest.raises(RankFailedError, match=r"ConfigError.* it returned a tensor without a grad"):
         train_once("model=llama_debug")
