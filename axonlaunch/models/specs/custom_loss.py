@@ -43,7 +43,7 @@ class CustomLoss:
         """Check the sum of all losses of a micro-batch before its backward.
 
         Raises:
-            ConfigError: It does not depend on a parameter.
+            ConfigError: The sum does not depend on a parameter.
         """
         if not total.requires_grad:
             raise _refusal(self.name, "a tensor without a gradient")
