@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from axonlaunch.system.exit_status import take_status_file, write_status
@@ -24,10 +25,7 @@ def main() -> None:
     streams.open_missing()
     streams.escape_unencodable()
     atexit.register(leave)  # registered first, so it is called last, after threads are joined
-    try:
-        Path.cwd()
-    except OSError:
-        sys.stderr.write("error: the working folder was deleted; change to an existing one\n")
+    if not _has_working_folder(sys.argv[1:]):
         status = 2
         return
     try:
@@ -42,3 +40,22 @@ def main() -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
+
+
+def _has_working_folder(arguments: Sequence[str]) -> bool:
+    """Return whether a command has the working folder that it needs; print the error if not."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        if {"--help", "-h", "--version"} & {*arguments}:
+            return True
+        from axonlaunch.cli.shared.options import print_problems
+        from axonlaunch.config import ConfigIssue
+
+        reason = f"can't be found: {error.strerror}"
+        if isinstance(error, FileNotFoundError):
+            reason = "was deleted"
+        problem = ConfigIssue("", f"the working folder {reason}; change to another one")
+        print_problems([problem], as_json="--json" in arguments)
+        return False
+    return True

@@ -184,7 +184,8 @@ class MeshEngine:
             Mean loss and number of counted targets over the world, 0-dim, the same on every rank.
 
         Raises:
-            ConfigError: A parameter got no gradient, and buckets of gradients wait for it.
+            ConfigError: A parameter got no gradient, and buckets of gradients wait for it. Or a
+                custom loss returned no sum with a gradient.
         """
         parts, scale = self._parts, self._parts.loss_scale
         self._seed_draws()
@@ -204,6 +205,8 @@ class MeshEngine:
             loss = parts.losses.sum(outputs, micro_batch) * factor
             if parts.router_loss is not None and (share := parts.router_loss.take()) is not None:
                 loss = loss + share * parts.layout.gradient_ranks
+            if parts.losses.custom is not None:
+                parts.losses.custom.require_gradient(loss)
             return loss if scale is None else loss * scale.value
 
         self._count_choices(batch)

@@ -48,6 +48,10 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
     ("overrides", "message"),
     [
         (["trian"], "error: there is no command 'trian'; did you mean axonlaunch train?"),
+        (
+            ["checkpoint", "merge"],
+            "error: there is no command 'merge'; did you mean axonlaunch checkpoint export --me",
+        ),
         (["submit"], "error: there is no command 'submit'; did you mean axonlaunch train launch="),
         (
             ["train", "--fast"],

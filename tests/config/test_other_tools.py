@@ -62,6 +62,8 @@ def test_settings_in_answers_are_keys_of_the_configuration() -> None:
         ("stage", "pt", "write data=documents"),
         ("stage", "dpo", "losses for preferences"),
         ("fsdp_config", "x", "did you mean strategy.fsdp?"),
+        ("num_processes", 16, "did you mean launch.nproc, the ranks of one node?"),
+        ("limit_val_batches", 8, "did you mean train.eval_batches, in global batches?"),
     ],
 )
 def test_value_of_another_tools_key_decides_the_answer(key: str, value: Any, expected: str) -> None:
@@ -83,7 +85,9 @@ def test_page_for_users_of_other_tools_says_what_errors_say() -> None:
         for name in reversed(key.split(".")):
             tree = {name: tree}
         [problem] = validate(tree, RunConfig).problems
-        assert expected in problem.message.replace("'", ""), (setting, problem.message)
+        complete = rf"{re.escape(expected)}(?=[ ?]|$)"
+        message = problem.message.replace("'", "")
+        assert re.search(complete, message), (setting, message)
 
 
 def test_names_of_converted_tools_are_in_one_table() -> None:

@@ -114,6 +114,11 @@ def test_origin_of_a_value_is_the_file() -> None:
     assert origins["train.steps"] == str(Path.cwd() / "run.yaml")
 
 
+def test_two_merge_keys_of_a_mapping_are_no_repeated_key() -> None:
+    text = "a: &a {x: 1, z: 1}\nb: &b {y: 2, z: 2}\nboth:\n  <<: *a\n  <<: *b\n"
+    assert read_yaml(text)["both"] == {"x": 1, "y": 2, "z": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -273,7 +273,9 @@ def test_user_errors_are_one_line(overrides: list[str], message: str, served: Co
 
 def test_compare_needs_two_runs(served: Command) -> None:
     run_folder(served.folder / "runs/one")
-    assert "give two or more runs" in served("compare", "runs/one", status=2).stderr
+    refused = served("compare", "runs/one", "--json", status=2)
+    assert "RUN: give two or more runs" in refused.stderr
+    assert json.loads(refused.stdout)["errors"][0]["key"] == "RUN"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import pty
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from support.command import TINY, Command
 from support.served import Forked, Server, command
 
+from axonlaunch import cli
 from axonlaunch.system.text.streams import tolerant
 
 
@@ -82,12 +84,35 @@ def test_commands_escape_names_that_standard_output_cannot_encode(tmp_path: Path
     assert b"gr\\xf6\\xdfe" in listed.stdout
 
 
-def test_deleted_working_folder_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "status", "error"),
+    [
+        (["train", "--json"], 2, "the working folder was deleted; change to another one"),
+        (["--version"], 0, ""),
+    ],
+)
+def test_deleted_working_folder_is_one_line(
+    words: list[str], status: int, error: str, tmp_path: Path
+) -> None:
     program = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
-    command = ["sh", "-c", program, "sh", sys.executable, "-m", "axonlaunch", "train"]
+    command = ["sh", "-c", program, "sh", sys.executable, "-m", "axonlaunch", *words]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr == b"error: the working folder was deleted; change to an existing one\n"
+    assert ended.returncode == status
+    assert ended.stderr.decode() == (f"error: {error}\n" if error else "")
+    if error:
+        assert json.loads(ended.stdout) == {"errors": [{"key": None, "message": error}]}
+
+
+def test_unreadable_working_folder_is_not_called_deleted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "getcwd", refuse)
+    assert not cli._has_working_folder(["train"])
+    error = "the working folder can't be found: Permission denied; change to another one"
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_closed_standard_output_is_not_reused_by_next_file() -> None:

@@ -63,6 +63,7 @@ CHUNKED = {
     "last stage of two": (
         "strategy=pipeline launch.nproc=2 strategy.pipeline.schedule=1f1b train.micro_batch_size=2"
     ),
+    # It records all chunks, so only blocks are missing.
     "split backward": (
         "strategy=pipeline launch.nproc=2 strategy.pipeline.schedule=zbv_zero_bubble "
         "train.micro_batch_size=2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def test_home_in_a_file_is_expanded_as_in_an_override(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "run.yaml").write_text("run_dir: ~/r\nplugins: [~/a]\noptimizer: mine\n")
+    lines = ["~/env/setup", "source ~/env/x"]  # the shell of the node expands both
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write(f"launch: {{slurm: {{prologue: {json.dumps(lines)}}}}}\n")
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "mine.yaml").write_text("name: custom\ntarget: ~/b\n")
     composer = Composer(config_dirs=[tmp_path])
@@ -48,3 +52,4 @@ def test_home_in_a_file_is_expanded_as_in_an_override(
     values = config.flatten(composed.tree)
     keys = ("run_dir", "plugins", "optimizer.target", "name")
     assert [values[key] for key in keys] == ["/home/me/r", ["/home/me/a"], "/home/me/b", "~/r"]
+    assert values["launch.slurm.prologue"] == lines

@@ -34,7 +34,7 @@ def command(
 
     records = read_runs(runs)
     if len(records) < 2:
-        refuse("RUN: give two or more runs, or a folder of runs")
+        refuse("give two or more runs, or a folder of runs", option="RUN")
     settings, outcomes, names = changed_settings(records), results(records), labels(records)
     if as_json:
         print_json({"runs": names, "configuration": dict(settings), "results": dict(outcomes)})

@@ -33,8 +33,8 @@ def unknown_command(name: str, commands: Iterable[str], *, program: str) -> Conf
         commands: Names of the commands.
         program: Words before the command: ``axonlaunch`` or ``axonlaunch checkpoint``.
     """
-    names = [*commands]
-    other = _OTHER_COMMANDS.get(name, "")
+    names, group = [*commands], program.partition(" ")[2]
+    other = _OTHER_COMMANDS.get(name, "").removeprefix(f"{group} ")
     meant = other if other.partition(" ")[0] in names else nearest(name, names)
     hint = f"did you mean {program} {meant}?" if meant else f"{program} --help lists commands"
     return ConfigIssue("", f"there is no command {name!r}; {hint}")

@@ -24,7 +24,12 @@ from axonlaunch.config.composition.override_text import (
     without_spaces,
 )
 from axonlaunch.config.composition.random_search import interval_problems, random_runs
-from axonlaunch.config.composition.user_file import is_file, read_user_file, split_file
+from axonlaunch.config.composition.user_file import (
+    errors_of_file,
+    is_file,
+    read_user_file,
+    split_file,
+)
 from axonlaunch.config.problems.did_you_mean import nearest, unknown
 from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS
@@ -160,12 +165,17 @@ class Composer:
         return dict(sorted(summaries.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
-        """Return ``{option: keys of its YAML}`` of a group, sorted by name."""
+        """Return ``{option: keys of its YAML}`` of a group, sorted by name.
+
+        Raises:
+            ConfigError: A file can't be read, or is no mapping.
+        """
         values: dict[str, dict[str, Any]] = {}
         for name in self._files.options(group):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
             file = next(file for file in files if file.is_file())
-            values[name] = read_yaml(read_text(file, at_most=LARGEST_YAML))
+            with errors_of_file(file):
+                values[name] = read_yaml(read_text(file, at_most=LARGEST_YAML))
         return values
 
     def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:

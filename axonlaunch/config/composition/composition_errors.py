@@ -23,6 +23,8 @@ def as_config_errors() -> Iterator[None]:
 
     try:
         yield
+    except ConfigError:
+        raise
     except OmegaConfBaseException as error:
         raise ConfigError([_omegaconf_problem(error)]) from None
     except Exception as error:

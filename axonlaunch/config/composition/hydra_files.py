@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.composition.user_file import UserFile
+from axonlaunch.config.composition.user_file import UserFile, errors_of_file
 from axonlaunch.config.values.plain_values import LARGEST_YAML, read_yaml
 from axonlaunch.system.storage.files import read_text
 from axonlaunch.system.storage.home import expand_home_in
@@ -199,7 +199,7 @@ class HydraFiles:
         tree.pop("hydra", None)
         if self._with_hydra or config_name in self._user_files:
             plain = OmegaConf.to_container(tree, resolve=False)
-            tree = OmegaConf.create(expand_home_in(plain))
+            tree = OmegaConf.create(expand_home_in(plain, unchanged=_OF_NODES))
         OmegaConf.set_struct(tree, True)
         return tree
 
@@ -257,18 +257,24 @@ def _with_plain_numbers(result: Any, config_path: str, folders: Sequence[Path]) 
     """Replace the content of a file in the user's folders by what ``read_yaml`` reads.
 
     Hydra takes 12:00:00 for 43,200 and 010 for 8.
+
+    Raises:
+        ConfigError: The file is no mapping.
     """
     from omegaconf import OmegaConf
 
     files = (folder / f"{config_path}.yaml" for folder in folders)
     file = next((file for file in files if file.is_file()), None)
     if file is not None and result.config:
-        tree = read_yaml(read_text(file, at_most=LARGEST_YAML))
+        with errors_of_file(file):
+            tree = read_yaml(read_text(file, at_most=LARGEST_YAML))
         tree.pop("defaults", None)
         result.config = OmegaConf.create(tree)
     return result
 
 
+_OF_NODES = ("launch.slurm.prologue",)
+"""Keys with lines for a shell of another machine, which expands ``~/`` itself."""
 _OWN_PACKAGE = {"package": None}
 """Header of a file with the keys of its group."""
 

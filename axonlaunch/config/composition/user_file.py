@@ -8,7 +8,8 @@ of the option. A list ``defaults`` selects options as in any Hydra application.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,9 @@ def read_user_file(path: Path, groups: Collection[str]) -> UserFile:
     Raises:
         ConfigError: The file can't be read, or is no mapping.
     """
-    try:
+    with errors_of_file(path):
         text = read_text(path, at_most=LARGEST_YAML)
         tree = read_yaml(text)
-    except OSError as error:
-        raise _refuse(path, why_not_read(path, error) + _suggest(path)) from None
-    except ValueError as error:  # also text that is not UTF-8
-        raise _refuse(path, str(error)) from None
     if dotted := next((key for key in tree if "." in key), None):
         *groups_above, last = dotted.split(".")
         nested = f"{': {'.join([*groups_above, last])}: ...{'}' * len(groups_above)}"
@@ -101,6 +98,21 @@ def read_user_file(path: Path, groups: Collection[str]) -> UserFile:
     name = f"file_{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     chosen = [entry for entry in defaults if entry is not None]
     return UserFile(path.absolute(), name, {"defaults": chosen, **tree})
+
+
+@contextmanager
+def errors_of_file(path: Path) -> Iterator[None]:
+    """Name a file in errors while its YAML is read.
+
+    Raises:
+        ConfigError: The file can't be read, or is no mapping.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _refuse(path, why_not_read(path, error) + _suggest(path)) from None
+    except ValueError as error:  # also text that is not UTF-8
+        raise _refuse(path, str(error)) from None
 
 
 def _as_override(entry: Any, groups: Collection[str]) -> Any:

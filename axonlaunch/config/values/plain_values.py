@@ -31,6 +31,8 @@ _NUMBERS = {
 }
 """Texts that are numbers. YAML 1.1 takes 1e-3 for text, 12:00:00 for 43,200, and 010 for 8."""
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_MERGE = "tag:yaml.org,2002:merge"
+"""Tag of ``<<``, which a mapping may have several times."""
 
 
 def to_tree(config: Any) -> Any:
@@ -199,7 +201,7 @@ def _refuse_repeated_keys(root: Any) -> None:
         lines: dict[str, int] = {}
         for key, value in node.value:
             nodes.append(value)
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:

@@ -109,9 +109,8 @@ def open_run_dir(
             )
         for note in _differences(config):
             announce(note)
-        if (
-            not is_submitted
-        ):  # the job freezes it; until then the folder has that of the last launch
+        # A job freezes its configuration; until then the folder has that of the last launch.
+        if not is_submitted:
             _freeze(config, composed, launched_by)
         yield config
 

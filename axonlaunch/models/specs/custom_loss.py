@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.options.losses import LOSSES
 from axonlaunch.config.registry import keywords_of
 from axonlaunch.config.schema import TrainConfig
@@ -26,15 +27,26 @@ class CustomLoss:
     """A custom loss with its options.
 
     Attributes:
+        name: Name of the loss.
         sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
         count: Maps a micro-batch to the number that its loss counts as; None counts targets or
             samples.
         counted: Unit that ``count`` counts: tokens, images, samples or targets.
     """
 
+    name: str
     sum: Callable[[Any, Any], Tensor]
     count: Callable[[Any], Tensor | int] | None
     counted: Counted = "targets"
+
+    def require_gradient(self, total: Tensor) -> None:
+        """Check the sum of all losses of a micro-batch before its backward.
+
+        Raises:
+            ConfigError: The sum does not depend on a parameter.
+        """
+        if not total.requires_grad:
+            raise _refusal(self.name, "a tensor without a gradient")
 
 
 def register_loss(
@@ -49,7 +61,7 @@ def register_loss(
 
     The function is called for each micro-batch, with the model's output and the complete batch: the
     result of the dataset's collate, or a dict of ``inputs`` and ``targets`` for a dataset of pairs.
-    It returns a sum, 0-dim. The loss of a step is the sum over all micro-batches of all ranks,
+    It returns a sum, one number. The loss of a step is the sum over all micro-batches of all ranks,
     divided by the total of their counts, so it is the same in any layout.
 
     Args:
@@ -78,7 +90,7 @@ def register_loss(
                     return _require_sum(name, loss(outputs, batch, options))
                 return _require_sum(name, loss(outputs, batch, **options.arguments))
 
-            return CustomLoss(total, count, counted)
+            return CustomLoss(name, total, count, counted)
 
         description = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
         arguments = None if config else keywords_of(loss, passed=2)
@@ -89,23 +101,26 @@ def register_loss(
 
 
 def _require_sum(name: str, result: Any) -> Tensor:
-    """Return the result of a loss.
+    """Return the result of a loss, 0-dim.
 
     Raises:
-        ValueError: The result is not a 0-dim tensor, or has no gradient in training.
+        ConfigError: The result is not a tensor with one element.
     """
     import torch
 
-    returned = type(result).__name__
-    if isinstance(result, torch.Tensor):
-        if not result.dim() and (result.requires_grad or not torch.is_grad_enabled()):
-            return result
-        shape = f"a tensor of shape {[*result.shape]}"
-        returned = shape if result.dim() else "a tensor without a gradient"
-    raise ValueError(
-        f"train.loss={name} returned {returned}; return the sum over the batch as a tensor of 0 "
-        "dims that is computed from the outputs"
+    if not isinstance(result, torch.Tensor):
+        raise _refusal(name, type(result).__name__)
+    if result.numel() != 1:
+        raise _refusal(name, f"a tensor of shape {[*result.shape]}")
+    return result.reshape(())
+
+
+def _refusal(name: str, returned: str) -> ConfigError:
+    message = (
+        f"it returned {returned}; return the sum over the batch as a tensor with one element that "
+        "is computed from the outputs"
     )
+    return ConfigError([ConfigIssue("train.loss", message, name)])
 
 
 def build_custom_loss(train: TrainConfig) -> CustomLoss | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,22 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
         return path
 
 
-def expand_home_in(tree: Any) -> Any:
-    """Return nested plain values with the home folder in place of each leading ``~/``."""
+def expand_home_in(tree: Any, *, unchanged: Collection[str] = (), key: str = "") -> Any:
+    """Return nested plain values with the home folder in place of each leading ``~/``.
+
+    Args:
+        tree: Nested plain values.
+        unchanged: Dotted keys whose values are returned as they are.
+        key: Dotted key of ``tree``; empty for the root.
+    """
+    if key in unchanged:
+        return tree
     if isinstance(tree, dict):
-        return {key: expand_home_in(value) for key, value in tree.items()}
+        prefix = f"{key}." if key else ""
+        return {
+            name: expand_home_in(value, unchanged=unchanged, key=f"{prefix}{name}")
+            for name, value in tree.items()
+        }
     if isinstance(tree, list):
         return [expand_home_in(value) for value in tree]
     if isinstance(tree, str) and tree.startswith("~/"):

@@ -61,7 +61,8 @@ class Losses:
             batch: The micro-batch, or only its targets on the last pipeline stage.
 
         Raises:
-            ConfigError: The model did not return a tensor and the loss requires one.
+            ConfigError: The model did not return a tensor and the loss requires one, or a custom
+                loss returned no sum.
         """
         return self._sum(self.loss, outputs, batch)
 
