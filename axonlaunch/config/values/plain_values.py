@@ -93,8 +93,10 @@ def read_yaml(text: str) -> dict[str, Any]:
 
     try:
         _refuse_bombs(text)
-        _refuse_repeated_keys(yaml.compose(text, Loader=_loader()))
-        tree = yaml.load(text, Loader=_loader())
+        loader = _loader()(text)
+        root = loader.get_single_node()
+        _refuse_repeated_keys(root)
+        tree = None if root is None else loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
