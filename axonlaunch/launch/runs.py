@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.composition.selected_options import name_selected_options
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.config.options.training_hooks import is_best_highest
 from axonlaunch.config.values.url import is_url
@@ -222,7 +223,8 @@ def _check(runs: Sequence[Run]) -> list[Run]:
         with _gathering(problems, run.overrides, is_sweep=len(runs) > 1):
             config = run.config
             if run.finished is None:
-                config = check_function(config)(config, run.options)
+                with name_selected_options(run.composed):
+                    config = check_function(config)(config, run.options)
             checked.append(dataclasses.replace(run, config=config))
     if problems:
         raise ConfigError(problems)

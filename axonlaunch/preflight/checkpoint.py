@@ -56,6 +56,8 @@ _DTYPES = {name: torch_dtype(stored) for name, stored in NUMBER_FORMATS.items()}
     EIGHT_BITS: torch.uint8
 }
 """Types by their names in ``train.param_dtype`` and ``optimizer.state_dtype``."""
+_SHAPING = ("rank", "dora", "targets")
+"""Settings of an adapter that decide the names and shapes of its tensors."""
 _OF_ADDED_TOKENS = ("tokenizer.add_tokens", "tokenizer.special")
 
 
@@ -327,8 +329,11 @@ def _resumable(
             "per step; use the same, so that no sample is skipped or repeated"
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
+    differences = reader.model_differences(checkpoint, model, without=not_saved(config, model))
+    other_adapter = [*_other_adapter(config, checkpoint, has_other_tensors=bool(differences))]
     if reader.is_of_a_run(checkpoint):
-        yield from _other_states(config, checkpoint, model)
+        if not (differences and other_adapter):  # else states differ because their tensors do
+            yield from _other_states(config, checkpoint, model)
         yield from _other_types(config, checkpoint, model)
     else:
         message = (
@@ -337,38 +342,46 @@ def _resumable(
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)
-    if differing := [*_other_adapter(config, checkpoint)]:
-        yield from differing
-        return
-    frozen = not_saved(config, model)
-    differences = reader.model_differences(checkpoint, model, without=frozen)
-    if differences:
+    yield from other_adapter
+    if differences and not other_adapter:
         message = (
             f"{checkpoint.path} was saved with a different model: {weights.first(differences)}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
-def _other_adapter(config: RunConfig, checkpoint: Checkpoint) -> Iterator[ConfigIssue]:
-    """Yield a problem if an adapter was trained with another scale or a base in another format."""
-    if config.adapter is None:
-        return
+def _other_adapter(
+    config: RunConfig, checkpoint: Checkpoint, *, has_other_tensors: bool
+) -> Iterator[ConfigIssue]:
+    """Yield a problem for each setting of the adapter that the saved one was not trained with.
+
+    Args:
+        config: Configuration of the run that resumes.
+        checkpoint: Checkpoint that it resumes from.
+        has_other_tensors: Whether the checkpoint has other names or shapes than the model.
+    """
     try:
         began = frozen_settings(checkpoint.path.parent.parent / CONFIG)
     except (OSError, ValueError):
         return  # reported where the run is resumed
-    if began.get("adapter.name") != config.adapter.name:
+    adapter, saved = config.adapter, began.get("adapter.name")
+    now = None if adapter is None else adapter.name
+    if saved != now and has_other_tensors:
+        message = f"{checkpoint.path} was trained with adapter={plain(saved)}; use that"
+        yield ConfigIssue("adapter", message, now)
+    if adapter is None or saved != now:
         return
     trained = {
         "base": "on a base with ",
         **dict.fromkeys(("alpha", "rslora"), "in the scale of "),
+        **dict.fromkeys(_SHAPING if has_other_tensors else (), "with "),
     }
     for name, how in trained.items():
-        key, now = f"adapter.{name}", getattr(config.adapter, name)
-        was = began.get(key, getattr(type(config.adapter), name))
-        if was != now:
+        key, current = f"adapter.{name}", getattr(adapter, name)
+        was = began.get(key, getattr(type(adapter), name))
+        if was != current:
             message = f"{checkpoint.path} was trained {how}{key}={plain(was)}; use that"
-            yield ConfigIssue(key, message, now)
+            yield ConfigIssue(key, message, current)
 
 
 def _other_states(

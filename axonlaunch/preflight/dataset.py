@@ -335,9 +335,9 @@ def _too_long_rows(
     longest = source.size("max_position_embeddings") if longest is None else longest
     if longest is None or length is None or length <= longest:
         return
-    remedy = f"shorten it, or set {source.setting('max_position_embeddings', length)}"
+    remedy = f"use {longest} or less, or set {source.setting('max_position_embeddings', length)}"
     if config.is_pretrained and module is not None and _learns_positions(module, longest):
-        remedy = "shorten it, because its weights have a row for each position"
+        remedy = f"use {longest} or less, because its weights have a row for each position"
     message = f"longer than {source.sizes_key}.max_position_embeddings={longest}; {remedy}"
     yield ConfigIssue("data.sequence_length", message, length)
 

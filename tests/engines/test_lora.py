@@ -222,7 +222,7 @@ def test_verify_of_lora_passes_and_notes_frozen_parameters(overrides: str) -> No
     assert verdict.parameters_with_gradient == verdict.parameters - len(verdict.frozen_parameters)
 
 
-def test_resume_with_another_scale_of_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_resume_names_the_settings_of_another_adapter(tmp_path: Path) -> None:
     overrides = [*MODELS["llama"], *DATA, "adapter=lora", "strategy=single"]
     chosen = run_config(overrides)
     (tmp_path / "config.yaml").write_text(to_yaml(chosen))
@@ -235,10 +235,19 @@ def test_resume_with_another_scale_of_an_adapter_is_refused(tmp_path: Path) -> N
     World.mock(1).run(save)
     resumed = [*overrides, f"checkpoint.resume={tmp_path}"]
     run_config([*resumed, "adapter.dropout=0.1"])
-    for changed, was in (("alpha=8", "alpha=16.0"), ("rslora=true", "rslora=false")):
-        problem = rf"adapter\.{changed}.*: .* was trained in the scale of adapter\.{was}; use that"
-        with pytest.raises(ConfigError, match=problem):
-            run_config([*resumed, f"adapter.{changed}"])
+    for changed, was in (
+        ("adapter.alpha=8", "in the scale of adapter.alpha=16.0"),
+        ("adapter.rslora=true", "in the scale of adapter.rslora=false"),
+        ("adapter.rank=4", "with adapter.rank=8"),
+        ("adapter.dora=true", "with adapter.dora=false"),
+        ("adapter.targets=[q_proj]", "with adapter.targets=all-linear"),
+        ("adapter=null", "with adapter=lora"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            run_config([*resumed, changed])
+        [problem] = str(refused.value).splitlines()
+        assert problem.startswith(f"{changed}")
+        assert problem.endswith(f"step_1 was trained {was}; use that")
 
 
 def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:

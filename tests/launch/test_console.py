@@ -121,21 +121,30 @@ def test_final_console_lines_equal_readme() -> None:
     assert stream.getvalue() in README.read_text()
 
 
-@pytest.mark.parametrize(("background", "lines"), [("true", 1), ("false", 0)])
+@pytest.mark.parametrize(
+    ("background", "is_written", "lines"),
+    [("true", True, 1), ("false", True, 0), ("true", False, 0)],
+)
 def test_console_names_reason_of_missing_estimate(
-    background: str, lines: int, tmp_path: Path
+    background: str,
+    is_written: bool,
+    lines: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = ["launch.nproc=1", f"run_dir={tmp_path}", "name=run"]
     chosen = config.load([*overrides, f"estimate.background={background}"])
-    (tmp_path / "logs").mkdir()
+    if is_written:
+        (tmp_path / "logs").mkdir()
     prediction = BackgroundEstimate(get_context("forkserver"), chosen)
     prediction.memory.set_result(None, "it was not ready when the run had ended")
     prediction.step.set_result(None, "no step was done")
     stream = io.StringIO()
     console = RunConsole(stream=stream)
-    summary._estimate_fields(chosen, prediction, console, is_done=True)
+    summary._estimate_fields(chosen, prediction, console, waits=is_written)
     reason = "summary.json has no predicted_peak_bytes: it was not ready when the run had ended"
     assert " ".join(stream.getvalue().split()).count(reason) == lines
+    assert capsys.readouterr().err == ""
 
 
 def test_goodput_is_in_the_summary_of_runs_with_failures_only() -> None:

@@ -148,6 +148,7 @@ def test_disk_full_while_logging_is_reported(
     assert "rank 0 of 2 failed first: No space left on device" in reported
     assert "summary.json could not be written: No space left on device" in reported
     assert "has 0.00 GiB free; free some space, or use another run_dir" in reported
+    assert "predicted_peak_bytes" not in reported
 
 
 def test_disk_full_while_saving_is_reported(

@@ -152,7 +152,8 @@ def test_invalid_sweep_run_is_refused_before_first(served: Command) -> None:
         (["model.vocab_size=100"], "model.vocab_size=100: data=synthetic_tokens has 256 tokens"),
         (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),
         (["launch.backend=mock", "train.compile=true"], "launch.backend=mock: ranks are threads"),
-        (["model=llama3_70b"], "model=llama: 70.6B parameters with gradients and optimizer"),
+        (["model=llama3_8b", "data=digits"], "model=llama3_8b: needs tokens, but data=digits has"),
+        (["model=llama3_70b"], "model=llama3_70b: 70.6B parameters with gradients and optimizer"),
         (["data=text", "data.files=[nothing.txt]"], "data.files=nothing.txt: no file matches"),
         (["model=custom", "model.target=nothing:build"], "model.target=nothing:build: "),
         (["data.num_samples=4"], "train.global_batch_size=8: the data has 4 samples"),
@@ -163,10 +164,10 @@ def test_model_and_data_errors_are_reported_before_start(
     served: Command, overrides: list[str], problem: str
 ) -> None:
     tiny = TINY
-    if overrides[0] in ("model=mlp", "model=llama3_70b", "model=custom"):
+    if overrides[0].startswith("model="):
         tiny = [word for word in TINY if not word.startswith("model.")]
-    if overrides[0] == "data=text":
-        tiny = [word for word in TINY if not word.startswith("data=")]
+    if any(word.startswith("data=") for word in overrides):
+        tiny = [word for word in tiny if not word.startswith(("data=", "data."))]
     ran = served("train", *tiny, *overrides, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(f"error: {problem}"), ran.stderr

@@ -23,6 +23,7 @@ from axonlaunch.config.options.adapter import is_of_adapter
 from axonlaunch.config.options.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MoEConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
+from axonlaunch.config.problems.frozen_file import name_frozen_file
 from axonlaunch.config.validation.validate import validate
 from axonlaunch.config.values.environment_values import without_environment
 from axonlaunch.data.tokenizers.tokenizer import (
@@ -198,7 +199,7 @@ def export_weights(
     if merge and config.adapter is None:
         message = f"--merge: {checkpoint.path} has no adapter; remove this option"
         raise ConfigError([ConfigIssue("", message)])
-    with new_folder(folder):
+    with name_frozen_file(checkpoint.path.parent.parent / RUN_CONFIG), new_folder(folder):
         if config.adapter is not None and not merge:
             reader.refuse_damage(checkpoint)
             written = adapters.write_peft(checkpoint, config, folder)

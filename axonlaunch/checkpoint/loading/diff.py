@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.checkpoint.loading import reader
-from axonlaunch.config import RunConfig
+from axonlaunch.config import CONFIG, RunConfig
+from axonlaunch.config.problems.frozen_file import name_frozen_file
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     Args:
         checkpoint: Checkpoint with the expected file sizes; all files are read.
         config: Configuration of its run.
+
+    Raises:
+        ConfigError: The model can't be built.
     """
     from axonlaunch.models.adapters.lora import not_saved
     from axonlaunch.models.build import on_meta
@@ -44,7 +48,8 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     problems = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
     if problems:
         return problems
-    model = on_meta(config, seed=config.seed)
+    with name_frozen_file(checkpoint.path.parent.parent / CONFIG):
+        model = on_meta(config, seed=config.seed)
     try:
         return reader.model_differences(checkpoint, model, without=not_saved(config, model))
     except CorruptCheckpointError as error:

@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.composition.selected_options import name_selected_options
 from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function
@@ -72,7 +73,7 @@ def _dry_run(run: Run, *, missing: list[ConfigIssue]) -> DryRun:
     if missing:  # missing data files can't be checked
         synthetic = replace_with_synthetic(config)
         config = dataclasses.replace(config, data=synthetic.data, train=synthetic.train)
-    with gathering(issues):
+    with gathering(issues), name_selected_options(run.composed):
         if run.is_on_this_node:
             finished = _text_if_finished(config)
         if not finished:

@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.composition.selected_options import name_selected_options
 from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
@@ -50,7 +51,8 @@ def be_rank(
 
         composed, config = load_config(request, request.overrides, counted, server=server)
         config = resumes_if_restarted(config, launcher.identity)
-        resolved = checks.resolve(config, devices=counted.devices)
+        with name_selected_options(composed):
+            resolved = checks.resolve(config, devices=counted.devices)
         if resolved.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"

@@ -164,7 +164,8 @@ def finish_run(
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary["goodput"] = finite(goodput_of_run(config))
-    summary |= _estimate_fields(config, record.prediction, console, is_done=status == "done")
+    is_reported = status == "done" and is_written
+    summary |= _estimate_fields(config, record.prediction, console, waits=is_reported)
     is_pushed = True
     if status == "done" and config.checkpoint.push is not None:
         summary["pushed"] = _push(config, console, context)
@@ -239,11 +240,9 @@ def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
 
 
 def _log(config: RunConfig, text: str) -> None:
-    """Append lines to rank 0's log; if that fails, print the first line."""
-    try:
+    """Append notes to rank 0's log. The summary reports a full disk or a deleted folder."""
+    with suppress(OSError):
         append_text(log_of(config, 0), text)
-    except OSError as error:
-        _print_error(text.partition("\n")[0], error)
 
 
 def log_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
@@ -260,10 +259,18 @@ def _print_error(failure: str, error: OSError) -> None:
 
 
 def _estimate_fields(
-    config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
+    config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, waits: bool
 ) -> dict[str, float]:
-    """Return the estimate's fields of the summary. Wait for the estimate if the run is done."""
-    if is_done:
+    """Return the estimate's fields of the summary.
+
+    Args:
+        config: Configuration of the run.
+        prediction: Its predictions.
+        console: Console of the run.
+        waits: Whether to wait for the estimate, and to say why there is none; false if the run
+            failed or its summary can't be written.
+    """
+    if waits:
         prediction.begin()
         if prediction.is_wanted:
             console.wait("estimating peak memory (Ctrl-C to skip)")
@@ -277,7 +284,7 @@ def _estimate_fields(
     if prediction.memory.result is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}"
         _log(config, f"{text}\n{prediction.memory.traceback}")
-        if is_done and prediction.is_wanted:
+        if waits and prediction.is_wanted:
             console.line(text)
     else:
         estimated["predicted_peak_bytes"] = prediction.memory.result.peak_bytes

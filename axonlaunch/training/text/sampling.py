@@ -16,6 +16,7 @@ from axonlaunch import checkpoint, config
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.options.data import DATASETS, CustomDataConfig
 from axonlaunch.config.problems.errors import one_of
+from axonlaunch.config.problems.frozen_file import name_frozen_file
 from axonlaunch.config.values.optional_keys import vocabulary_size
 from axonlaunch.data.datasets.dataset import Dataset
 from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
@@ -116,9 +117,10 @@ def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
         message = "is an adapter; give its run, or what checkpoint export --merge wrote"
         raise ConfigError([ConfigIssue("", f"{folder}: {message}")])
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
-    return TrainedText(
-        *(_load_exported(folder) if is_exported else _load_run(folder, trusted=trusted))
-    )
+    if is_exported:
+        return TrainedText(*_load_exported(folder))
+    with name_frozen_file(folder / CONFIG):
+        return TrainedText(*_load_run(folder, trusted=trusted))
 
 
 def continue_prompt(

@@ -23,6 +23,7 @@ from axonlaunch.checkpoint.exchange.adapters import load_peft, read_peft
 from axonlaunch.checkpoint.loading import diff, reader
 from axonlaunch.config import ConfigError, to_yaml
 from axonlaunch.config.options.adapter import is_of_adapter
+from axonlaunch.training.text.sampling import load_text_model
 
 # peft 0.21 calls it, but it is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -48,6 +49,7 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     base, run_dir = tmp_path / "base", tmp_path / "run"
     save(kind, base)
     chosen, expected = trained([*LORA, *layout, f"model.path={base}"], run_dir)
+    (run_dir / "config.yaml").write_text(to_yaml(chosen))
     (run_dir / "tokenizer").mkdir()
     (run_dir / "tokenizer/tokenizer.json").write_text("{}")
     written = export(chosen, run_dir, tmp_path / "peft", merge=False)
@@ -62,6 +64,19 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     export(chosen, run_dir, tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), expected, atol=1e-5)
+    base.rename(tmp_path / "moved")
+    corrected = (
+        rf"model\.path={base}: there is no such folder; .*; correct it in {run_dir}/config.yaml"
+    )
+    with pytest.raises(ConfigError, match=corrected):
+        export(chosen, run_dir, tmp_path / "again", merge=True)
+    newest = checkpoint.find_checkpoint(run_dir)
+    assert newest is not None
+    with pytest.raises(ConfigError, match=corrected):
+        diff.faults(newest, chosen)
+    (run_dir / "tokenizer").rename(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match=corrected):
+        load_text_model(run_dir, trusted=True)
 
 
 @pytest.mark.slow

@@ -57,9 +57,9 @@ def test_unsupported_hf_settings_are_refused(overrides: list[str], reported: str
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [
-        ("llama", "shorten it, or set model.config={max_position_embeddings: 200}"),
-        ("gpt2", "shorten it, because its weights have a row for each position"),
-        ("opt", "shorten it, because its weights have a row for each position"),
+        ("llama", "use 128 or less, or set model.config={max_position_embeddings: 200}"),
+        ("gpt2", "use 128 or less, because its weights have a row for each position"),
+        ("opt", "use 128 or less, because its weights have a row for each position"),
     ],
 )
 def test_rows_longer_than_pretrained_positions_name_the_remedy(
