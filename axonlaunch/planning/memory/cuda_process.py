@@ -280,7 +280,7 @@ def record(
         spare_blocks=spare_blocks,
         most_chunks=None if splits_backward else FEWEST,
     )
-    # It may also visit blocks in an order that cannot be extended.
+    # A split backward may also visit blocks in an order that cannot be extended.
     with suppress(ValueError):
         return recorded.requests()
     return _record_steps(reduced, rank, on_host).requests()
