@@ -273,7 +273,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)
     tree = _with_environment(tree, os.environ if trusted else None, name=str(file))
-    return type_config(tree, _import_plugins(tree))
+    return _type_frozen(tree, text)
 
 
 def suggest_run_folder(path: Path) -> str:
@@ -291,7 +291,17 @@ def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunCon
             variables that are not set in this process.
     """
     tree = _with_environment(_read_tree(text, name=name), os.environ, name=name)
-    return type_config(tree, _import_plugins(tree))
+    return _type_frozen(tree, text)
+
+
+def _type_frozen(tree: dict[str, Any], text: str) -> RunConfig:
+    """Type the tree of a frozen configuration, and import the code that it names.
+
+    Earlier versions wrote a text like 1e-3 without quotes.
+    """
+    issues = _import_plugins(tree)
+    tree = with_number_texts(tree, lambda key, value: number_text(text, key))
+    return type_config(tree, issues)
 
 
 def _with_environment(
@@ -319,6 +329,6 @@ def _with_environment(
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:
     try:
-        return with_number_texts(read_yaml(text), lambda key, value: number_text(text, key))
+        return read_yaml(text)
     except ValueError as reason:
         raise ConfigError([ConfigIssue("", f"{name}: {reason}")]) from None

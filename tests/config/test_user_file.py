@@ -200,7 +200,7 @@ def test_number_where_text_is_expected_is_the_text_of_the_user(folder: Path, num
         assert (tree["name"], tree["tokenizer"]["add_tokens"]) == expected
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", ["1e-3", "12e4567", "1.5e10"])
 def test_frozen_text_without_quotes_of_an_earlier_version_is_read(number: str) -> None:
     earlier = to_yaml(config.load(["model=llama_debug", f"name='{number}'", "optimizer.lr=1e-3"]))
     write(earlier.replace(f"name: '{number}'", f"name: {number}"), "config.yaml")

@@ -11,16 +11,9 @@ from typing import Any
 
 from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.validation.number_texts import with_number_texts
 from axonlaunch.config.values.environment_values import to_interpolations
 from axonlaunch.config.values.hub_reference import without_commits
-from axonlaunch.config.values.plain_values import (
-    LARGEST_YAML,
-    flatten,
-    number_text,
-    read_yaml,
-    to_tree,
-)
+from axonlaunch.config.values.plain_values import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.system.storage.files import read_text
 
 _LEARNED = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
@@ -107,5 +100,4 @@ def frozen_settings(file: Path) -> dict[str, Any]:
         OSError: The file can't be read.
         ValueError: The file is not a configuration.
     """
-    text = read_text(file, at_most=LARGEST_YAML)
-    return flatten(with_number_texts(read_yaml(text), lambda key, value: number_text(text, key)))
+    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML), is_frozen=True))

@@ -85,8 +85,13 @@ def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
     return dataclasses.replace(tree, **values)  # type: ignore[type-var]
 
 
-def read_yaml(text: str) -> dict[str, Any]:
+def read_yaml(text: str, *, is_frozen: bool = False) -> dict[str, Any]:
     """Read YAML of plain values as Hydra does; the text need not be trusted.
+
+    Args:
+        text: Text of the file.
+        is_frozen: Whether ``to_yaml`` of this or an earlier version wrote the text. It quotes what
+            YAML 1.1 reads as numbers, so 1e-3 without quotes is the text of an earlier version.
 
     Raises:
         ValueError: The text is not YAML, has no keys or the same key twice, or is larger than any
@@ -96,7 +101,7 @@ def read_yaml(text: str) -> dict[str, Any]:
 
     try:
         _refuse_bombs(text)
-        loader = _loader()(text)
+        loader = (_safe_loader() if is_frozen else _loader())(text)
         root = loader.get_single_node()
         _refuse_repeated_keys(root)
         tree = None if root is None else loader.construct_document(root)
@@ -224,15 +229,22 @@ def _events(text: str) -> Iterator[Any]:
         raise
 
 
+def _safe_loader() -> Any:
+    """Return a loader of YAML 1.1; the fast one if PyYAML was built with it."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 @cache
 def _loader() -> Any:
-    """Return a loader of plain values; the fast one if PyYAML was built with it.
+    """Return a loader of plain values.
 
     It reads 1e-3 as a number, like Hydra's, and 2026-11-29, 12:00:00 and 010 as text.
     """
     import yaml
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    class Loader(_safe_loader()):  # type: ignore[misc]
         yaml_implicit_resolvers = {
             first: [each for each in resolvers if each[0] not in {*_NUMBERS, _TIMESTAMP}]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
