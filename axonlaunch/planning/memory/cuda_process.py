@@ -311,7 +311,7 @@ class _RecordedSteps:
     Attributes:
         config: Configuration of the run.
         recording: The requests, of a model that may lack blocks and chunks of its loss.
-        stages: Missing visits of blocks and chunks, by pipeline stage or ``LOSS``.
+        stages: Missing blocks by pipeline stage, and missing chunks of the loss by ``LOSS``.
         copies: See ``DeviceRequests``; with those of blocks that the recorded model lacks.
     """
 

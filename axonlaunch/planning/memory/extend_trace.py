@@ -64,7 +64,7 @@ def extended(recording: Recording, stages: Mapping[int, Shortened]) -> list[Chan
 
     Args:
         recording: Recording of a shallow model.
-        stages: Missing visits of blocks and chunks, by pipeline stage or ``LOSS``.
+        stages: Missing blocks by pipeline stage, and missing chunks of the loss by ``LOSS``.
 
     Raises:
         ValueError: The recording visits blocks in an order that cannot be extended.
