@@ -265,7 +265,7 @@ def _estimate_fields(
 
     Args:
         config: Configuration of the run.
-        prediction: Its predictions.
+        prediction: Predictions about the run, such as its peak of memory.
         console: Console of the run.
         waits: Whether to wait for the estimate, and to say why there is none; false if the run
             failed or its summary can't be written.
