@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from support.command import TINY, Command
+from support.launchers import needs
 
 from axonlaunch.checkpoint.format.storage import reaching, storage_path
 from axonlaunch.cli.training.train import _status_of
@@ -28,6 +31,23 @@ def test_missing_node_0_is_a_transient_problem(served: Command) -> None:
     address = ["launch.master_addr=127.0.0.1", "launch.master_port=1"]
     ran = served("train", *TINY, *world, *address, status=TRANSIENT)
     assert "nothing listened at port 1 there for 1 s" in ran.stderr
+
+
+def test_ranks_are_not_started_without_a_loopback_interface() -> None:
+    needs("unshare")
+    program = (
+        "from axonlaunch.config import load\n"
+        "from axonlaunch.launch.local.launcher import _rendezvous\n"
+        "with _rendezvous(load([])): pass\n"
+    )
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "unshare failed" in ran.stderr:
+        pytest.skip("no network namespace can be made here")
+    assert ran.stderr.splitlines()[-1].endswith(
+        "ConfigError: ranks meet at 127.0.0.1, which this node can't reach (Network is "
+        "unreachable); turn its loopback interface on: ip link set lo up"
+    )
 
 
 def test_one_wrong_setting_makes_the_status_that_of_a_wrong_configuration() -> None:

@@ -227,7 +227,7 @@ def _rendezvous(config: RunConfig) -> Iterator[Rendezvous]:
     """Bind the port of the rendezvous on the loopback address until rank 0 has taken it over.
 
     Raises:
-        ConfigError: The port is in use.
+        ConfigError: The port is in use, or this node can't reach its loopback address.
     """
     credentials = Credentials.random(sender="launcher")
     if config.launch.backend == "mock":
@@ -244,4 +244,22 @@ def _rendezvous(config: RunConfig) -> Iterator[Rendezvous]:
             raise ConfigError([ConfigIssue("launch.master_port", message, port)]) from None
         bound.listen(1024)
         number = bound.getsockname()[1]
+        _refuse_unreachable(LOOPBACK, number)
         yield Rendezvous(address=LOOPBACK, port=number, credentials=credentials, listener=bound)
+
+
+def _refuse_unreachable(address: str, port: int) -> None:
+    """Refuse an address without a route, to which ranks would try to connect until a timeout.
+
+    Raises:
+        ConfigError: There is no route to the address.
+    """
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:  # its connect looks up the route only
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            message = (
+                f"ranks meet at {address}, which this node can't reach ({error.strerror}); turn "
+                "its loopback interface on: ip link set lo up"
+            )
+            raise ConfigError([ConfigIssue("", message)]) from None
