@@ -98,18 +98,7 @@ def test_analytic_memory_counts_tied_embedding_on_both_ends_of_a_pipeline() -> N
 
 
 def highest_peak(formulas: analytic.Formulas, chosen: RunConfig) -> float:
-    layout = Layout.of(chosen, world_size=num_ranks(chosen))
-    return max(
-        analytic.peak_bytes(
-            chosen,
-            layout,
-            rank,
-            work=formulas.single_device,
-            activations=formulas.activations,
-            shares=formulas.shares,
-        )
-        for rank in formulas.ranks(layout)
-    )
+    return formulas.tensor_bytes(chosen, Layout.of(chosen, world_size=num_ranks(chosen)))
 
 
 PIPELINE = [

@@ -7,28 +7,21 @@ so their errors would be about ``model=llama`` or ``model.name=llama``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from axonlaunch.config.composition.compose import Composed
-from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigIssue, change_problems
 
 
-@contextmanager
-def name_selected_options(composed: Composed | None) -> Iterator[None]:
+def name_selected_options(composed: Composed | None) -> AbstractContextManager[None]:
     """Replace the options of groups in errors of the block by the files that were selected.
 
     Args:
         composed: Composed files of the run; None leaves errors as they are.
     """
-    try:
-        yield
-    except ConfigError as error:
-        if composed is None:
-            raise
-        problems = [_with_selected(composed, problem) for problem in error.problems]
-        raise ConfigError(problems) from error
+    return nullcontext() if composed is None else change_problems(partial(_with_selected, composed))
 
 
 def _with_selected(composed: Composed, problem: ConfigIssue) -> ConfigIssue:

@@ -6,7 +6,7 @@ Each package finds its problems itself; this module defines only their form.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,19 @@ def gathering(issues: list[ConfigIssue]) -> Iterator[None]:
         yield
     except ConfigError as error:
         issues += error.problems
+
+
+@contextmanager
+def change_problems(change: Callable[[ConfigIssue], ConfigIssue]) -> Iterator[None]:
+    """Replace each problem of a ``ConfigError`` that the block raises.
+
+    Args:
+        change: Returns the new problem for one of the error.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([change(problem) for problem in error.problems]) from error
 
 
 def failure_text(error: BaseException) -> str:

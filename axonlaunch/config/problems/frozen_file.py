@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from axonlaunch.config.problems.errors import ConfigError
+from axonlaunch.config.problems.errors import ConfigIssue, change_problems
 
 
-@contextmanager
-def name_frozen_file(file: Path) -> Iterator[None]:
+def name_frozen_file(file: Path) -> AbstractContextManager[None]:
     """Add the file to errors of the block about ``model.path``, as the commands take no override.
 
     Args:
         file: Frozen configuration of the run.
     """
-    try:
-        yield
-    except ConfigError as error:
-        problems = [
-            dataclasses.replace(problem, message=f"{problem.message}; correct it in {file}")
-            if problem.key == "model.path"
-            else problem
-            for problem in error.problems
-        ]
-        raise ConfigError(problems) from error
+
+    def with_file(problem: ConfigIssue) -> ConfigIssue:
+        if problem.key != "model.path":
+            return problem
+        return dataclasses.replace(problem, message=f"{problem.message}; correct it in {file}")
+
+    return change_problems(with_file)

@@ -166,6 +166,27 @@ class Formulas:
             has_router_loss=self.has_router_loss,
         )
 
+    def tensor_bytes(self, config: RunConfig, layout: Layout, *, by_stream: bool = False) -> float:
+        """Return the approximate bytes of tensors on the rank with the highest peak.
+
+        Args:
+            config: Configuration of the run, with ``launch.nproc`` resolved.
+            layout: Parallel layout of the run.
+            by_stream: See ``peak_bytes``.
+        """
+        return max(
+            peak_bytes(
+                config,
+                layout,
+                rank,
+                work=self.single_device,
+                activations=self.activations,
+                shares=self.shares,
+                by_stream=by_stream,
+            )
+            for rank in self.ranks(layout)
+        )
+
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return the approximate device memory of the rank with the highest peak.
 
@@ -175,17 +196,8 @@ class Formulas:
         """
         layout = layout or Layout.of(config, world_size=num_ranks(config))
         on_gpu = estimate_device(config) == "gpu"
-        tensors = max(
-            peak_bytes(
-                config,
-                layout,
-                rank,
-                work=self.single_device,
-                activations=self.activations,
-                shares=self.shares,
-                by_stream=on_gpu and layout.facts.shards_parameters,
-            )
-            for rank in self.ranks(layout)
+        tensors = self.tensor_bytes(
+            config, layout, by_stream=on_gpu and layout.facts.shards_parameters
         )
         if not on_gpu:
             return tensors
