@@ -46,7 +46,7 @@ def test_dry_run_prints_estimate_before_too_large_error(
     assert "highest peak" in table
     said = " ".join(rest.split())
     assert "data.path=tokens.bin: no such file" in said
-    assert "model=llama: 328B parameters" in said
+    assert "model=llama3_8b: 328B parameters" in said
     assert "use a smaller model, more ranks with strategy=fsdp" in said
     assert "Add hardware=h100_80gb" in said
     assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"

@@ -206,10 +206,6 @@ def test_estimate_equals_rank_memory_in_training_and_evaluation(
 def differences(case: str, expected: Mapping[str, int], measured: Mapping[str, int]) -> list[str]:
     """Return differences between a rank and its estimate. Later ranks of a ring may hold less."""
     pairs = {name: (expected[name], measured[name]) for name in expected}
-    if "8bit" in case or "state_dtype" in case:
-        # Several moments have the largest total, with more or fewer states that are still new.
-        moving = [pairs.pop(name) for name in ("optimizer", "temporary", "communication")]
-        pairs["moving"] = (sum(a for a, _ in moving), sum(b for _, b in moving))
     is_behind = "context" in case and measured["context_rank"] > 0
     problems = []
     if is_behind and measured["total"] > expected["total"]:

@@ -181,7 +181,8 @@ def _held(config: RunConfig, world: World) -> Held:
         peaks = [extrapolate_depth.peak(trace.events)]
         # Gloo's threads may free a buffer late. That can only add memory, or move the peak to an
         # earlier moment with the same total and more communication buffers.
-        for _ in range(2):
+        for _ in range(4):
+            trace.tag(engine.optimizer_states(), "optimizer")  # an update may replace them
             step(engine, batch, trace)
             peaks.append(extrapolate_depth.peak(trace.events))
         trace.forget()
