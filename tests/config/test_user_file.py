@@ -82,9 +82,16 @@ def test_another_name_than_in_the_file_is_a_run_beside_it(
     monkeypatch: pytest.MonkeyPatch, first: str, run_dir: str, override: str, expected: str
 ) -> None:
     monkeypatch.setenv("DISK", "/scratch")
-    write(f"name: {first}\nrun_dir: {run_dir}\nseed: 3\n")
-    assert config.load(["run.yaml", override]).run_dir == expected
-    assert config.load(["run.yaml", override, "run_dir=/r"]).run_dir == "/r"
+    text = f"name: {first}\nrun_dir: {run_dir}\ncheckpoint:\n  path: {run_dir}\nseed: 3\n"
+    write(text)
+    Path("experiment").mkdir()
+    write(f"# @package _global_\n{text}", "experiment/mine.yaml")
+    for file in ("run.yaml", "experiment=mine"):
+        loaded = config.load([file, override], config_dirs=[Path.cwd()])
+        assert (loaded.run_dir, loaded.checkpoint.path) == (expected, expected)
+        given = [file, override, "run_dir=/r", "checkpoint.path=/c"]
+        loaded = config.load(given, config_dirs=[Path.cwd()])
+        assert (loaded.run_dir, loaded.checkpoint.path) == ("/r", "/c")
 
 
 @pytest.mark.parametrize(("name", "origin"), [("second", "override name=second"), ("first", None)])

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition.composition_errors import as_config_errors
 from axonlaunch.config.composition.hydra_files import HydraFiles
-from axonlaunch.config.composition.other_name import folder_of_other_name
+from axonlaunch.config.composition.other_name import use_other_name
 from axonlaunch.config.composition.override_text import (
     as_meant,
     number_in_override,
@@ -246,17 +246,18 @@ class Composer:
         problems += [ConfigIssue(key, _CHANGED) for key in changed]
         preset, preset_problems = _remove_preset(tree)
         problems += preset_problems
-        in_files = cache(partial(self._file_origins, files, config_name, overrides.groups))
+        file_origins = cache(partial(self._file_origins, files, config_name, overrides.groups))
         named = {str(key): value for key, value in tree.items()}
         origins = overrides.origins
-        if "name" in origins and "run_dir" not in origins:
-            folder = folder_of_other_name(named, files.content_of_primary(config_name))
-            if folder is not None:
-                named["run_dir"], origins["run_dir"] = folder, origins["name"]
+        if "name" in origins:
+            unnamed = [o for o in overrides.values if o.key_or_group != "name"]
+            in_files = files.compose(config_name, overrides.groups, unnamed)
+            for key in use_other_name(named, in_files, given=origins.keys()):
+                origins[key] = origins["name"]
         return Composed(
             named,
             origins,
-            in_files,
+            file_origins,
             problems,
             preset=preset,
             primary=self._describe(config_name),

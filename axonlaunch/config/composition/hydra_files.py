@@ -66,10 +66,6 @@ class HydraFiles:
         """Return the path of a primary config that is a file of the user; None for others."""
         return self._user_files[name].path if name in self._user_files else None
 
-    def content_of_primary(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a primary config that is a file of the user; {} for others."""
-        return self._user_files[name].tree if name in self._user_files else {}
-
     def has_file(self, name: str) -> bool:
         """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""
         return name in self._user_files or bool(self._loader.repository.config_exists(name))
