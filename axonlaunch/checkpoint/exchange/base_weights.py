@@ -1,7 +1,7 @@
 """Reads and hashes the pretrained weights that an adapter's checkpoints leave out.
 
 ``base.json``, next to the checkpoints, has the SHA-256 of each weight file. A run can't resume with
-other weights.
+other weights, and its checkpoints can't be merged with them or sampled on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint.format import storage
-from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.models.source_of import source_of
 from axonlaunch.system.storage.files import hub_blob, inside_folder, open_regular, read_text
@@ -37,10 +37,10 @@ def record_base(config: RunConfig) -> None:
 
 
 def find_base_problems(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
-    """Yield a problem if a run would resume with other pretrained weights.
+    """Yield a problem if checkpoints would be used with other pretrained weights.
 
     Args:
-        config: Configuration of the run that resumes.
+        config: Configuration of the run that resumes, or of the checkpoints.
         run_dir: Folder of the checkpoints and ``base.json``.
     """
     if config.saves_frozen:
@@ -87,7 +87,9 @@ def values_of(config: RunConfig, saved: Tensor) -> Tensor:
     return saved if stored is None else stored.dequantize(saved, kept_dtype(config))
 
 
-def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def base_tensors(
+    config: RunConfig, names: Sequence[str], run_dir: Path
+) -> Iterator[tuple[str, Tensor]]:
     """Yield full pretrained tensors by name, with few in memory at the same time.
 
     Weights of a quantized base have the values that the run computes with.
@@ -95,9 +97,15 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
     Args:
         config: Configuration of a run whose checkpoints leave them out.
         names: Names of the parameters to read.
+        run_dir: Folder of the checkpoints and ``base.json``.
+
+    Raises:
+        ConfigError: The weights are not those that the run began with.
     """
     if not names:
         return
+    if problems := [*find_base_problems(config, run_dir)]:
+        raise ConfigError(problems)
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -228,7 +228,9 @@ def _write_model(
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     saved = [name for name in names if name not in left_out]
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in saved], contents)
-    others = base_weights.base_tensors(config, [name for name in names if name in left_out])
+    run_dir = checkpoint.path.parent.parent
+    from_base = [name for name in names if name in left_out]
+    others = base_weights.base_tensors(config, from_base, run_dir)
     in_order = (
         (name, next(others)[1] if name in left_out else base_weights.values_of(config, next(read)))
         for name in names
@@ -242,7 +244,6 @@ def _write_model(
     content[TRAINED_ON] = {"data": config.data.name}
     if length := config.sequence_length:
         content[TRAINED_ON]["sequence_length"] = length
-    run_dir = checkpoint.path.parent.parent
     if files := _copy_tokenizer(run_dir, folder):
         content[TRAINED_ON]["tokenizer"] = model_of_folder(run_dir / TOKENIZER)
         copied = [*(name for name in copied if name not in files), *files]

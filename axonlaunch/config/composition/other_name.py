@@ -25,9 +25,7 @@ _FOLDERS = {"run_dir", "checkpoint.path"}
 """Keys of the folders that may end with the name of the run."""
 
 
-def use_other_name(
-    tree: dict[str, Any], in_files: DictConfig, *, given: Set[str]
-) -> list[str]:
+def use_other_name(tree: dict[str, Any], in_files: DictConfig, *, given: Set[str]) -> list[str]:
     """Move the folders of a run with another name than its files have, and return their keys.
 
     A folder is moved if it ends with the name in the files: ``name=second`` changes ``/data/first``

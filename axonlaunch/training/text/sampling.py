@@ -171,7 +171,7 @@ def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer
     model = build_model(saved, seed=saved.seed).eval()
     state, left_out = model_state(model), not_saved(saved, model)
     with torch.no_grad():
-        for name, tensor in base_tensors(saved, sorted(left_out)):
+        for name, tensor in base_tensors(saved, sorted(left_out), newest.path.parent.parent):
             state[name].copy_(tensor)
     checkpoint.load_model(newest, {n: t for n, t in state.items() if n not in left_out})
     return model, length, tokenizer or ByteTokenizer()

@@ -64,6 +64,10 @@ def test_peft_loads_exported_adapter_with_equal_logits(
     export(chosen, run_dir, tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), expected, atol=1e-5)
+    merged.save_pretrained(base)
+    with pytest.raises(ConfigError, match=r"model\.safetensors changed since the run in .* began"):
+        export(chosen, run_dir, tmp_path / "again", merge=True)
+    assert not (tmp_path / "again").exists()
     base.rename(tmp_path / "moved")
     corrected = (
         rf"model\.path={base}: there is no such folder; .*; correct it in {run_dir}/config.yaml"
