@@ -47,7 +47,7 @@ def _has_working_folder(arguments: Sequence[str]) -> bool:
     try:
         Path.cwd()
     except OSError as error:
-        if {"--help", "-h", "--version"} & {*arguments}:
+        if _reads_no_folder(arguments):
             return True
         from axonlaunch.cli.shared.options import print_problems
         from axonlaunch.config import ConfigIssue
@@ -59,3 +59,12 @@ def _has_working_folder(arguments: Sequence[str]) -> bool:
         print_problems([problem], as_json="--json" in arguments)
         return False
     return True
+
+
+def _reads_no_folder(arguments: Sequence[str]) -> bool:
+    """Return whether a command prints only what is installed."""
+    if {"--help", "-h"} & {*arguments}:
+        return True
+    command = next((text for text in arguments if not text.startswith("-")), None)
+    of_user = [text for text in arguments if text.startswith(("--plugin", "--config-dir"))]
+    return command in (None, "help") or (command == "ls" and not of_user)

@@ -89,6 +89,13 @@ def test_commands_escape_names_that_standard_output_cannot_encode(tmp_path: Path
     [
         (["train", "--json"], 2, "the working folder was deleted; change to another one"),
         (["--version"], 0, ""),
+        (["help", "glossary"], 0, ""),
+        (["ls", "models"], 0, ""),
+        (
+            ["ls", "--plugin=mine", "--json"],
+            2,
+            "the working folder was deleted; change to another one",
+        ),
     ],
 )
 def test_deleted_working_folder_is_one_line(
