@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
         to_yaml as to_yaml,
     )
+    from axonlaunch.config.code.callback import Callback as Callback, RunState as RunState
     from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
     from axonlaunch.config.options.data import SampleShape as SampleShape
     from axonlaunch.config.options.launch import LaunchConfig as LaunchConfig
@@ -130,11 +131,7 @@ if TYPE_CHECKING:
     )
     from axonlaunch.models.specs.custom_loss import register_loss as register_loss
     from axonlaunch.models.specs.metrics import register_metric as register_metric
-    from axonlaunch.training.callbacks import (
-        Callback as Callback,
-        RunState as RunState,
-        register_callback as register_callback,
-    )
+    from axonlaunch.training.callbacks import register_callback as register_callback
     from axonlaunch.training.loggers.logger import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
@@ -183,6 +180,7 @@ _NAMES_BY_MODULE = {
         "RankFailedError",
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig", "to_yaml"),
+    "axonlaunch.config.code.callback": ("Callback", "RunState"),
     "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
     "axonlaunch.config.options.data": ("SampleShape",),
     "axonlaunch.config.options.launch": ("LaunchConfig",),
@@ -204,7 +202,7 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.engines.optimizer.registry": ("register_optimizer", "register_scheduler"),
     "axonlaunch.models.specs.metrics": ("register_metric",),
-    "axonlaunch.training.callbacks": ("Callback", "RunState", "register_callback"),
+    "axonlaunch.training.callbacks": ("register_callback",),
     "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
     "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.expert.dispatch": ("AllToAll", "Dispatch"),

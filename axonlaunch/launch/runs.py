@@ -35,6 +35,7 @@ from axonlaunch.launch.launcher import (
 from axonlaunch.launch.output import sweep
 from axonlaunch.launch.request import Request, load_config
 from axonlaunch.launch.run_folder import finished_runs
+from axonlaunch.launch.run_folder.moved_runs import refuse_moved_run
 from axonlaunch.launch.run_folder.names import free_name
 from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.system.text.spinner import spinner
@@ -134,6 +135,7 @@ def load_runs(
                 server=lambda: options.fork_server,
                 needs_files=not options.dry_run,
             )
+            refuse_moved_run(composed, config)
             config = resumes_if_restarted(config, options.identity)
             runs.append(Run(overrides=overrides, composed=composed, config=config, options=options))
     if problems:

@@ -21,6 +21,7 @@ from torch import nn
 from axonlaunch.checkpoint.exchange.hub_push import push_problems, pushed_adapter_problems
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
+from axonlaunch.config.code.callback import find_class_problem
 from axonlaunch.config.code.plugins import import_callable, import_plugins
 from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.consistency.rules import find_rule_violations
@@ -332,10 +333,14 @@ def _custom_parts(config: RunConfig) -> Iterator[ConfigIssue]:
     for key, parts in {"loggers": config.loggers, "callbacks": config.callbacks}.items():
         for number, part in enumerate(parts):
             if isinstance(part, CustomLoggerConfig | CustomCallbackConfig):
+                where = f"{key}[{number}].target"
                 try:
-                    import_callable(f"{key}[{number}].target", part.target, part.arguments)
+                    builder = import_callable(where, part.target, part.arguments)
                 except ConfigError as error:
                     yield from error.problems
+                    continue
+                if key == "callbacks" and (reason := find_class_problem(builder)):
+                    yield ConfigIssue(where, reason, part.target)
 
 
 def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:

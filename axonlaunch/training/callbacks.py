@@ -1,6 +1,7 @@
-"""Callbacks of users in the training loop: base class, state, and ``register_callback``.
+"""Callbacks of users in the training loop, and ``register_callback``.
 
-The registry is ``config.options.training_hooks.CALLBACKS``.
+Their base class is ``config.code.callback.Callback``, and the registry
+``config.options.training_hooks.CALLBACKS``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from axonlaunch.comm import World
 from axonlaunch.comm.checks.json_exchange import all_gather_json
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
+from axonlaunch.config.code.callback import Callback, RunState, find_class_problem
 from axonlaunch.config.code.plugins import import_target
 from axonlaunch.config.options.training_hooks import CALLBACKS, CustomCallbackConfig
 from axonlaunch.config.problems.errors import failure_text
@@ -27,67 +29,6 @@ Moment = Literal["start", "step", "evaluation", "save", "end"]
 
 class CallbackError(Exception):
     """A callback raised an exception; the message names the callback."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """State of a run at one moment, the same on every rank except for ``rank`` and ``is_main``.
-
-    Attributes:
-        name: Name of the run.
-        run_dir: Run folder.
-        config: Configuration as nested plain values, as in ``config.yaml``. Changes have no effect.
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        is_main: Whether this is the rank that logs; others should write nothing.
-        step: Number of optimizer steps done.
-        steps: Number of steps of the run.
-        epoch: Number of passes over the training rows; None for streams of unknown length.
-        loss: Training loss of the last logged step; None before it.
-        eval_loss: Loss of the last evaluation; None before it.
-        metrics: Metrics of the last evaluation, by name.
-        checkpoint: Folder of the last complete checkpoint of this start of the run; None before it.
-        request_stop: Function that takes a reason. All ranks end training together after one of the
-            next two steps, evaluate, and save a checkpoint if the run saves any.
-    """
-
-    name: str
-    run_dir: Path
-    config: Mapping[str, Any]
-    rank: int
-    world_size: int
-    is_main: bool
-    step: int
-    steps: int
-    epoch: float | None
-    loss: float | None
-    eval_loss: float | None
-    metrics: Mapping[str, float]
-    checkpoint: Path | None
-    request_stop: Callable[[str], None]
-
-
-class Callback:
-    """Base class of callbacks. Every method is optional and does nothing by default.
-
-    Every rank creates the callback and calls it at the same moments. An exception ends the run.
-    A run that resumes creates its callbacks again; their attributes are not saved.
-    """
-
-    def start(self, run: RunState) -> None:
-        """Run before the first step of this start."""
-
-    def step(self, run: RunState) -> None:
-        """Run after each optimizer step."""
-
-    def evaluation(self, run: RunState) -> None:
-        """Run after each evaluation."""
-
-    def save(self, run: RunState) -> None:
-        """Run after each complete checkpoint, ``run.checkpoint``."""
-
-    def end(self, run: RunState) -> None:
-        """Run after the last step, or after an early end, but not after an error."""
 
 
 @dataclass(kw_only=True)
@@ -151,8 +92,16 @@ def register_callback(
 
     Raises:
         ValueError: The name is taken, or the configuration is not a dataclass with a name.
+        TypeError: The decorated object is a class that is no callback.
     """
-    return CALLBACKS.register(name, config=config, summary=summary)
+    register = CALLBACKS.register(name, config=config, summary=summary)
+
+    def checked(builder: _Builder) -> _Builder:
+        if reason := find_class_problem(builder):
+            raise TypeError(f"register_callback({name!r}): {builder.__name__} {reason}")
+        return register(builder)
+
+    return checked
 
 
 def build_callbacks(config: RunConfig, world: World) -> Callbacks:

@@ -47,6 +47,34 @@ NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
 
 
 @pytest.mark.parametrize(
+    ("override", "folder"),
+    [("seed=0", None), ("run_dir=moved", "moved"), ("name=other", "{tmp}/other")],
+)
+def test_moved_run_is_continued_only_in_a_given_folder(
+    override: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    first.mkdir()
+    config = load(["strategy=single", "name=first", f"run_dir={first}"])
+    (first / "config.yaml").write_text(to_yaml(config))
+    (first / "events.jsonl").touch()
+    options = LaunchOptions(fork_server=multiprocessing.get_context("forkserver"), started=0.0)
+    environment = ClusterEnvironment.detect({}).for_node()
+    request = Request(overrides=["first/config.yaml"])
+    assert load_runs(request, environment, options)[0].config.run_dir == str(first)
+    first.rename(moved)
+    request = Request(overrides=["moved/config.yaml", override])
+    if folder is None:
+        error = rf"{first}: moved/config\.yaml was moved .* run_dir=moved, else run_dir={first}$"
+        with pytest.raises(ConfigError, match=error):
+            load_runs(request, environment, options)
+    else:
+        expected = folder.replace("{tmp}", str(tmp_path))
+        assert load_runs(request, environment, options)[0].config.run_dir == expected
+
+
+@pytest.mark.parametrize(
     ("overrides", "name"),
     [([], "local"), (["launch=local"], "local"), (NODES, "multinode"), (SLURM, "slurm")],
 )

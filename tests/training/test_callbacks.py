@@ -62,7 +62,7 @@ def called() -> Iterator[list[tuple[str, ax.RunState]]]:
         def evaluation(self, run: ax.RunState) -> None:
             run.config["train"]["nowhere"]
 
-    ax.register_callback("underived_of_test")(dict)
+    ax.register_callback("underived_of_test")(lambda: {"no": "callback"})
     yield calls
     CALLBACKS._entries.clear()
     CALLBACKS._entries.update(entries)
@@ -200,7 +200,30 @@ def test_custom_callback_is_imported_before_start(
         "        self.text = text\n"
         "    def end(self, run):\n"
         "        (run.run_dir / 'noted').write_text(self.text)\n"
+        "class Underived:\n"
+        "    def step(self, run): ...\n"
+        "class Uncalled(ax.Callback):\n"
+        "    def on_step_end(self, run): ...\n"
     )
+    for name, reason in {
+        "Underived": "is no callback; derive",
+        "Uncalled": "is never called",
+    }.items():
+        with pytest.raises(
+            ConfigError, match=rf"callbacks\[0\]\.target=callbacks_of_test:{name}: {reason}"
+        ):
+            run_config([f"callbacks=[{{target: callbacks_of_test:{name}}}]", "strategy=single"])
     given = "callbacks=[{target: callbacks_of_test:Noting, arguments: {text: done}}]"
     train(tmp_path / "run", "train.steps=1", given)
     assert (tmp_path / "run/noted").read_text() == "done"
+
+
+def test_registered_class_must_be_callback_with_a_method() -> None:
+    class Uncalled(ax.Callback):
+        def on_step_end(self) -> None: ...
+
+    for builder, reason in ((Uncalled, "define one of the methods start, step"), (dict, "derive")):
+        with pytest.raises(
+            TypeError, match=rf"register_callback\('x'\): {builder.__name__} is .*{reason}"
+        ):
+            ax.register_callback("x")(builder)

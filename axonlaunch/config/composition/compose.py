@@ -18,6 +18,7 @@ from axonlaunch.config.composition.other_name import use_other_name
 from axonlaunch.config.composition.override_text import (
     as_meant,
     number_in_override,
+    several_values,
     sweep_issues,
     too_much,
     why_unread,
@@ -375,9 +376,7 @@ class Composer:
                 message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
-                message = f"{text}: several values; add -m to run them one after another"
-                message += ", or call ax.load for each"
-                problems.append(ConfigIssue("", message))
+                problems.append(ConfigIssue("", f"{text}: {several_values(text)}"))
             elif override.is_delete():
                 (result.groups if self._files.has_group(key) else result.values).append(override)
             elif self._files.has_group(key):

@@ -69,6 +69,8 @@ def why_unread(text: str, error: str) -> str:
     if not value.startswith(("[", "{")):
         quoted = f"'{key}=\"{value.strip(_QUOTES)}\"'"
         return f"its value has a character that must be quoted; write {quoted}"
+    if _open_brackets(text):
+        return "a bracket in it is not closed; write key=[1,2], or key={name: 1} in quotes"
     if error.startswith("LexerNoViableAltException"):
         return 'a value in it has a character that must be quoted; write it as in ["a;b"]'
     return f"not an override ({error}); write key=value"
@@ -102,6 +104,13 @@ def too_much(text: str) -> str:
         if depth > _DEEPEST:
             return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
     return ""
+
+
+def several_values(text: str) -> str:
+    """Return why an override with several values, as in a sweep, describes no single run."""
+    key, _, value = text.partition("=")
+    listed = "" if "(" in value else f"write '{key}=[{value}]' for a list; "
+    return f"several values; {listed}add -m to run them one after another, or call ax.load for each"
 
 
 def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
@@ -148,7 +157,10 @@ def _num_values(override: Any) -> int:
 
 
 def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Report ``key = value``, three arguments of a shell, and return the other overrides."""
+    """Report overrides that a shell divided at spaces, and return the other overrides.
+
+    ``key = value`` has become three arguments, and ``key={a: 1}`` two.
+    """
     rest, problems = [*overrides], []
     while "=" in rest:
         at = rest.index("=")
@@ -158,4 +170,19 @@ def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssu
             ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
         )
         del rest[around]
+    divided = [at for at, text in enumerate(rest) if _open_brackets(text) > 0]
+    for start in reversed(divided):
+        ends = range(start + 2, len(rest) + 1)
+        joined = {end: " ".join(rest[start:end]) for end in ends}
+        end = next((end for end in ends if not _open_brackets(joined[end])), None)
+        if end is not None:
+            message = f"the shell divided it at spaces; put it in quotes: '{joined[end]}'"
+            problems.append(ConfigIssue("", f"{joined[end]}: {message}"))
+            del rest[start:end]
     return rest, problems
+
+
+def _open_brackets(text: str) -> int:
+    """Return the number of brackets outside quotes that are opened and not closed."""
+    outside = re.sub(_QUOTED, "", text)
+    return sum((mark in "[{(") - (mark in ")}]") for mark in outside)
