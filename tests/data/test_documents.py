@@ -295,8 +295,8 @@ def test_a_shard_that_was_damaged_is_made_again(documents: Documents, tmp_path: 
 
 BAD = [
     ('{"body": "a"}', "has no field text; it has body"),
-    ('{"text": null}', "text is null, not text"),
-    ('{"text": ["a"]}', "text is list, not text"),
+    ('{"text": null}', "field text is null, not text"),
+    ('{"text": ["a"]}', "field text is list, not text"),
     ('{"text": "\\ud800"}', "text has an unpaired surrogate, which is not a character"),
     ("{", "is not JSON (Expecting property name enclosed in double quotes: line 2 column 1 "),
 ]

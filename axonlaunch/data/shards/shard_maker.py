@@ -114,7 +114,7 @@ class BadRowsError(ValueError):
 
     def __init__(self, progress: Progress) -> None:
         """Name the first invalid row."""
-        more = f" (and {progress.bad - 1} more so far)" if progress.bad > 1 else ""
+        more = f" (and {progress.bad - 1} more rows so far)" if progress.bad > 1 else ""
         super().__init__(f"{progress.listed[0]}{more}")
 
 

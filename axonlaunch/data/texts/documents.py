@@ -83,4 +83,4 @@ def _why_no_text(text: object, row: Row | str, field: str) -> str | None:
         return None
     if isinstance(row, dict) and field not in row:
         return f"has no field {field}; it has {', '.join(map(str, row)) or 'none'}"
-    return f"{field} is {'null' if text is None else type(text).__name__}, not text"
+    return f"field {field} is {'null' if text is None else type(text).__name__}, not text"

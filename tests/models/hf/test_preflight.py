@@ -195,7 +195,7 @@ def test_offline_without_cache_is_error_at_once(
         run_config(["model=hf", "model.path=someone/other", "data.sequence_length=32"])
     [problem] = caught.value.problems
     text = str(problem)
-    assert text.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
+    assert text.startswith("model.path=someone/other: there is no such folder, it is not in the")
     assert "hf download someone/other" in text
     assert problem.is_transient == is_transient
 

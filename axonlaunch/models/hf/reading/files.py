@@ -132,7 +132,7 @@ def fetch(config: TransformersModel, *, weights: bool) -> Path | None:
             )
         )
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        reason = "it is not in the cache, and the Hub can't be reached"
+        reason = "there is no such folder, it is not in the cache, and the Hub can't be reached"
         is_offline = any(isinstance(e, OfflineModeIsEnabled) for e in (error, error.__cause__))
         raise ConfigError([_missing_files(config, reason, is_transient=not is_offline)]) from None
     except HfHubHTTPError as error:
