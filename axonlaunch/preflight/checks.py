@@ -333,14 +333,14 @@ def _custom_parts(config: RunConfig) -> Iterator[ConfigIssue]:
     for key, parts in {"loggers": config.loggers, "callbacks": config.callbacks}.items():
         for number, part in enumerate(parts):
             if isinstance(part, CustomLoggerConfig | CustomCallbackConfig):
-                where = f"{key}[{number}].target"
+                target_key = f"{key}[{number}].target"
                 try:
-                    builder = import_callable(where, part.target, part.arguments)
+                    builder = import_callable(target_key, part.target, part.arguments)
                 except ConfigError as error:
                     yield from error.problems
                     continue
                 if key == "callbacks" and (reason := find_class_problem(builder)):
-                    yield ConfigIssue(where, reason, part.target)
+                    yield ConfigIssue(target_key, reason, part.target)
 
 
 def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:

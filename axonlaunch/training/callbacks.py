@@ -96,12 +96,12 @@ def register_callback(
     """
     register = CALLBACKS.register(name, config=config, summary=summary)
 
-    def checked(builder: _Builder) -> _Builder:
+    def check_and_register(builder: _Builder) -> _Builder:
         if reason := find_class_problem(builder):
             raise TypeError(f"register_callback({name!r}): {builder.__name__} {reason}")
         return register(builder)
 
-    return checked
+    return check_and_register
 
 
 def build_callbacks(config: RunConfig, world: World) -> Callbacks:
