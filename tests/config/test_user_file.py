@@ -133,7 +133,8 @@ def test_two_merge_keys_of_a_mapping_are_no_repeated_key() -> None:
         ("model: fh\n", "model=fh: there is no such option; known: custom, "),
         ("modl: hf\n", "modl=hf: there is no such key; did you mean model?"),
         ("- a\n", "run.yaml: holds no keys"),
-        ("a: [\n", "run.yaml: not YAML: "),
+        ("a: [\n", "run.yaml: not YAML: line 2, column 1: "),
+        ("train:\n\tsteps: 3\n", "run.yaml: not YAML: line 2 is indented with a tab; use spaces"),
         ("defaults: hf\n", "run.yaml: its defaults are not a list; write defaults: [override"),
         (
             "train:\n  steps: 3\nseed: 1\ntrain:\n  log_every: 1\n",

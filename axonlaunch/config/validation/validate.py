@@ -314,7 +314,8 @@ def _unknown_name(
         return ConfigIssue(key, f"there is no such key; did you mean {here[meant]}?", shown)
     if message := message or _other_name(key, name, value, root):
         return ConfigIssue(key, message, shown)
-    meant = here.get(nearest(name, here) or "")
+    divided = next((path for path in paths if path.replace(".", "_") == key), "")
+    meant = divided or here.get(nearest(name, here) or "")
     if not meant and "arguments" in fields:  # of a registered or custom class or function
         meant = f"{prefix}.arguments.{name}"
     if meant := meant or last.get(nearest(name, last, cutoff=_ELSEWHERE) or ""):

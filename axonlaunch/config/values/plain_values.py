@@ -9,9 +9,12 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from axonlaunch.config.values.environment_values import to_interpolations
+
+if TYPE_CHECKING:
+    import yaml
 
 _T = TypeVar("_T")
 
@@ -85,6 +88,17 @@ def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
     return dataclasses.replace(tree, **values)  # type: ignore[type-var]
 
 
+def _why_not_yaml(error: yaml.MarkedYAMLError, text: str) -> str:
+    """Return the line of an error and its reason."""
+    if (mark := error.problem_mark) is None:
+        return " ".join(str(error).split())
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return f"line {mark.line + 1} is indented with a tab; use spaces"
+    reason = " ".join(f"{error.context or ''} {error.problem}".split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {reason}"
+
+
 def read_yaml(text: str, *, is_frozen: bool = False) -> dict[str, Any]:
     """Read YAML of plain values as Hydra does; the text need not be trusted.
 
@@ -105,6 +119,8 @@ def read_yaml(text: str, *, is_frozen: bool = False) -> dict[str, Any]:
         root = loader.get_single_node()
         _refuse_repeated_keys(root)
         tree = None if root is None else loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"not YAML: {_why_not_yaml(error, text)}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
