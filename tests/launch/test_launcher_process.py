@@ -48,6 +48,23 @@ def test_launcher_process_is_parent_of_shells() -> None:
     assert _seen("mpirun", {"OMPI_COMM_WORLD_RANK": "0"}) == str(os.getpid())
 
 
+def test_no_launcher_is_found_behind_a_process_that_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
+    shell = subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE)
+    read = launcher_process._stat
+
+    def end_and_read(pid: int) -> list[str]:
+        if pid == shell.pid:
+            shell.communicate()
+        return read(pid)
+
+    monkeypatch.setattr(os, "getppid", lambda: shell.pid)
+    monkeypatch.setattr(launcher_process, "_stat", end_and_read)
+    assert LauncherProcess("mpirun").pid is None
+
+
 def test_interactive_shell_is_not_launcher() -> None:
     assert _seen("the environment", {"RANK": "0"}) == "None"
 
