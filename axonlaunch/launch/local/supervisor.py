@@ -212,7 +212,7 @@ class Supervisor:
         """Receive the messages of ranks, and close connections that have ended."""
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
         running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
-        sources = [*connections, *running]
+        sources: list[Connection | int] = [*connections, *running]
         for ready in self._pauses.noted(lambda: wait(sources, timeout=timeout)):
             if not isinstance(ready, Connection):
                 continue
