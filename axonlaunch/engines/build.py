@@ -287,15 +287,7 @@ def _choose_update(
     facts: Mapping[str, ParameterFacts],
     crossing: Mapping[str, str],
 ) -> tuple[Update, TiedGradients | None]:
-    """Return the update of a rank's parameters, and the sum of gradients that stages share.
-
-    Args:
-        plan: State of the build.
-        wrapped: The rank's wrapped modules.
-        parameters: Their parameters, by name.
-        facts: Facts about each parameter of the full model.
-        crossing: Maps names of weights that another stage holds too to their names there.
-    """
+    """Return the update of a rank's parameters, and the sum of gradients that stages share."""
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     modules = wrapped.passes.modules
     update = choose_update(

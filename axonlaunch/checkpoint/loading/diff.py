@@ -24,10 +24,10 @@ class TensorDifference:
 
     Attributes:
         name: Name of the tensor, which begins with ``"model."`` or ``"optimizer."``.
-        largest: Largest absolute difference of an element; None if the reason is not numbers.
-        relative: Norm of the difference divided by the norm of the first tensor; None as above,
-            and if that norm is 0 or not finite.
-        reason: What differs instead, as the shape or an element that is NaN; empty otherwise.
+        largest: Largest absolute difference of an element; None if there is a reason instead.
+        relative: Norm of the difference divided by the norm of the first tensor; None without
+            ``largest``, or for a norm that is 0 or not finite.
+        reason: Difference that is no number, as of the shape or of NaN; empty otherwise.
     """
 
     name: str

@@ -328,10 +328,10 @@ def _shard_units(
     """Shard a module unit by unit: the ends of its forward, its blocks, and everything else.
 
     Args:
-        module: The module.
-        layers: See ``FSDP``.
-        before_blocks: See ``FSDP``.
-        after_blocks: See ``FSDP``.
+        module: Module that is sharded in place.
+        layers: Blocks of the module.
+        before_blocks: Modules that forward calls before the blocks.
+        after_blocks: Modules that forward calls after the blocks.
         reshard: Whether a unit is freed after its forward. The last units of a forward are kept,
             because backward starts with them.
         options: Other arguments of ``fully_shard``.

@@ -69,7 +69,7 @@ class JobWatch(threading.Thread):
             os._exit(1)
 
     def _follow(self) -> None:
-        while not self._pauses.noted(lambda: self._over.wait(_TICK_S)):
+        while not self._pauses.watch(lambda: self._over.wait(_TICK_S)):
             if self._tail:
                 self._tail()
             if self._launcher.is_gone.is_set():

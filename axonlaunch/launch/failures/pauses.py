@@ -23,8 +23,8 @@ class Pauses:
         """Begin without pauses."""
         self._pauses: list[tuple[float, float]] = []
 
-    def noted(self, wait: Callable[[], T]) -> T:
-        """Call a function that waits shortly; return its result."""
+    def watch(self, wait: Callable[[], T]) -> T:
+        """Call a function that waits for a short time, note a pause, and return its result."""
         began = time.monotonic()
         result = wait()
         ended = time.monotonic()

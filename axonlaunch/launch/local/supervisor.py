@@ -213,7 +213,7 @@ class Supervisor:
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
         running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
         sources: list[Connection | int] = [*connections, *running]
-        for ready in self._pauses.noted(lambda: wait(sources, timeout=timeout)):
+        for ready in self._pauses.watch(lambda: wait(sources, timeout=timeout)):
             if not isinstance(ready, Connection):
                 continue
             rank = connections[ready]
