@@ -24,10 +24,10 @@ _REPLICATED = 4
 They are the inputs and the outputs of its two norms. Shared experts keep one more: their input,
 which routed experts need only in the order of the experts.
 """
-_REPLICATED_ROWS = 3
+_REPLICATED_ROWS = 2
 """Rows of experts with the width of hidden states that each tensor rank keeps.
 
-They are the inputs of experts, their results, and these in the order of the tokens.
+They are the inputs of experts, and their results in the order of the tokens.
 """
 _REPLICATED_BY_ROUTER = 2
 """Hidden states in 16 bits that each tensor rank keeps for a router: its input in fp32."""
