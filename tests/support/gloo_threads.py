@@ -21,6 +21,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _LOOKS = 2
 """Consecutive looks that must find all threads idle, because one may have to wait for the GIL."""
 _PAUSE_S = 1e-4
+_MOST_S = 100.0
 
 
 @contextmanager
@@ -48,10 +49,13 @@ class _FreeingAtOnce(TorchDispatchMode):
 
 def _wait_until_idle() -> None:
     """Wait until each thread sleeps: it has no work, or its collective waits for other ranks."""
-    idle = 0
+    idle, deadline = 0, time.monotonic() + _MOST_S
     while idle < _LOOKS:
         time.sleep(_PAUSE_S)
-        idle = idle + 1 if all(state == "S" for state in _thread_states()) else 0
+        states = _thread_states()
+        idle = idle + 1 if all(state == "S" for state in states) else 0
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"gloo's threads are still in states {states}")
 
 
 def _thread_states() -> list[str]:

@@ -143,8 +143,8 @@ class _StreamedUpdate:
 
         Args:
             optimizer: Optimizer of the parameters.
-            members: The parameters.
-            left: Number of the first parameters whose copies must have left the device before.
+            members: Parameters to update, with their groups of options.
+            left: See ``InOrder.arriving``.
         """
         tensors = [tensor for _, of_group in members for tensor in of_group]
         with self.streams.arriving(left):
