@@ -200,12 +200,12 @@ def _show_differences(differences: list[TensorDifference]) -> None:
     for name in ("tensor", "largest difference", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
     for difference in differences[: 2 * MAX_SHOWN_TENSORS]:
-        if difference.largest is None or difference.relative is None:
-            table.add_row(escape(difference.name), escape(difference.reason), "")
-        else:
-            table.add_row(
-                escape(difference.name), f"{difference.largest:.3g}", f"{difference.relative:.3g}"
-            )
+        largest, relative = difference.largest, difference.relative
+        table.add_row(
+            escape(difference.name),
+            escape(difference.reason) if largest is None else f"{largest:.3g}",
+            "" if relative is None else f"{relative:.3g}",
+        )
     console.print(table)
     if len(differences) > 2 * MAX_SHOWN_TENSORS:
         more = len(differences) - 2 * MAX_SHOWN_TENSORS

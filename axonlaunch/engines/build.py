@@ -24,6 +24,7 @@ from axonlaunch.config.axes import EXPERT
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.run_precision import precision_of
 from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.options.data_parallel import DISPATCHES
 from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.values.optional_keys import balances_by_bias
@@ -58,6 +59,7 @@ from axonlaunch.engines.forward_backward import (
 from axonlaunch.engines.mesh_engine import EngineParts, MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.schedules import learning_rate
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.split import (
     Part,
     around_blocks,
@@ -249,21 +251,7 @@ def build_engine(
         wrapped = _build_pipeline(plan, model, counts, crossing)
     modules = wrapped.passes.modules
     parameters = {n: parameter for module in modules for n, parameter in module.named_parameters()}
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    update = choose_update(
-        config,
-        trained,
-        facts={n: facts[crossing.get(n, n)] for n in trained},
-        world=world,
-        mesh=mesh,
-        replicas=wrapped.replicas,
-        modules=modules,
-        units=[unit for module in modules for unit in _units(plan, module)],
-    )
-    tied = None
-    if {*crossing, *crossing.values()} & update.tensors.keys():
-        stages = mesh.group("pp")
-        tied = TiedGradients(update.tensors, ties=crossing, owners=wrapped.owners, group=stages)
+    update, tied = _choose_update(plan, wrapped, parameters, facts, crossing)
     return MeshEngine(
         EngineParts(
             passes=wrapped.passes,
@@ -290,6 +278,32 @@ def build_engine(
             host_norms=host_norms_of(config, layout, wrapped.sharded, world.device),
         )
     )
+
+
+def _choose_update(
+    plan: _Plan,
+    wrapped: _Wrapped,
+    parameters: Mapping[str, nn.Parameter],
+    facts: Mapping[str, ParameterFacts],
+    crossing: Mapping[str, str],
+) -> tuple[Update, TiedGradients | None]:
+    """Return the update of a rank's parameters, and the sum of gradients that stages share."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    modules = wrapped.passes.modules
+    update = choose_update(
+        plan.config,
+        trained,
+        facts={n: facts[crossing.get(n, n)] for n in trained},
+        world=plan.world,
+        mesh=plan.mesh,
+        replicas=wrapped.replicas,
+        modules=modules,
+        units=[unit for module in modules for unit in _units(plan, module)],
+    )
+    if not {*crossing, *crossing.values()} & update.tensors.keys():
+        return update, None
+    stages = plan.mesh.group("pp")
+    return update, TiedGradients(update.tensors, ties=crossing, owners=wrapped.owners, group=stages)
 
 
 def _step_rule(config: RunConfig) -> StepRule:

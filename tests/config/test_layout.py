@@ -113,7 +113,9 @@ def test_a_layout_is_reported_in_a_few_words() -> None:
     assert str(Layout.of(config.load([CONTEXT]), world_size=2)) == "context 2"
     assert str(Layout.of(config.load([CONTEXT]), world_size=4)) == "ddp 2 x context 2"
     sharded = config.load([CONTEXT, "strategy=fsdp"])
-    assert str(Layout.of(sharded, world_size=2)) == "fsdp 1 x context 2"
+    assert str(Layout.of(sharded, world_size=2)) == "fsdp x context 2"
+    assert str(Layout.of(config.load(["strategy=fsdp"]), world_size=1)) == "fsdp"
+    assert str(Layout.of(config.load(["strategy=ddp"]), world_size=1)) == "single"
 
 
 def test_a_pipeline_runs_in_rounds() -> None:

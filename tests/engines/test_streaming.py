@@ -81,10 +81,11 @@ def update_on_simulated_streams(
     shapes: list[tuple[int, ...]],
     *,
     copied: Callable[..., torch.Tensor] = lambda tensor, device: tensor.clone(),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Done, Steps, list[list[bool]]]:
     """Update parameters of these shapes with states on the host.
 
-    ``copied`` copies a tensor to the device.
+    ``copied`` copies a tensor to the device, and ``dtype`` is the type of the update.
 
     Returns:
         The backward, the operations on each parameter in order, and for each parameter, whether
@@ -106,11 +107,13 @@ def update_on_simulated_streams(
         return call
 
     monkeypatch.setattr(streaming, "_brought", noted("brought", streaming._brought))
-    monkeypatch.setattr(streaming, "_taken_back", noted("taken back", streaming._taken_back))
+    take_back = noted("taken back", streaming._take_back_values)
+    monkeypatch.setattr(streaming, "_take_back_values", take_back)
     weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     monkeypatch.setattr(optimizer, "step", noted("updated", optimizer.step))
-    streaming.stream_parameters(optimizer, device=torch.device("cuda", 0), states_on=HOST)
+    gpu, arithmetic = torch.device("cuda", 0), streaming.UpdateArithmetic(dtype=dtype)
+    streaming.stream_parameters(optimizer, device=gpu, states_on=HOST, arithmetic=arithmetic)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -185,6 +188,24 @@ def test_estimates_count_the_copies_that_an_update_has_on_the_device(
         for shape, size in zip(shapes, sizes, strict=True)
     ]
     assert replay(DeviceRequests([], copies=copies)).live == most == 2 * sum(sizes[:4])
+
+
+def test_update_in_another_type_has_working_copies_of_one_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of parameters that wait for their way back would be memory that no estimate counts."""
+    convert, live = streaming._working_copy, weakref.WeakSet[nn.Parameter]()
+    alive: list[int] = []
+
+    def converted(*arguments: Any) -> nn.Parameter:
+        working = convert(*arguments)
+        live.add(working)
+        alive.append(len(live))
+        return working
+
+    monkeypatch.setattr(streaming, "_working_copy", converted)
+    update_on_simulated_streams(monkeypatch, [(3, 2)] * 5, dtype=torch.float64)
+    assert alive == [1] * 5
 
 
 def test_estimated_copies_are_in_the_order_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:

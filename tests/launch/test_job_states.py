@@ -97,6 +97,17 @@ def test_job_stopped_before_its_start_is_cancelled_and_ends_the_command_as_stopp
     assert later.state().status == 1
 
 
+def test_log_of_a_job_is_read_by_whole_characters(tmp_path: Path) -> None:
+    job = slurm_job.SlurmJob(tmp_path, "7")
+    line = "übung\n".encode()
+    job.log.write_bytes(line[:1])
+    assert job.read_log() == ""
+    job.log.write_bytes(line)
+    assert job.read_log() == "übung\n"
+    job.log.write_bytes(line + b"\xff\n")  # no UTF-8
+    assert job.read_log() == "\N{REPLACEMENT CHARACTER}\n"
+
+
 def test_job_that_slurm_refuses_to_stop_does_not_count_as_stopped(programs: Path) -> None:
     refuses = "echo 'scancel: error: Kill job error: Access denied' >&2; exit 1"
     submitted(programs, scontrol=says("COMPLETED"), scancel=refuses)

@@ -16,8 +16,9 @@ from axonlaunch.config import ConfigError
 from axonlaunch.launch.environment import launcher_process
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
-from axonlaunch.launch.external import entry, join_ranks, rank
+from axonlaunch.launch.external import entry, join_ranks, rank, watch as watch_module
 from axonlaunch.launch.external.watch import JobWatch
+from axonlaunch.launch.failures import pauses
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
@@ -45,6 +46,23 @@ def _seen(launcher: str, variables: dict[str, str]) -> str:
 
 def test_launcher_process_is_parent_of_shells() -> None:
     assert _seen("mpirun", {"OMPI_COMM_WORLD_RANK": "0"}) == str(os.getpid())
+
+
+def test_no_launcher_is_found_behind_a_process_that_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
+    shell = subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE)
+    read = launcher_process._stat
+
+    def end_and_read(pid: int) -> list[str]:
+        if pid == shell.pid:
+            shell.communicate()
+        return read(pid)
+
+    monkeypatch.setattr(os, "getppid", lambda: shell.pid)
+    monkeypatch.setattr(launcher_process, "_stat", end_and_read)
+    assert LauncherProcess("mpirun").pid is None
 
 
 def test_interactive_shell_is_not_launcher() -> None:
@@ -112,6 +130,53 @@ def test_failed_launcher_watch_ends_process(
     watch.join(10)
     assert ended == [1]
     assert "RuntimeError: the fault of a test" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pause", "hang_at"), [(None, 60), ((40, 140), 160)])
+def test_pause_of_a_rank_of_torchrun_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch, pause: tuple[float, float] | None, hang_at: float
+) -> None:
+    """Ctrl-Z, a suspended SLURM job: the clock jumps while the thread waits."""
+    now = 0.0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        is_pause = pause is not None and pause[0] <= now < pause[1]
+        now = pause[1] if pause is not None and is_pause else now + seconds
+        assert now < 1000, "the hang was not reported"
+        return False
+
+    def fail(watch: JobWatch, reports: object) -> None:
+        raise SystemExit
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    for module in (watch_module, pauses):
+        monkeypatch.setattr(module, "time", clock)
+    located = SimpleNamespace(to_report=lambda report, timeout_s: report)
+    monkeypatch.setattr(watch_module.hang, "ask", lambda *_: {0: located})
+    monkeypatch.setattr(JobWatch, "_fail", fail)
+    heartbeat = SimpleNamespace(at=0.0, step=3, phase="stepping")
+    watch = JobWatch(
+        cast("Any", SimpleNamespace(launch=SimpleNamespace(timeout_s=60))),
+        cast(
+            "Any",
+            SimpleNamespace(
+                rank=1,
+                local_rank=0,
+                log=None,
+                heartbeats=SimpleNamespace(read=lambda rank: heartbeat),
+            ),
+        ),
+        cast("Any", SimpleNamespace(failure=lambda: False)),
+        LauncherProcess(""),
+        cast("Any", None),
+        cast("Any", None),
+        sys.stderr,
+    )
+    monkeypatch.setattr(watch, "_over", SimpleNamespace(wait=wait))
+    with pytest.raises(SystemExit):
+        watch._follow()
+    assert now == pytest.approx(hang_at, abs=0.5)
 
 
 def test_rank_ends_if_mpirun_was_killed_before_watch() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,20 @@ def test_more_runs_at_once_than_the_sweep_has_give_each_a_larger_share(node: Any
     node(4)
     nproc, shares = shared(runs_of(), at_once=4)
     assert (nproc, len(shares)) == ([2, 2], 2)
+
+
+def test_last_line_of_a_run_is_shown_without_a_line_break_too() -> None:
+    program = "import sys; sys.stderr.write('first\\nkilled here')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.wait()
+    stream = io.StringIO()
+    share = NodeShare(devices=None, cores=(0,))
+    command = parallel_sweep._Command(1, runs_of("name=demo")[0], share, process, stream)
+    command.show_output()
+    command.result()
+    assert stream.getvalue() == "[2] first\n[2] killed here\n"
 
 
 def test_command_of_a_run_has_its_name_and_folder_once() -> None:

@@ -22,7 +22,7 @@ from support.launchers import SCRIPTS, By, logged, unused_port
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.external.followed_job import JobState
-from axonlaunch.launch.external.ray import launcher
+from axonlaunch.launch.external.ray import launcher, ray_job
 from axonlaunch.launch.external.ray.kept_state import delete_state
 from axonlaunch.launch.external.ray.node import PROGRAM
 from axonlaunch.launch.external.ray.output import KEPT_BYTES, NodeOutput
@@ -494,6 +494,19 @@ def test_second_run_of_a_name_that_is_starting_is_refused(monkeypatch: pytest.Mo
     actors[RUNNING] = "the actor"
     with pytest.raises(ConfigError, match="name=big: a run of this name is starting"):
         job._start()
+
+
+def test_output_of_a_node_is_read_by_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    line = "übung\n".encode()
+    outputs = iter([NodeOutput(line[:1]), NodeOutput(line), NodeOutput(line)])
+    read = SimpleNamespace(remote=lambda node, start: next(outputs).read(start))
+    actor = SimpleNamespace(read=read)
+    monkeypatch.setattr(ray_job, "_actor_of", lambda name: actor)
+    monkeypatch.setattr(ray_job, "_answer", lambda answer: answer)
+    words = ["launch=ray", "name=big", "launch.nproc=1", "run_dir=/shared/big"]
+    job = RayJob("auto", RunSpec.of(configuration.load([*words, "launch.device=cpu"])))
+    assert [job.read_log() for _ in range(3)] == ["", "übung\n", ""]
 
 
 def test_bundle_of_a_node_has_its_devices_cores_and_resources() -> None:

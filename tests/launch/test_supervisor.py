@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 from axonlaunch.events import Finished
+from axonlaunch.launch.failures import pauses
 from axonlaunch.launch.failures.report import Report, report_of_rank
 from axonlaunch.launch.local import supervisor as supervisor_module
 from axonlaunch.launch.local.messages import Done
@@ -163,7 +164,8 @@ def test_only_pauses_of_the_launcher_since_the_last_progress_delay_a_hang(
         at = progress_at if now >= progress_at else 0.0
         return SimpleNamespace(at=at, step=3, phase="stepping")
 
-    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
+    for module in (supervisor_module, pauses):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(supervisor_module, "wait", wait)
     monkeypatch.setattr(supervisor, "heartbeats", SimpleNamespace(read=read))
     monkeypatch.setattr(supervisor, "_locate", lambda ranks: [_hang_report(supervisor)])

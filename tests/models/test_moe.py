@@ -63,6 +63,20 @@ def plain_layer(x: Tensor, w: dict[str, Tensor], config: MoEConfig) -> Tensor:
     return torch.stack(results).view_as(x)
 
 
+def test_experts_keep_their_inputs_and_results_once() -> None:
+    """For backward, in rows of the hidden size: one for each token and chosen expert."""
+    module, _ = layer(n_shared_experts=0)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(torch.randn(2, 9, 32, requires_grad=True)).sum()
+    assert [*kept.values()].count(2 * 9 * 2 * 32) == 2
+
+
 @pytest.mark.parametrize(
     "changes",
     [

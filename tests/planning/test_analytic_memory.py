@@ -53,7 +53,9 @@ def test_analytic_memory_of_bf16_parameters_is_close_to_trace(
     [
         "strategy=pipeline strategy.data_parallel=fsdp strategy.expert.degree=2",
         "strategy=pipeline strategy.data_parallel=fsdp",
-        "strategy=tensor model.hidden_size=512 model.moe_intermediate_size=512",
+        "strategy=tensor model.hidden_size=512 model.moe_intermediate_size=512 "
+        "train.activation_checkpointing=selective data.sequence_length=1024 "
+        "model.max_position_embeddings=1024 train.micro_batch_size=4",
     ],
 )
 def test_analytic_memory_of_mixtures_is_close_to_trace(overrides: str) -> None:

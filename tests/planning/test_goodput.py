@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import re
@@ -208,6 +209,9 @@ def test_lines_name_interval_spares_price_and_assumptions() -> None:
     assert "spares 1 node of 8 devices for all nodes that fail in a day, on 95% of days" in text
     assert "from hardware.price_per_hour" in text
     assert "assumed hardware.disk_gb_s=1, hardware.restart_s=600, hardware.mtbf_gpu_hours" in text
+    many = dataclasses.replace(trained(), failures=3240.0, days=1080.0)
+    assert "3,240 expected" in dict(training_lines(many))["failures"]
+    assert dict(training_lines(many))["duration"].startswith("1,080 days")
     [label, *_] = [label for label, line in training_lines(trained()) if "price_per_hour" in line]
     assert label == "unknown"
 

@@ -21,7 +21,12 @@ from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search import planned_layouts, search
 from axonlaunch.planning.search.candidates import Candidate, candidates
-from axonlaunch.planning.search.low_precision import lower_layouts, master_settings
+from axonlaunch.planning.search.low_precision import (
+    lower_layouts,
+    master_settings,
+    product_changes,
+    slowness,
+)
 from axonlaunch.preflight.checks import resolve_anywhere
 
 __all__ = ["found"]
@@ -82,6 +87,27 @@ def test_slower_layouts_of_lower_precision_are_left_out(found: Any) -> None:
     plan = found(*BF16, lowers=True, kept=kept, **SMALL)
     assert plan.candidates == found(*BF16, **SMALL).candidates
     assert plan.searched > found(*BF16, **SMALL).searched
+
+
+def test_only_products_that_are_the_fastest_of_a_layout_are_combined_with_other_changes(
+    found: Any,
+) -> None:
+    plan = found(*BF16, lowers=True, **SMALL)  # all products in fp8 take the same time
+    slower = "train.matmul_dtype=fp8_rowwise: is not the fastest choice for any layout"
+    assert plan.not_tried == (slower,)
+    searched = [name for each in plan.candidates for name in each.numerics]
+    assert "fp8_tensorwise products" in searched
+    assert "fp8_rowwise products" not in searched
+
+
+def test_products_that_are_slow_because_nothing_is_compiled_are_explained() -> None:
+    run = config.load(BF16)
+    changes = product_changes(run, [])
+    reason = "because roundings are fused only with train.compile=true"
+    assert [reason in str(each) for each in slowness(run, changes, changes)] == [True, True]
+    assert reason not in str(slowness(run, changes, changes[1:])[0])
+    compiled = config.load([*BF16, "train.compile=true"])
+    assert reason not in str(slowness(compiled, changes, changes)[0])
 
 
 def test_useless_layouts_of_lower_precision_are_not_estimated(

@@ -179,7 +179,6 @@ def test_search_names_impossible_setting_with_alternatives(
 @pytest.mark.parametrize(
     ("overrides", "devices", "ranks"),
     [
-        (["launch.nnodes=3"], 8, ["launch.nnodes=1", "launch.nproc=8"]),
         (["launch.nnodes=4"], 8, ["launch.nproc=2"]),
         (["launch.nnodes=2"], 16, ["launch.nproc=8"]),
         (["train.global_batch_size=48"], 12, ["launch.nnodes=2", "launch.nproc=6"]),

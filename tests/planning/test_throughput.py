@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.planning.measured_constants import LAUNCH_S
 from axonlaunch.planning.throughput.operations import Amount, CollectiveOp, HostWait, Phase
+from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork, step_work
 from axonlaunch.planning.throughput.throughput import (
     Throughput,
@@ -221,10 +223,34 @@ def test_offload_time_uses_host_link(fsdp: StepWork) -> None:
     assert host_s(f"{key}=optimizer_states") == pytest.approx(1.4 * 2 * shard_s)
     # Two reads for each of two micro-batches, then parameters and gradients for the update.
     assert host_s(f"{key}=params") == pytest.approx(1.4 * (2 * 2 + 2) * shard_s)
+    kept = [f"{key}=params", "strategy.fsdp.sharding=shard_grad_op"]
+    assert host_s(*kept) == pytest.approx(1.4 * (2 + 2) * shard_s)
     with pytest.raises(
         ConfigError, match="the speed of updates on the host's cores can't be estimated"
     ):
         host_s(f"{key}=full")
+
+
+def test_offload_reads_a_stage_of_a_pipeline_once_for_all_micro_batches(fsdp: StepWork) -> None:
+    piped = [
+        "strategy=fsdp",
+        "strategy.pipeline.degree=2",
+        "launch.nproc=8",
+        "hardware.host_gb_s=1",
+    ]
+
+    def step_s(*more: str) -> float:
+        config = run(*piped, *more)
+        assert config.hardware is not None
+        layout = Layout.of(config, world_size=8)
+        assert layout.micro_batches > 1
+        two_stages = dataclasses.replace(fsdp, layers=(2, 2))
+        return StepTime(config, layout, config.hardware).approximate(two_stages)
+
+    shard_s = 4 * fsdp.parameters / 8 / (1e9 * 0.79)
+    # One read for the gathers, then parameters and gradients for the update.
+    copied_s = step_s("strategy.fsdp.cpu_offload=params") - step_s()
+    assert copied_s == pytest.approx(1.4 * (1 + 2) * shard_s)
 
 
 def test_time_of_offloaded_inputs_is_what_exceeds_the_blocks(fsdp: StepWork) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from axonlaunch import comm
 from axonlaunch.comm import ProcessGroup, ReduceOp, World
+from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.averaging.row_bucket import RowBucket
 from support import collective_errors  # noqa: F401 (its checks are among CHECKS)
 from support.collective_values import (
@@ -100,6 +101,20 @@ def broadcast_copies_from_any_rank(world: World, dtype: torch.dtype) -> None:
             src = members(group)[index % len(members(group))]
             assert comm.broadcast_from(tensor, src=src, group=group) is tensor
             assert_same(tensor, of_all(group, index, dtype)[index % len(members(group))])
+
+
+@check
+def a_broadcast_view_arrives_and_its_gaps_stay_as_they_were(world: World) -> None:
+    memory = torch.full((4, 6), float(world.rank))
+    every_second = memory[:, ::2]
+    by_columns = torch.arange(6.0).view(2, 3).t() + world.rank
+    by_rows = by_columns.contiguous()
+    transposed = by_rows if world.rank else by_columns
+    for tensor in (every_second, transposed):
+        broadcast_tensors([tensor], source=0, group=world.default_group.torch_group)
+    assert_same(every_second, torch.zeros(4, 3))
+    assert_same(memory[:, 1::2], torch.full((4, 3), float(world.rank)))
+    assert_same(transposed, torch.arange(6.0).view(2, 3).t())
 
 
 @by_dtype(*DTYPES)

@@ -30,11 +30,12 @@ from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
 from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.engine_categories import host_categories
 from axonlaunch.planning.tracing.extrapolation import extrapolate_depth, extrapolate_schedule
-from axonlaunch.planning.tracing.stage_trace import measure_stage, step
+from axonlaunch.planning.tracing.stage_trace import measure_stage
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 from axonlaunch.system.processes import forked_call
 from support.configured import run_config
 from support.forced_router import forced_routes
+from support.gloo_threads import freeing_at_once
 
 SMALL = [
     "model.hidden_size=64",
@@ -138,9 +139,10 @@ def _together(result: Any) -> Any:
 def _measured(config: RunConfig, world: World) -> int | None:
     live = CpuPeakMemory(config)
     engine, batch = _engine(config, world, storing=live.storing)
-    for _ in range(WATCHED):
-        with live.step(engine):
-            engine.train_step(batch)
+    with freeing_at_once():
+        for _ in range(WATCHED):
+            with live.step(engine):
+                engine.train_step(batch)
     return live.peak_bytes()
 
 
@@ -173,23 +175,15 @@ def _engine(
 def _held(config: RunConfig, world: World) -> Held:
     trace = StorageTrace(on_host=host_categories(config), workspaces=gloo_buffers.untraced_buffers)
     engine, batch = _engine(config, world, storing=lambda: trace)
-    with trace:
+    with freeing_at_once(), trace:
         engine.backward(batch)
         with trace.during("temporary"):
             engine.update()
         measure_stage(engine, batch, trace, spec=spec_for(config.model))
-        peaks = [extrapolate_depth.peak(trace.events)]
-        # Gloo's threads may free a buffer late. That can only add memory, or move the peak to an
-        # earlier moment with the same total and more communication buffers.
-        for _ in range(4):
-            trace.tag(engine.optimizer_states(), "optimizer")  # an update may replace them
-            step(engine, batch, trace)
-            peaks.append(extrapolate_depth.peak(trace.events))
+        point, host = extrapolate_depth.peak(trace.events)
         trace.forget()
         engine.evaluate(batch)
         trace.finish()
-    travels = CATEGORIES.index("communication")
-    point, host = min(peaks, key=lambda peak: (on_device(peak[0]), peak[0][travels]))
     categories = dict(zip(CATEGORIES, point, strict=False))
     evaluation = on_device(extrapolate_depth.peak(trace.events)[0])
     position = Layout.of(config, world_size=world.world_size).coordinates(world.rank)["cp"]

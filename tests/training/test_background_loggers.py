@@ -121,6 +121,25 @@ def test_a_logger_is_switched_off_after_three_failures_in_a_row(
     assert not custom.closed
 
 
+def test_a_builder_that_returns_no_logger_is_reported_and_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    built_three = threading.Event()
+
+    def build() -> None:
+        built.append(len(built) + 1)
+        if len(built) == 3:
+            built_three.set()
+
+    monkeypatch.setattr(background, "_PAUSES_S", (0.0, 0.0))
+    register_logger("background_test")(build)
+    before_close(monkeypatch, lambda: built_three.wait(60))
+    [note] = notes(run(tmp_path))
+    assert "TypeError: it was built as NoneType, which has no log(metrics, *, step)" in note
+    assert built == [1, 2, 3]
+
+
 def test_occasionally_failing_logger_gets_all_other_steps(
     tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,11 @@ Tensors are read in batches, so a checkpoint need not fit in memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.checkpoint.format.manifest import Checkpoint, CorruptCheckpointError
@@ -20,10 +24,10 @@ class TensorDifference:
 
     Attributes:
         name: Name of the tensor, which begins with ``"model."`` or ``"optimizer."``.
-        largest: Largest absolute difference of an element; None if the tensor is in only one
-            checkpoint or the shapes differ.
-        relative: Norm of the difference divided by the norm of the first tensor; None as above.
-        reason: Explanation if there are no numbers.
+        largest: Largest absolute difference of an element; None if there is a reason instead.
+        relative: Norm of the difference divided by the norm of the first tensor; None without
+            ``largest``, or for a norm that is 0 or not finite.
+        reason: Difference that is no number, as of the shape or of NaN; empty otherwise.
     """
 
     name: str
@@ -57,7 +61,7 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDifference]:
-    """Return the tensors that differ, parameters first, the largest difference first."""
+    """Return the tensors whose bits differ, parameters first, the largest difference first."""
     first_entries, second_entries = reader.contents(first), reader.contents(second)
     for checkpoint in (first, second):
         reader.refuse_damage(checkpoint)
@@ -78,14 +82,34 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDif
         reader.tensors(first, same_shape, first_entries),
         reader.tensors(second, same_shape, second_entries),
     )
-    for name, *pair in zip(same_shape, *tensors, strict=True):
-        a, b = (tensor.double() for tensor in pair)
-        difference = (a - b).abs()
-        if difference.numel() and float(difference.max()) > 0:
-            norm = float(a.norm())
-            relative = float(difference.norm()) / norm if norm else float("inf")
-            differences.append(TensorDifference(name, float(difference.max()), relative))
+    for name, a, b in zip(same_shape, *tensors, strict=True):
+        if a.dtype != b.dtype or not torch.equal(_bits(a), _bits(b)):
+            differences.append(_difference(name, a, b))
     return sorted(differences, key=_order)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
+    """Return the difference of two tensors of one shape whose dtypes or bits differ."""
+    exact = torch.float64 if a.is_floating_point() or b.is_floating_point() else torch.int64
+    first, second = a.to(exact), b.to(exact)
+    is_same = (first == second) | (first.isnan() & second.isnan())
+    difference = torch.where(is_same, 0, (first - second).abs()).double()
+    largest = float(difference.max()) if difference.numel() else 0.0
+    if not math.isfinite(largest):
+        return TensorDifference(name, None, None, "differs in NaN or infinite elements")
+    if largest > 0:
+        norm = float(first.double().norm())
+        is_ratio = 0 < norm < math.inf  # an infinite element may be the same in both
+        relative = float(difference.norm()) / norm if is_ratio else None
+        return TensorDifference(name, largest, relative)
+    if a.dtype != b.dtype:
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (a, b)]
+        return TensorDifference(name, None, None, f"equal numbers in {' and '.join(dtypes)}")
+    return TensorDifference(name, None, None, "differs only in signs of zeros or bits of NaN")
 
 
 def _order(difference: TensorDifference) -> tuple[bool, bool, float, str]:

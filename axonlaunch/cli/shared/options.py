@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 STARTED = time.time()
 """Approximate start of this command, in seconds since 1970; only Typer was imported before."""
 
+MAX_TOKENS = 1e18
+"""Largest number of ``--tokens``; all text that exists is far less."""
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -96,7 +99,7 @@ def check_tokens(tokens: str | None) -> float | None:
     """Return the number of ``--tokens``; None without the option.
 
     Raises:
-        ConfigError: ``--tokens`` is not a positive number.
+        ConfigError: ``--tokens`` is not a number from 1 to ``MAX_TOKENS``.
     """
     if tokens is None:
         return None
@@ -104,8 +107,8 @@ def check_tokens(tokens: str | None) -> float | None:
     from axonlaunch.system.text.formatting import parse_quantity
 
     number = parse_quantity(tokens)
-    if number is None or number < 1:
-        message = "must be a number of tokens, as in 3T, 500B or 1e9"
+    if number is None or not 1 <= number <= MAX_TOKENS:
+        message = f"must be a number of tokens from 1 to {MAX_TOKENS:g}, as in 3T, 500B or 1e9"
         raise ConfigError([ConfigIssue("--tokens", message, tokens)])
     return number
 

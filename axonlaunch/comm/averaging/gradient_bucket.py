@@ -190,8 +190,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.Pro
     """
     works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
     for members in buckets(map(local_part, tensors), limit=BUCKET_BYTES):
-        flat = None if len(members) == 1 else torch.cat([tensor.reshape(-1) for tensor in members])
-        message = members[0] if flat is None else flat
+        # gloo would send the memory of a view with its gaps, whatever its strides.
+        is_one_block = len(members) == 1 and members[0].is_contiguous()
+        flat = None if is_one_block else torch.cat([tensor.reshape(-1) for tensor in members])
+        message = members[0].view(-1) if flat is None else flat
         works.append((dist.broadcast(message, source, group=group, async_op=True), flat, members))
     for work, flat, members in works:
         work.wait()

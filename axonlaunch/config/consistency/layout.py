@@ -290,10 +290,10 @@ class Layout:
         parts, facts = [], self.facts
         if facts.shards_parameters and self.dp_replicate > 1 and self.dp_shard > 1:
             parts.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
-        elif not facts.shards_optimizer and self.data_ranks == 1 < self.gradient_ranks:
-            pass  # the replicas are the ranks of other axes, which are printed below
-        elif facts.averages != "nothing":
+        elif self.data_ranks > 1 and facts.averages != "nothing":
             parts.append(f"{self.data_parallel} {self.data_ranks}")
+        elif facts.shards_optimizer:
+            parts.append(self.data_parallel)  # among the ranks of other axes
         for axis in PRINTED:
             if (degree := self.degrees[axis.name]) > 1:
                 schedule = f" ({self.schedule})" if axis.divides == "blocks" else ""

@@ -10,7 +10,7 @@ from typing import Self
 
 from axonlaunch.config.consistency.layout import nodes, num_ranks
 from axonlaunch.config.options.hardware import HardwareConfig
-from axonlaunch.config.problems.errors import divisors
+from axonlaunch.config.problems.errors import divisors, one_of
 from axonlaunch.config.schema import RunConfig
 
 
@@ -72,9 +72,11 @@ def uneven_devices(config: RunConfig, devices: int) -> str | None:
     """Return why no nodes share a number of devices equally, or None if some do.
 
     13 devices in nodes of 8 would be 13 nodes with one rank each, which nobody has. Nodes that the
-    launch settings describe are taken as they are.
+    launch settings describe are taken as they are, if ``launch.nnodes`` divides the devices.
     """
-    most = _devices_per_node(config.hardware)
+    count, most = nodes(config)[1], _devices_per_node(config.hardware)
+    if config.launch.nproc == "auto" and devices % count:
+        return _other_nodes(config.launch.nnodes, count=count, devices=devices)
     if most in (None, 1) or describes_nodes(config, devices):
         return None
     if devices == 1 or _largest_part(devices, config.hardware) > 1:
@@ -84,6 +86,14 @@ def uneven_devices(config: RunConfig, devices: int) -> str | None:
         f"nodes with up to {most} devices (hardware.devices_per_node) can't share them equally; "
         f"use {full} or {full + most}, or launch.nnodes={devices} for one device on each node"
     )
+
+
+def _other_nodes(nnodes: int | str, *, count: int, devices: int) -> str:
+    """Return that this number of nodes can't share the devices, and the closest ones that can."""
+    fewer = [n for n in divisors(devices) if n < count][-1:]
+    more = [n for n in divisors(devices) if n > count][:1]
+    others = one_of([f"launch.nnodes={n}" for n in fewer + more])
+    return f"launch.nnodes={nnodes} can't share them equally; use {others}"
 
 
 def _devices_per_node(hardware: HardwareConfig | None) -> int | None:

@@ -94,12 +94,7 @@ class DDP(nn.Module):
         )
         if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
             return
-        # torch's reducer supports neither DTensors, nor another type of gradients or of their sum,
-        # nor rows.
-        has_plain_tensors = not any(isinstance(p, DTensor) for p in module.parameters())
-        has_other_gradients = any(p.grad_dtype != p.dtype for p in module.parameters())
-        uses_torch_ddp = has_plain_tensors and reduce_dtype is None and not scatters_rows
-        uses_torch_ddp = uses_torch_ddp and not has_other_gradients
+        uses_torch_ddp = reduce_dtype is None and not scatters_rows and _suits_reducer(module)
         if self.sync is GradSyncStrategy.OVERLAPPED and uses_torch_ddp:
             options: dict[str, Any] = {
                 "bucket_cap_mb": bucket_size_mb,
@@ -208,3 +203,12 @@ class DDP(nn.Module):
 
 DistributedDataParallel = DDP
 """Another name for ``DDP``."""
+
+
+def _suits_reducer(module: nn.Module) -> bool:
+    """Return whether torch's reducer can average the gradients of a module.
+
+    It supports neither DTensors nor gradients of another type than their parameters. It can neither
+    sum in another type nor by rows.
+    """
+    return not any(isinstance(p, DTensor) or p.grad_dtype != p.dtype for p in module.parameters())

@@ -191,14 +191,7 @@ class FSDP(nn.Module):
         }
         if experts is not None:
             _shard_experts(experts, **options, reshard_after_forward=reshard)
-        if first := _large_unit(before_blocks, module):
-            fully_shard(first, reshard_after_forward=reshard, **options)
-        if last := _large_unit(after_blocks, module):
-            fully_shard(last, reshard_after_forward=False, **options)
-        for layer in _unshared_layers(layers):
-            fully_shard(layer, reshard_after_forward=reshard, **options)
-        # The root's parameters are needed again immediately, at the start of backward.
-        fully_shard(module, reshard_after_forward=False, **options)
+        _shard_units(module, layers, before_blocks, after_blocks, reshard=reshard, **options)
         self._memory = MemoryWatch(module, total_bytes=total, device=self._device)
         if self.cpu_offload.streams_the_update:
             self._refuse_other_optimizers()
@@ -321,6 +314,35 @@ class FSDP(nn.Module):
     def units(self) -> list[FSDPModule]:
         """Return the root and its blocks; the parameters of each are gathered together."""
         return sharded_units(self.module)
+
+
+def _shard_units(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    before_blocks: Sequence[nn.Module],
+    after_blocks: Sequence[nn.Module],
+    *,
+    reshard: bool,
+    **options: Any,
+) -> None:
+    """Shard a module unit by unit: the ends of its forward, its blocks, and everything else.
+
+    Args:
+        module: Module that is sharded in place.
+        layers: Blocks of the module.
+        before_blocks: Modules that forward calls before the blocks.
+        after_blocks: Modules that forward calls after the blocks.
+        reshard: Whether a unit is freed after its forward. The last units of a forward are kept,
+            because backward starts with them.
+        options: Other arguments of ``fully_shard``.
+    """
+    if first := _large_unit(before_blocks, module):
+        fully_shard(first, reshard_after_forward=reshard, **options)
+    if last := _large_unit(after_blocks, module):
+        fully_shard(last, reshard_after_forward=False, **options)
+    for layer in _unshared_layers(layers):
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    fully_shard(module, reshard_after_forward=False, **options)
 
 
 def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:

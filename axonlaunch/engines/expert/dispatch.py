@@ -82,6 +82,7 @@ class AllToAll:
         assert isinstance(ticket, routing.Routes)
         results = results[: sum(ticket.received)]
         rows = exchange_rows(results, self._group, sent=ticket.received, received=ticket.sent)
-        unsorted = rows.new_empty(rows.shape).index_copy(0, ticket.order, rows)
+        # Unlike index_copy, this does not keep the sorted rows for backward.
+        unsorted = rows.new_empty(rows.shape).index_put((ticket.order,), rows)
         by_token = unsorted.view(*weights.shape, rows.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(results.dtype)

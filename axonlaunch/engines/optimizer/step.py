@@ -226,7 +226,7 @@ class Update:
         self._make_masters()
         if self._rounded is not None:
             self._rounded.step = step
-        # The optimizer owns its states, and replaces those in 16 or 8 bits; keep no second copy.
+        # The optimizer owns its states, and may replace them; keep no second copy.
         self._created, self._sharded = {}, {}
 
     def masters(self) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """Optimizer steps that process one parameter at a time, on another device or in another type.
 
-A working copy replaces each parameter during its update, so only one copy exists at a time. On a
-GPU there are those of up to three matrices: one arriving, one being updated, one leaving. The
-master of a parameter is a working copy that is kept. Optimizers that exchange parts of parameters
-among ranks process all of them at once.
+A working copy replaces each parameter during its update, so only one copy exists at a time. The
+update writes its results to the tensors that it read, in their types. On a GPU these are copies of
+up to three matrices: one arriving, one being updated, one leaving. The master of a parameter is a
+working copy that is kept. Optimizers that exchange parts of parameters among ranks process all of
+them at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.comm.mesh import local_part
 from axonlaunch.engines.optimizer.clipping import scales_gradients
-from axonlaunch.engines.optimizer.copy_streams import copy_streams, left_before
+from axonlaunch.engines.optimizer.copy_streams import InOrder, copy_streams, left_before
 from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.tensors.page_locked import page_locked
 
@@ -78,9 +79,9 @@ def stream_parameters(
         arithmetic: Types of the update; None for those of the parameters.
         at_once: Whether a step processes all parameters at once.
     """
-    update = optimizer.step
-    chosen = arithmetic or UpdateArithmetic()
-    streams = copy_streams(device)
+    streamed = _StreamedUpdate(
+        optimizer.step, arithmetic or UpdateArithmetic(), copy_streams(device), device, states_on
+    )
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -89,31 +90,15 @@ def stream_parameters(
                 loss = closure()
         groups = self.param_groups
         updates = [*(_updated_at_once(groups) if at_once else _one_by_one(groups))]
-        updated = [
-            [tensor for _, of_group in members for tensor in of_group] for members in updates
-        ]
-        counts = left_before(any(t.ndim > 1 for t in tensors) for tensors in updated)
+        counts = left_before(
+            any(tensor.ndim > 1 for _, of_group in members for tensor in of_group)
+            for members in updates
+        )
         try:
-            for members, tensors, left in zip(updates, updated, counts, strict=True):
-                with streams.arriving(left):
-                    brought = [_brought(self, t, device or t.device, chosen) for t in tensors]
-                working = {
-                    tensor: _working_copy(self, tensor, copies, chosen)
-                    for tensor, copies in zip(tensors, brought, strict=True)
-                }
-                self.param_groups = [
-                    {**group, "params": [working[tensor][0] for tensor in of_group]}
-                    for group, of_group in members
-                ]
-                update()
-                used = [(copy, copy.grad, dict(self.state[copy])) for copy, _ in working.values()]
-                with streams.leaving(brought, used):
-                    for tensor, (copy, host_states) in working.items():
-                        home = states_on or copy.device
-                        _taken_back(self, tensor, copy, home, host_states, chosen)
+            for members, left in zip(updates, counts, strict=True):
+                streamed.update_together(self, members, left)
         finally:
-            self.param_groups = groups
-            streams.finish()
+            streamed.streams.finish()
         return loss
 
     # torch's learning rate schedulers expect a bound method.
@@ -143,6 +128,84 @@ class _Copies:
     states: dict[str, object]
 
 
+@dataclass(frozen=True)
+class _StreamedUpdate:
+    """Updates a few parameters at a time; see ``stream_parameters`` for the attributes."""
+
+    step: Callable[[], object]
+    arithmetic: UpdateArithmetic
+    streams: InOrder
+    device: torch.device | None
+    states_on: torch.device | None
+
+    def update_together(self, optimizer: Optimizer, members: Groups, left: int) -> None:
+        """Update parameters with working copies, which are freed before this returns.
+
+        Args:
+            optimizer: Optimizer of the parameters.
+            members: Parameters to update, with their groups of options.
+            left: See ``InOrder.arriving``.
+        """
+        tensors = [tensor for _, of_group in members for tensor in of_group]
+        with self.streams.arriving(left):
+            brought = {
+                tensor: _brought(optimizer, tensor, self.device or tensor.device, self.arithmetic)
+                for tensor in tensors
+            }
+        host_states = {tensor: optimizer.state.pop(tensor, {}) for tensor in tensors}
+        working = {
+            tensor: _working_copy(optimizer, tensor, brought[tensor], self.arithmetic)
+            for tensor in tensors
+        }
+        self._step(optimizer, members, working)
+        updated = {
+            tensor: self._stored_states(optimizer, tensor, working.pop(tensor), brought[tensor])
+            for tensor in tensors
+        }
+        with self.streams.leaving(brought, [[*states.values()] for states in updated.values()]):
+            for tensor, states in updated.items():
+                source = brought[tensor].source
+                _take_back_values(tensor, source, self.arithmetic)
+                optimizer.state[tensor] = {
+                    name: _back(
+                        value, self.states_on or source.device, host_states[tensor].get(name)
+                    )
+                    for name, value in states.items()
+                }
+
+    def _step(
+        self, optimizer: Optimizer, members: Groups, working: Mapping[Tensor, nn.Parameter]
+    ) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [
+            {**group, "params": [working[tensor] for tensor in of_group]}
+            for group, of_group in members
+        ]
+        try:
+            self.step()
+        finally:
+            optimizer.param_groups = groups
+
+    def _stored_states(
+        self, optimizer: Optimizer, tensor: Tensor, working: nn.Parameter, copies: _Copies
+    ) -> dict[str, object]:
+        """Write updated values to what the update read, and return the states as they are stored.
+
+        This is work of the update, so it frees the working copies, and only the tensors that it
+        read wait until they are copied back.
+        """
+        with torch.no_grad():
+            if working.dtype != copies.source.dtype:
+                _copy(working.detach(), copies.source)
+            states: dict[str, object] = optimizer.state.pop(working)
+            del working  # storing states needs memory as well
+            for name, value in states.items():
+                if isinstance(value, Tensor):
+                    stored = self.arithmetic.store_state(tensor, name, value)
+                    states[name] = _in_memory_of(copies.states.get(name), stored)
+        return states
+
+
 def _brought(
     optimizer: Optimizer, tensor: Tensor, device: torch.device, arithmetic: UpdateArithmetic
 ) -> _Copies:
@@ -159,54 +222,49 @@ def _brought(
 
 def _working_copy(
     optimizer: Optimizer, tensor: Tensor, copies: _Copies, arithmetic: UpdateArithmetic
-) -> tuple[Tensor, dict[str, object]]:
-    """Return a parameter in the type of the update, and the states that are stored.
-
-    The working copy has its gradient and its states in that type.
-    """
+) -> nn.Parameter:
+    """Return a parameter in the type of the update, with its gradient and states in that type."""
     dtype = arithmetic.dtype or tensor.dtype
     working = nn.Parameter(copies.source.to(dtype))
     working.grad = copies.gradient.to(dtype)
     if arithmetic.factor is not None and not scales_gradients(optimizer):
         local_part(working.grad).mul_(arithmetic.factor.to(working.device))
-    stored = optimizer.state.pop(tensor, {})
     read = {
         name: arithmetic.read_state(tensor, name, value) if isinstance(value, Tensor) else value
         for name, value in copies.states.items()
     }
     optimizer.state[working] = read
-    return working, stored
+    return working
+
+
+def _in_memory_of(earlier: object, value: Tensor) -> Tensor:
+    """Return a value in the memory of an earlier one of the same kind, if there is one."""
+    if earlier is value or not isinstance(earlier, Tensor) or not _are_alike(earlier, value):
+        return value
+    _copy(value, earlier)
+    return earlier
+
+
+def _are_alike(tensor: Tensor, other: Tensor) -> bool:
+    facts, other_facts = ((t.device, t.shape, t.stride(), t.dtype) for t in (tensor, other))
+    return facts == other_facts
 
 
 @torch.no_grad()
-def _taken_back(
-    optimizer: Optimizer,
-    tensor: Tensor,
-    working: Tensor,
-    states_on: torch.device,
-    host_states: dict[str, object],
-    arithmetic: UpdateArithmetic,
-) -> None:
-    """Copy an updated working copy and its states back to the parameter, and to its master.
-
-    States return to the host memory that held them before the update, because page-locking new
-    memory would take longer than the copy. The host does not wait for these copies.
-    """
-    if tensor.device != working.device or tensor.dtype != working.dtype:
-        _copy(working.detach(), tensor.detach())
+def _take_back_values(tensor: Tensor, source: Tensor, arithmetic: UpdateArithmetic) -> None:
+    """Copy updated values to a parameter and to its master; the host does not wait for them."""
+    if tensor.device != source.device or tensor.dtype != source.dtype:
+        _copy(source, tensor.detach())
     master = arithmetic.masters.get(tensor)
-    if master is not None and master.device != working.device:
-        _copy(working.detach(), master)
-    states = optimizer.state.pop(working)
-    for key, value in states.items():
-        if isinstance(value, Tensor):
-            value = arithmetic.store_state(tensor, key, value)
-        states[key] = _back(value, states_on, host_states.get(key))
-    optimizer.state[tensor] = states
+    if master is not None and master.device != source.device:
+        _copy(source, master)
 
 
 def _back(value: object, device: torch.device, pinned: object) -> object:
-    """Return a state on its storage device, in the tensor that held it before if possible."""
+    """Return a state on its storage device, in the tensor that held it before if possible.
+
+    Page-locking new host memory would take longer than the copy. The host does not wait for it.
+    """
     if not isinstance(value, Tensor) or not isinstance(pinned, Tensor) or value.device == device:
         return _copy_to(value, device)
     if (pinned.device, pinned.shape, pinned.dtype) != (device, value.shape, value.dtype):

@@ -11,7 +11,7 @@ compute. Block 4 ends the forward and returns their hidden states, so norm and h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,6 +142,37 @@ def keep_blocks(
         sequence_parts: Number of parts that hidden states divide the sequence into.
     """
     micro_batch = _MicroBatch()
+    _replace_blocks(model, flow, micro_batch, blocks=blocks, first=first, last=last)
+    absent = [
+        *(flow.before_blocks if first else ()),
+        *(flow.after_blocks if last < len(blocks) else ()),
+    ]
+    for name in absent:
+        end = End(
+            model.get_submodule(name),
+            shape=flow.shapes.get(name, ()),
+            is_written=name in flow.written,
+            micro_batch=micro_batch,
+        )
+        _replace(model, name, end)
+    receiving = micro_batch if first else None
+    model.forward = _stage_forward(model.forward, receiving, sequence_parts=sequence_parts)
+    return model
+
+
+def _replace_blocks(
+    model: nn.Module,
+    flow: BlockFlow,
+    micro_batch: _MicroBatch,
+    *,
+    blocks: Sequence[str],
+    first: int,
+    last: int,
+) -> None:
+    """Replace the blocks of other stages; the block before the first returns the hidden states.
+
+    The block after the last one ends the forward.
+    """
     for number, name in enumerate(blocks):
         if number == last:
             _replace(model, name, LeavingBlock(model.get_submodule(name), model=model))
@@ -155,24 +186,22 @@ def keep_blocks(
                     micro_batch=micro_batch if number == first - 1 else None,
                 ),
             )
-    absent = [
-        *(flow.before_blocks if first else ()),
-        *(flow.after_blocks if last < len(blocks) else ()),
-    ]
-    for name in absent:
-        shape = flow.shapes.get(name, ())
-        end = End(
-            model.get_submodule(name),
-            shape=shape,
-            is_written=name in flow.written,
-            micro_batch=micro_batch,
-        )
-        _replace(model, name, end)
-    full_forward: Any = model.forward
+
+
+def _stage_forward(
+    full_forward: Callable[..., Any], micro_batch: _MicroBatch | None, *, sequence_parts: int
+) -> Callable[..., Any]:
+    """Return the forward of a stage.
+
+    Args:
+        full_forward: Forward of the full model, whose absent modules are replaced.
+        micro_batch: Takes the hidden states that the stage receives; None if it receives tokens.
+        sequence_parts: Number of parts that hidden states divide the sequence into.
+    """
 
     def forward(received: Tensor, **extra: Tensor) -> Any:
         tokens = received
-        if first:
+        if micro_batch is not None:
             micro_batch.received = received
             # Code before the blocks depends only on the shape of the tokens.
             batch, length = received.shape[:2]
@@ -185,10 +214,10 @@ def keep_blocks(
             # torch's stages detach their outputs in place, which is not possible for views.
             return hidden.clone() if is_view(hidden) else hidden
         finally:
-            micro_batch.received = None
+            if micro_batch is not None:
+                micro_batch.received = None
 
-    model.forward = forward
-    return model
+    return forward
 
 
 @contextmanager

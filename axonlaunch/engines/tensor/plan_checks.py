@@ -67,7 +67,8 @@ that holds it must have the style ``experts`` or ``local``, or be in a region.
 """
 COLUMN_STYLES = ("column", "packed_column", "key_value")
 """Styles of linear layers whose outputs stay sharded."""
-_ROW_STYLES = ("row", "row_split")
+ROW_STYLES = ("row", "row_split")
+"""Styles of linear layers whose outputs ranks sum."""
 _SHARDING_STYLES = ("column", "packed_column", "row", "packed_row")
 
 
@@ -313,7 +314,7 @@ def _row_shards(entry: Styled) -> dict[str, ShardSpec]:
     shard_specs = dict(entry.shard_specs)
     if _splits_rows(entry):
         shard_specs["weight"] = ShardSpec(1, entry.pieces)
-    if isinstance(entry.module, LoraLayer) and entry.style in _ROW_STYLES:
+    if isinstance(entry.module, LoraLayer) and entry.style in ROW_STYLES:
         shard_specs["lora_A.weight"] = ShardSpec(1, entry.pieces)
     if isinstance(entry.module, LoraExperts):
         for key, matrices in entry.module.matrices().items():
@@ -336,7 +337,7 @@ def rank_divisors(
     """
     divisors: dict[str, tuple[int, int]] = {}
     for entry in style_modules(module, plan):
-        if entry.style in _ROW_STYLES:
+        if entry.style in ROW_STYLES:
             divisors[entry.name] = (degree, 1)
         elif entry.style in (*COLUMN_STYLES, "column_gathered"):
             heads = key_value_heads(entry.holder, entry.module)
@@ -352,7 +353,7 @@ def _splits_rows(entry: Styled) -> bool:
         return weight is not None and entry.style == "column_gathered"
     if (sizes := linear_sizes(entry.module)) is None:
         return False
-    if entry.style in _ROW_STYLES:
+    if entry.style in ROW_STYLES:
         return not sizes.transposed
     return sizes.transposed and entry.style in (*COLUMN_STYLES, "column_gathered")
 
@@ -414,7 +415,7 @@ def _sharded_size(entry: Styled) -> tuple[int, str]:
     if sizes is not None:
         if entry.style in (*COLUMN_STYLES, "column_gathered", "vocabulary"):
             return sizes.outputs, "outputs"
-        if entry.style in _ROW_STYLES:
+        if entry.style in ROW_STYLES:
             return sizes.inputs, "inputs"
     return 0, "sizes"
 

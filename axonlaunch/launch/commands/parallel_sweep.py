@@ -220,9 +220,12 @@ class _Command:
                 self._line += content
         *lines, self._line = self._line.split(b"\n")
         for line in lines:
-            prefix = Text(f"[{self.number + 1}] ", style="dim")
-            text = prefix + Text(line.decode(errors="replace"), style="default")
-            console_on(self.stream).print(text, soft_wrap=True)
+            self._print(line)
+
+    def _print(self, line: bytes) -> None:
+        prefix = Text(f"[{self.number + 1}] ", style="dim")
+        text = prefix + Text(line.decode(errors="replace"), style="default")
+        console_on(self.stream).print(text, soft_wrap=True)
 
     def stop(self, times: int) -> None:
         """Pass on the given number of signals."""
@@ -231,7 +234,12 @@ class _Command:
             self.process.send_signal(number)
 
     def result(self) -> RunResult:
-        """Return how the run ended; called after the process has ended."""
+        """Return how the run ended, and print the end of its console.
+
+        Called after the process has ended and after ``show_output``.
+        """
+        if self._line:  # its end had no line break
+            self._print(self._line)
         assert self.process.stdout is not None
         with self.process as process:
             content = self.process.stdout.read() or b""

@@ -80,14 +80,15 @@ def _ancestor_without(variables: tuple[str, ...]) -> int | None:
     while variables and pid > 1:
         try:
             content = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             return None
         except PermissionError:  # another user's process: slurmstepd runs as root
             return pid
         names = {line.partition(b"=")[0] for line in content}
         if not names & {name.encode() for name in variables}:
             return pid
-        pid = int(_stat(pid)[1])
+        parent = _stat(pid)[1:2]
+        pid = int(parent[0]) if parent else 0
     return None
 
 

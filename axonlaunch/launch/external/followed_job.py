@@ -5,6 +5,7 @@ SLURM and Kubernetes share it: each describes its jobs as a ``FollowedJob``.
 
 from __future__ import annotations
 
+import codecs
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +53,17 @@ def shared_folder(job: JobFolders, other: JobFolders) -> tuple[str, str] | None:
     folder, used = (each.checkpoints or each.run_dir for each in (job, other))
     key = "checkpoint.path" if job.checkpoints else "run_dir"
     return (key, folder) if folder.rstrip("/") == used.rstrip("/") else None
+
+
+def decode_whole(content: bytes) -> tuple[str, int]:
+    """Decode UTF-8 up to a character that is cut off at the end, whose rest is still to come.
+
+    Returns:
+        The text, and the number of bytes that it takes.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text = decoder.decode(content)
+    return text, len(content) - len(decoder.getstate()[0])
 
 
 class FollowedJob(Protocol):

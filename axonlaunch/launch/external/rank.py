@@ -96,35 +96,16 @@ def main(
     proof = None
     with ExitStack() as folder:
         if environment.rank == 0:
-            try:
-                # The other ranks wait for the configuration as long as this rank lives. No rank
-                # uses a device yet.
-                with peers.preparing():
-                    composed, resolved = resolve(with_node_counts(environment, members))
-                    summary = finished_runs.finished_summary(resolved)
-                    if summary is None:
-                        proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
-                if summary is not None:
-                    peers.call_off({"status": 0})
-                    text = finished_runs.finished_text(resolved, summary)
-                    print(text, file=sys.stderr if as_json else sys.stdout)
-                    return 0, summary
-                announce = partial(print, file=sys.stderr)
-                if proof is not None:
-                    announce(proof)
-                opened = open_run_dir(
-                    resolved,
-                    announce=announce,
-                    composed=composed,
-                    sharing=_sharing(resolved),
-                    launched_by=launcher.identity.name,
-                )
-                config = folder.enter_context(opened)
-                hosts = [member["host"] for member in members or ()]
-                log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
-            except ConfigError as error:
-                peers.call_off({"status": exit_status(error.problems)})
-                raise
+
+            def resolve_here() -> tuple[Composed, RunConfig]:
+                return resolve(with_node_counts(environment, members))
+
+            begun = _begin_run(peers, resolve_here, folder, launcher, as_json=as_json)
+            if isinstance(begun, dict):
+                return 0, begun
+            config, proof = begun
+            hosts = [member["host"] for member in members or ()]
+            log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
             peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:
             frozen = frozen_by_rank_0(peers)
@@ -132,6 +113,59 @@ def main(
                 return frozen, None
             config = frozen
         return _run(config, environment, peers, launcher, proof, started=started, as_json=as_json)
+
+
+def _begin_run(
+    peers: Coordinator,
+    resolve: Callable[[], tuple[Composed, RunConfig]],
+    folder: ExitStack,
+    launcher: LauncherProcess,
+    *,
+    as_json: bool,
+) -> tuple[RunConfig, Proof | None] | dict[str, Any]:
+    """Resolve the configuration, prove its layout and open the run folder, on rank 0.
+
+    If the run is already finished or can't be run, the other ranks are told to end.
+
+    Args:
+        peers: Channel to the other ranks, which wait as long as this rank lives.
+        resolve: Composes and resolves the configuration.
+        folder: Closes the run folder at the end of the run.
+        launcher: Launcher that started this process.
+        as_json: Whether standard output is reserved for JSON.
+
+    Returns:
+        The frozen configuration and the proof, or the summary of a run that was already finished.
+
+    Raises:
+        ConfigError: The configuration can't be run.
+    """
+    proof = None
+    try:
+        with peers.preparing():  # no rank uses a device yet
+            composed, resolved = resolve()
+            summary = finished_runs.finished_summary(resolved)
+            if summary is None:
+                proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
+        if summary is not None:
+            peers.call_off({"status": 0})
+            text = finished_runs.finished_text(resolved, summary)
+            print(text, file=sys.stderr if as_json else sys.stdout)
+            return summary
+        announce = partial(print, file=sys.stderr)
+        if proof is not None:
+            announce(proof)
+        opened = open_run_dir(
+            resolved,
+            announce=announce,
+            composed=composed,
+            sharing=_sharing(resolved),
+            launched_by=launcher.identity.name,
+        )
+        return folder.enter_context(opened), proof
+    except ConfigError as error:
+        peers.call_off({"status": exit_status(error.problems)})
+        raise
 
 
 def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:

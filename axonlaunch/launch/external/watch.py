@@ -16,6 +16,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
+from axonlaunch.launch.failures.pauses import Pauses
 from axonlaunch.launch.failures.report import Crash, FailureKind, Report, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.messages import RankSpec
@@ -48,6 +49,7 @@ class JobWatch(threading.Thread):
         self._console = console
         self._errors = errors
         self._over = threading.Event()
+        self._pauses = Pauses()
         self._tail = LogTail(spec.log, console) if spec.rank == 0 else None
 
     def end(self) -> None:
@@ -67,7 +69,7 @@ class JobWatch(threading.Thread):
             os._exit(1)
 
     def _follow(self) -> None:
-        while not self._over.wait(_TICK_S):
+        while not self._pauses.watch(lambda: self._over.wait(_TICK_S)):
             if self._tail:
                 self._tail()
             if self._launcher.is_gone.is_set():
@@ -80,7 +82,7 @@ class JobWatch(threading.Thread):
     def _hang(self) -> Report | None:
         spec, heartbeat = self._spec, self._spec.heartbeats.read(self._spec.local_rank)
         timeout_s = self._config.launch.timeout_s
-        if heartbeat.phase == "done" or time.monotonic() - heartbeat.at < timeout_s:
+        if heartbeat.phase == "done" or self._pauses.running_since(heartbeat.at) < timeout_s:
             return None
         this_process = {spec.local_rank: os.getpid()}
         location = hang.ask(this_process, {spec.local_rank: spec.log})[spec.local_rank]

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from axonlaunch.events import Finished, Listener, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
+from axonlaunch.launch.failures.pauses import Pauses
 from axonlaunch.launch.failures.report import (
     Crash,
     FailureKind,
@@ -37,8 +38,6 @@ from axonlaunch.system.text.streams import silence
 SETTLE_S = 0.3
 """Seconds to wait after the first failure report. Peers may report a closed connection before the
 process that failed has been reaped."""
-PAUSE_S = 5.0
-"""Seconds of a wait for messages, usually 0.1, that show that this process was stopped."""
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Supervisor:
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
     _kills: RecentKills = field(default_factory=RecentKills)
-    _pauses: list[tuple[float, float]] = field(default_factory=list)
+    _pauses: Pauses = field(default_factory=Pauses)
 
     def run(self) -> Outcome:
         """Supervise the ranks until every process has ended, and return the outcome."""
@@ -213,7 +212,8 @@ class Supervisor:
         """Receive the messages of ranks, and close connections that have ended."""
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
         running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
-        for ready in self._wait([*connections, *running], timeout):
+        sources: list[Connection | int] = [*connections, *running]
+        for ready in self._pauses.watch(lambda: wait(sources, timeout=timeout)):
             if not isinstance(ready, Connection):
                 continue
             rank = connections[ready]
@@ -227,19 +227,6 @@ class Supervisor:
             # no end of file.
             if rank.open and rank.process.has_ended and not rank.connection.poll():
                 rank.close()
-
-    def _wait(self, sources: list[Connection | int], timeout: float) -> list[Any]:
-        """Wait for messages, and note a pause of this process in the meantime.
-
-        It is stopped by Ctrl-Z or with a suspended SLURM job, for example. Other work of this
-        process may take long too, such as writing to a slow disk, and is no pause.
-        """
-        began = time.monotonic()
-        ready = wait(sources, timeout=timeout)
-        ended = time.monotonic()
-        if ended - began > PAUSE_S:
-            self._pauses.append((began, ended))
-        return ready
 
     def _receive(self, rank: Rank, message: object) -> None:
         if isinstance(message, Report):
@@ -282,9 +269,7 @@ class Supervisor:
         oldest = min(
             (self.heartbeats.read(rank.index).at for rank in running), default=time.monotonic()
         )
-        paused = sum(max(0.0, end - max(begin, oldest)) for begin, end in self._pauses)
-        waited = time.monotonic() - oldest - paused
-        return running if waited > self.timeout_s else []
+        return running if self._pauses.running_since(oldest) > self.timeout_s else []
 
     def _locate(self, ranks: list[Rank]) -> list[Report]:
         """Locate hanging ranks by their stacks, and return a report for each.

@@ -257,32 +257,15 @@ class NodeMembership:
             RunEndedError: The run ended before this node could take part.
             ConfigError: The nodes can't meet or have different configurations.
         """
-        launch = self._given.launch
         now, store = self._round(), self._open(listens=False)
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
         channel = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
-        try:
-            met, nonces = handshake(
-                channel,
-                member=now.member,
-                members=now.members,
-                unit="node",
-                about=self._about(),
-                timeout_s=launch.timeout_s,
-                announce=lambda text: self._console.line(f"node {now.member}: {text}"),
-                confirm=partial(self._confirm, now, store),
-            )
-        except TimeoutError as missing:
-            if self._hosts and self._is_finished():
-                return None  # the others share its folder, so they knew it and did not wait
-            message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
-            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
-            raise ConfigError([problem]) from None
-        except ForgedMessageError:
-            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
-            raise ConfigError([problem]) from None
+        joined = self._meet(channel, now, store)
+        if joined is None:
+            return None
+        met, nonces = joined
         self._peers = peers = Coordinator(
             channel,
             nonces=nonces,
@@ -303,13 +286,48 @@ class NodeMembership:
         peers.watch()
         self._say(config, now.member)
         rendezvous = Rendezvous(
-            address=launch.master_addr,
+            address=self._given.launch.master_addr,
             port=meeting_port(config),
             credentials=credentials,
             node_rank=now.member,
             others=peers,
         )
         return config, rendezvous
+
+    def _meet(
+        self, channel: Channel, now: Attempt, store: dist.Store
+    ) -> tuple[list[Any] | None, list[str]] | None:
+        """Exchange signed messages with the other nodes of an attempt.
+
+        Returns:
+            The result of ``handshake``; None if the others know that the run is finished.
+
+        Raises:
+            NodeLostError: A node was lost before the attempt began.
+            RunEndedError: The run ended before this node could take part.
+            ConfigError: The nodes can't meet.
+        """
+        launch = self._given.launch
+        try:
+            return handshake(
+                channel,
+                member=now.member,
+                members=now.members,
+                unit="node",
+                about=self._about(),
+                timeout_s=launch.timeout_s,
+                announce=lambda text: self._console.line(f"node {now.member}: {text}"),
+                confirm=partial(self._confirm, now, store),
+            )
+        except TimeoutError as missing:
+            if self._hosts and self._is_finished():
+                return None  # the others share its folder, so they knew it and did not wait
+            message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
+            problem = ConfigIssue("launch.nnodes", message, launch.nnodes, is_transient=True)
+            raise ConfigError([problem]) from None
+        except ForgedMessageError:
+            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
+            raise ConfigError([problem]) from None
 
     def should_restart(self, outcome: Outcome) -> bool:
         """Return whether another attempt follows an outcome, and count it."""

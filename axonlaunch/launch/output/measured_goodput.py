@@ -95,7 +95,8 @@ def _prediction(
     every = config.checkpoint.every
     interval = productive / max(1, measured.saves)
     if isinstance(every, int) and every:
-        interval = min(productive, every * productive / max(1, run.steps[-1]["step"]))
+        done = max(1, run.steps[-1]["step"] - run.first_step)
+        interval = min(productive, every * productive / done)
     mtbf_s = failure_rates(hardware, devices=devices).expected * 3600 / devices
     expected = overheads(costs, interval_s=interval, mtbf_s=mtbf_s)
     predicted = {

@@ -111,7 +111,8 @@ class Experts(nn.Module):
         rows = hidden_states[order // top_k_index.shape[-1]]
         gate, up = _products(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
         results = _products(F.silu(gate) * up, self.down_proj, counts)
-        by_token = results.new_empty(results.shape).index_copy(0, order, results)
+        # Unlike index_copy, this does not keep the results in their first order for backward.
+        by_token = results.new_empty(results.shape).index_put((order,), results)
         weighted = by_token.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 

@@ -45,8 +45,8 @@ from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.node.allocator_settings import AllocatorSettings
 from axonlaunch.system.text.formatting import MIB
 
-_COPY_STREAM = -1
-"""Number of the stream that brings tensors from the host to an update."""
+_COPY_STREAM, _RETURN_STREAM = -1, -2
+"""Numbers of the streams that bring tensors from the host to an update, and back."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,10 @@ def _copy_changes(copies: Sequence[ParameterCopies], *, last_storage: int) -> It
                 storages.append(last_storage)
                 yield Change(last_storage, size, _COPY_STREAM)
             held.append(storages)
+            if of_parameter.rounded:
+                last_storage -= 1
+                yield Change(last_storage, of_parameter.rounded, _RETURN_STREAM)
+                yield Change(last_storage, 0, _RETURN_STREAM)
         yield from (Change(storage, 0) for storages in held for storage in storages)
 
 

@@ -16,17 +16,18 @@ from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.planning.throughput.operations import Product
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork
 
-_ENTRIES = 2
-"""Regions of tensor parallelism in a layer: attention and feed-forward."""
+REGIONS = 2
+"""Regions of tensor parallelism in a dense layer: attention and feed-forward."""
 _REPLICATED = 4
 """Hidden states of a layer that each tensor rank keeps, without sequence parallelism.
 
-They are the inputs and the outputs of its two norms.
+They are the inputs and the outputs of its two norms. Shared experts keep one more: their input,
+which routed experts need only in the order of the experts.
 """
-_REPLICATED_ROWS = 3
+_REPLICATED_ROWS = 2
 """Rows of experts with the width of hidden states that each tensor rank keeps.
 
-They are the inputs of experts, their results, and these in the order of the tokens.
+They are the inputs of experts, and their results in the order of the tokens.
 """
 _REPLICATED_BY_ROUTER = 2
 """Hidden states in 16 bits that each tensor rank keeps for a router: its input in fp32."""
@@ -48,6 +49,7 @@ class ActivationBytes:
         dispatched: The part of a layer with divided experts that grows with the tokens of the
             experts, for a balanced router.
         undispatched: The rest of a layer with divided experts.
+        regions: Regions of tensor parallelism in a repeated layer, whose results ranks sum.
     """
 
     layer: float
@@ -55,6 +57,7 @@ class ActivationBytes:
     leading: float = 0.0
     dispatched: float = 0.0
     undispatched: float = 0.0
+    regions: int = REGIONS
 
 
 @dataclass(frozen=True)
@@ -121,20 +124,22 @@ def layer_bytes(
 
     # Every second product is saved. The last one of a layer is a sum over tensor ranks.
     saves_sum = mode == "selective" and outputs.count % 2 == 1
-    extra = _tensor_extra(mode, hidden, tensor=tensor, in_parts=in_parts)
+    regions = saved.regions * hidden
+    extra = _tensor_extra(mode, regions, tensor=tensor, in_parts=in_parts)
     extra += hidden * (1 - 1 / tensor) if saves_sum else 0.0
-    inputs = _REPLICATED if mode == "none" else 1  # recomputation keeps the input of a layer
+    replicated = _REPLICATED + saved.regions - REGIONS
+    inputs = replicated if mode == "none" else 1  # recomputation keeps the input of a layer
     kept = divide(saved.layer, inputs, with_experts=mode == "none")
-    kept_leading = divide(saved.leading, inputs)
-    recomputed = divide(complete.layer, _REPLICATED, with_experts=True)
+    kept_leading = divide(saved.leading, min(inputs, _REPLICATED))
+    recomputed = divide(complete.layer, replicated, with_experts=True)
     if expert_load:
         kept, recomputed = (
-            divide(part.undispatched, replicated) + expert_load / tensor * part.dispatched
-            for part, replicated in ((saved, inputs), (complete, _REPLICATED))
+            divide(part.undispatched, hidden_states) + expert_load / tensor * part.dispatched
+            for part, hidden_states in ((saved, inputs), (complete, replicated))
         )
     if has_leading:
         recomputed = max(recomputed, divide(complete.leading, _REPLICATED))
-    recomputed += _tensor_extra("none", hidden, tensor=tensor, in_parts=in_parts)
+    recomputed += _tensor_extra("none", regions, tensor=tensor, in_parts=in_parts)
     recomputed = 0.0 if mode == "none" else recomputed
     kept, kept_leading = kept + extra, kept_leading + extra
     if config.train.offloads_inputs:
@@ -143,7 +148,7 @@ def layer_bytes(
         kept, kept_leading = max(0.0, kept - stored), max(0.0, kept_leading - stored)
         recomputed += 2 * stored
     # Outputs of products that are summed over tensor ranks have all features on each of them.
-    summed = _ENTRIES * hidden * (1 - 1 / tensor)
+    summed = regions * (1 - 1 / tensor)
     return LayerBytes(
         kept,
         kept_leading,
@@ -154,17 +159,23 @@ def layer_bytes(
     )
 
 
-def _tensor_extra(mode: str, hidden: float, *, tensor: int, in_parts: bool) -> float:
+def _tensor_extra(mode: str, regions: float, *, tensor: int, in_parts: bool) -> float:
     """Return what tensor ranks keep of a layer in addition to their parts of its activations.
 
     Its regions keep their inputs with all positions. Selective recomputation also keeps the results
     of collectives.
+
+    Args:
+        mode: Kind of recomputation.
+        regions: Hidden states of all regions.
+        tensor: Number of tensor ranks.
+        in_parts: Whether each rank has a part of the positions outside regions.
     """
     if tensor == 1 or mode == "full":
         return 0.0
     if mode == "none":
-        return _ENTRIES * hidden * (1 - 1 / tensor) if in_parts else 0.0
-    return _ENTRIES * hidden * ((1 + 1 / tensor) if in_parts else 1)
+        return regions * (1 - 1 / tensor) if in_parts else 0.0
+    return regions * ((1 + 1 / tensor) if in_parts else 1)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ def training_lines(training: TrainingForecast) -> Iterator[tuple[str, str]]:
         "tokens",
         f"{quantity(training.tokens)} in {steps} on {_count(training.devices, 'device')}",
     )
-    range_text = f"{_days(training.days_at_best)} to {_days(training.days_at_worst)}"
+    range_text = f"{_number(training.days_at_best)} to {_number(training.days_at_worst)}"
     hours = f"{quantity(training.device_hours)} device hours"
-    yield "duration", f"{_days(training.days)} days ({range_text}), {hours}"
+    yield "duration", f"{_number(training.days)} days ({range_text}), {hours}"
     parts = (
         f"{training.saving:.2%} saving, {training.lost:.2%} repeating lost steps, "
         f"{training.restarting:.2%} restarting"
@@ -28,7 +28,8 @@ def training_lines(training: TrainingForecast) -> Iterator[tuple[str, str]]:
     yield "goodput", f"{training.goodput:.1%} ({band}): {parts}"
     rate = f"{quantity(training.gpu_hours_per_failure.expected)} device hours each"
     between = f"one in {_time(training.hours_between_failures * _HOUR_S)}"
-    yield "failures", f"{training.failures:.3g} expected, {between}, {rate}"
+    expected = f"{_number(training.failures)} expected"
+    yield "failures", f"{expected}, {between}, {rate}"
     yield "saves", _saves(training)
     if training.configured_every not in (None, training.checkpoint_every):
         now = f"checkpoint.every={training.configured_every}"
@@ -70,8 +71,8 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
-def _days(days: float) -> str:
-    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _time(seconds: float) -> str:
@@ -80,5 +81,4 @@ def _time(seconds: float) -> str:
         return f"{seconds:.3g} s"
     if seconds < 2 * _HOUR_S:
         return f"{seconds / _MINUTE_S:.3g} min"
-    hours = seconds / _HOUR_S
-    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
+    return f"{_number(seconds / _HOUR_S)} h"

@@ -18,17 +18,26 @@ from axonlaunch.config.axes import AXES
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.consistency.rules import find_rule_violations
 from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import EIGHT_BITS, FP32, MATMUL_FORMATS, Float8Format
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.planning.memory.analytic import on_one_device
+from axonlaunch.planning.memory.analytic import Formulas, on_one_device
 from axonlaunch.planning.records import Planned
 from axonlaunch.planning.search import keys
 from axonlaunch.planning.search.candidates import Candidate
+from axonlaunch.planning.search.preselection import approximate_step_s
 from axonlaunch.preflight.optimizer import layout_problems
 from axonlaunch.preflight.parallelism import product_problems
 
 _WORTH = 0.99
 """Largest time of a step, relative to exact layouts, for which a change of numerics is shown."""
+
+
+_SHAPES_PRODUCTS = (
+    *(axis.key for axis in AXES if axis.divides != "blocks"),
+    *(keys.EXPERT_RANKS, keys.MICRO_BATCH, keys.RECOMPUTE),
+)
+"""Settings that decide which matrices a device multiplies."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,8 @@ def lower_layouts(
     config: RunConfig,
     kept: Collection[str],
     listed: Callable[[RunConfig], Iterable[Candidate]],
+    *,
+    left_out: Collection[NumericsChange] = (),
 ) -> tuple[list[Candidate], list[ConfigIssue]]:
     """Return the layouts of each combination of changes, and why a run can't use some changes.
 
@@ -70,8 +81,10 @@ def lower_layouts(
         config: Configuration of the run.
         kept: Keys that the user has set. Changes of them are left out.
         listed: Function that lists the layouts of a run.
+        left_out: Changes that are not combined with others.
     """
-    kinds, problems = _possible_changes(config, kept)
+    possible, problems = _possible_changes(config, kept)
+    kinds = [[change for change in kind if change not in left_out] for kind in possible]
     layouts: list[Candidate] = []
     for changes in _combinations(kinds):
         settings = _settings(changes)
@@ -88,6 +101,58 @@ def lower_layouts(
                 )
             )
     return layouts, problems
+
+
+def product_changes(config: RunConfig, kept: Collection[str]) -> list[NumericsChange]:
+    """Return the changes of products that a run can use.
+
+    Args:
+        config: Configuration of the run.
+        kept: Keys that the user has set. Changes of them are left out.
+    """
+    kinds, _ = _possible_changes(config, kept)
+    return [change for kind in kinds for change in kind if keys.PRODUCTS in change.settings]
+
+
+def slow_changes(
+    changes: Sequence[NumericsChange],
+    layouts: Iterable[Candidate],
+    formulas: Mapping[tuple[str, ...], Formulas],
+    hardware: HardwareConfig,
+) -> list[NumericsChange]:
+    """Return the changes of products with which no layout is faster than with all others.
+
+    The times are by formulas, of one layout for each shape of products.
+
+    Args:
+        changes: Changes of products.
+        layouts: Layouts without changes.
+        formulas: Formulas of the model without changes, and with each of them alone.
+        hardware: Description of the devices.
+    """
+    shapes = {tuple(layout.settings[key] for key in _SHAPES_PRODUCTS): layout for layout in layouts}
+    fastest: list[str] = []
+    for layout in shapes.values():
+        seconds = {"": approximate_step_s(layout, formulas[()], hardware=hardware)}
+        for change in changes:
+            changed = with_values(layout.config, change.settings)
+            seconds[change.name] = approximate_step_s(
+                dataclasses.replace(layout, config=changed),
+                formulas[(change.name,)],
+                hardware=hardware,
+            )
+        fastest.append(min(seconds, key=seconds.__getitem__))
+    return [change for change in changes if change.name not in fastest]
+
+
+def slowness(
+    config: RunConfig, changes: Sequence[NumericsChange], slow: Sequence[NumericsChange]
+) -> list[ConfigIssue]:
+    """Return that slow changes of products are not searched, of all ``changes`` of them."""
+    message = "is not the fastest choice for any layout"
+    if len(slow) == len(changes) and not config.train.compile:
+        message += ", because roundings are fused only with train.compile=true"
+    return [ConfigIssue(keys.PRODUCTS, message, each.settings[keys.PRODUCTS]) for each in slow]
 
 
 def smallest_run(config: RunConfig, kept: Collection[str]) -> RunConfig | None:

@@ -53,7 +53,6 @@ def preselect(
             continue  # earlier ones of the group recompute less
         model = formulas[listed.numerics]
         candidate, size = with_memory(listed, model, memory=memory)
-        layout = candidate.layout
         if size > memory:
             if smallest is None or size - candidate.logits_bytes < smallest.bytes:
                 candidate, size = _smaller(candidate, model, size=size)
@@ -61,20 +60,28 @@ def preselect(
                     smallest = Preselected(candidate, math.inf, size)
             continue
         counts[group] += 1
-        work = scaled(
-            model.single_device,
-            candidate.config,
-            layout,
-            layers=model.stage_layers(layout),
-            experts=model.experts(candidate.config, layout),
-        )
-        seconds = StepTime(candidate.config, layout, hardware).approximate(work)
+        seconds = approximate_step_s(candidate, model, hardware=hardware)
         families.setdefault(candidate.family, []).append(Preselected(candidate, seconds, size))
     if not families:
         assert smallest is not None
         return [smallest]
     chosen = map(_fastest_and_smaller, families.values())
     return [choice for pair in sorted(chosen, key=lambda pair: pair[0].ranked_s) for choice in pair]
+
+
+def approximate_step_s(
+    candidate: Candidate, formulas: Formulas, *, hardware: HardwareConfig
+) -> float:
+    """Return the seconds of a step by formulas."""
+    config, layout = candidate.config, candidate.layout
+    work = scaled(
+        formulas.single_device,
+        config,
+        layout,
+        layers=formulas.stage_layers(layout),
+        experts=formulas.experts(config, layout),
+    )
+    return StepTime(config, layout, hardware).approximate(work)
 
 
 def with_memory(

@@ -26,6 +26,9 @@ from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.compiled import compiled_layout
 from axonlaunch.planning.search.low_precision import (
     lower_layouts,
+    product_changes,
+    slow_changes,
+    slowness,
     smallest_run,
     worthwhile_time,
 )
@@ -90,13 +93,21 @@ def search_layouts(
             listed=lambda run, settings: list_layouts(run, devices, settings),
         )
         raise ConfigError([issue])
+    changes = product_changes(config, kept) if lowers else []
+    formulas = _formulas(
+        {(): config} | {(each.name,): with_values(config, each.settings) for each in changes}
+    )
+    slow = slow_changes(changes, layouts, formulas, hardware)
     lower, problems = (
-        lower_layouts(config, kept, lambda run: list_layouts(run, devices, fixed))
+        lower_layouts(config, kept, lambda run: list_layouts(run, devices, fixed), left_out=slow)
         if lowers
         else ([], [])
     )
+    problems += slowness(config, changes, slow)
     lower = _without_refused_chunks(lower, check)
-    formulas = _formulas(config, lower)
+    formulas |= _formulas(
+        {each.numerics: each.config for each in lower if each.numerics not in formulas}
+    )
     estimate_layouts = partial(
         estimate_in_rounds,
         config=config,
@@ -171,9 +182,8 @@ def _without_refused_chunks(
     return layouts
 
 
-def _formulas(config: RunConfig, lower: Iterable[Candidate]) -> dict[tuple[str, ...], Formulas]:
-    """Return the formulas of the configured numerics and of each change of them."""
-    runs = {(): config} | {candidate.numerics: candidate.config for candidate in lower}
+def _formulas(runs: Mapping[tuple[str, ...], RunConfig]) -> dict[tuple[str, ...], Formulas]:
+    """Return the formulas of runs with each change of numerics."""
     return dict(zip(runs, Formulas.of_each([*runs.values()]), strict=True))
 
 

@@ -147,11 +147,17 @@ class StepTime:
         if offload == "optimizer_states":
             copied = shares.states
         else:
-            # The shard is read in forward, and in backward if it was released. An update reads it
-            # and the gradient, for trained parameters. Less is written.
-            reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-            copied = reads * layout.micro_batches + 2 * shares.gradients
+            # An update reads the shard and the gradient of trained parameters. Less is written.
+            copied = self._gathers + 2 * shares.gradients
         return float(HOST_COPIES * copied * state_bytes / self._host_rate)
+
+    @property
+    def _gathers(self) -> int:
+        """Number of times that a step gathers a layer, for which it reads the layer's shard."""
+        if self._layout.pipeline > 1:
+            return 1  # stages stay gathered for all micro-batches
+        frees = self._config.strategy.fsdp.sharding in ("full_shard", "hybrid_shard")
+        return self._layout.micro_batches * (2 if frees else 1)
 
     def _input_copy_time(self, work: StepWork) -> float:
         """Return the seconds of the copy of a layer's input to host memory, or back.

@@ -147,6 +147,9 @@ class BackgroundLogger:
 
     def _start(self) -> Any:
         logger = self._make()
+        if not callable(getattr(logger, "log", None)):
+            kind = type(logger).__name__
+            raise TypeError(f"it was built as {kind}, which has no log(metrics, *, step)")
         if hasattr(logger, "start"):
             logger.start(self._run)
         self._started()

@@ -16,11 +16,5 @@ def make_custom(config: CustomLoggerConfig) -> Any:
 
     Raises:
         ImportError: The target can't be imported.
-        TypeError: The returned object has no method ``log``.
     """
-    logger = import_target(config.target)(**config.arguments)
-    if not callable(getattr(logger, "log", None)):
-        raise TypeError(
-            f"{config.target} returned {type(logger).__name__}, which has no log(metrics, *, step)"
-        )
-    return logger
+    return import_target(config.target)(**config.arguments)

@@ -265,7 +265,3 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
 
 def _boxes(tensor: Tensor) -> list[tuple[Index, Tensor]]:
     return [(index, held.cpu()) for index, held in held_boxes(tensor)]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -65,6 +65,25 @@ def test_steps_after_the_resumed_checkpoint_are_lost(tmp_path: Path) -> None:
     assert (parts.written_s, parts.saves) == (1.0, 2)
 
 
+def test_steps_of_the_run_that_another_one_continues_do_not_count(tmp_path: Path) -> None:
+    events = [
+        {"time": 0, **START, "step": 1000},
+        {"time": 30, **FAILED, "step": 1010},
+        {"time": 30, **START, "step": 1000},
+        {"time": 60, "event": "ended", "status": "done"},
+    ]
+    folder = folder_with(tmp_path / "demo", events, steps=0, step_s=1.0)
+    # Every tenth step is logged.
+    lines = [{"step": step, "loss": 1.0, "step_s": 1.0} for step in (1010, 1020)]
+    write_lines(folder / "metrics.jsonl", lines)
+    run = read_run(folder)
+    parts = wall_time(run)
+    assert parts is not None
+    assert dict(facts(run))["in steps"] == "0:00:20"
+    assert parts.productive_s == 20.0
+    assert parts.lost_s == 10.5  # ten steps and half of the one that failed
+
+
 def test_steps_during_a_background_save_are_lost_with_it(tmp_path: Path) -> None:
     events = [
         {"time": 0, **START, "step": 0},

@@ -93,6 +93,12 @@ class RunRecord:
         return next(iter(reversed(self.events_of_kind(_STARTED))), {})
 
     @property
+    def first_step(self) -> int:
+        """Step from which the run began; not 0 if it continues the checkpoint of another run."""
+        steps = (event.get("step") for event in self.events_of_kind(_STARTED))
+        return min((step for step in steps if isinstance(step, int)), default=0)
+
+    @property
     def metrics(self) -> list[str]:
         """Keys of the metrics in lines of evaluations, such as ``eval_accuracy``."""
         keys = dict.fromkeys(key for line in self.evaluations for key in line)

@@ -94,14 +94,14 @@ def _changes_of_nodes(run: RunRecord) -> Iterator[Span]:
         previous = now
 
 
-def step_seconds(run: RunRecord, *, after: int = 0) -> float:
+def step_seconds(run: RunRecord, *, after: int | None = None) -> float:
     """Return the seconds spent in training steps; a repeated step counts only the last time.
 
     Args:
         run: Record of the run.
-        after: Only steps after this one count.
+        after: Only steps after this one count; None for the step from which the run began.
     """
-    total, previous = 0.0, after
+    total, previous = 0.0, run.first_step if after is None else after
     for line in run.steps:
         total += number_of(line, "step_s") * max(0, line["step"] - previous)
         previous = max(previous, line["step"])

@@ -148,7 +148,7 @@ def _repeated_s(run: RunRecord, end: float, resumed: int | None) -> float:
     ]
     if resumed is None or not steps or not isinstance(steps[0], int):
         return math.inf
-    mean_s = step_seconds(run) / max(1, int(run.steps[-1]["step"]))
+    mean_s = step_seconds(run) / max(1, int(run.steps[-1]["step"]) - run.first_step)
     return max(0.0, steps[0] - resumed + 0.5) * mean_s
 
 

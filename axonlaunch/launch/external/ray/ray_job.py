@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.launch.external.followed_job import JobState, shared_folder
+from axonlaunch.launch.external.followed_job import JobState, decode_whole, shared_folder
 from axonlaunch.launch.external.ray.cluster import connect_to_cluster, disconnect
 from axonlaunch.launch.external.ray.run_actor import CALLS, ENDED, RUNNING, RayRun
 from axonlaunch.launch.external.ray.run_spec import RunSpec
@@ -108,11 +108,12 @@ class RayJob:
             actor = _actor_of(self.name)
             if actor is None:
                 return ""
-            end, text = _answer(actor.read.remote(node, self._read.get(node, 0)))
+            end, content = _answer(actor.read.remote(node, self._read.get(node, 0)))
         except (RayActorError, GetTimeoutError, ConnectionError):
             return ""
-        self._read[node] = end
-        return bytes(text).decode(errors="replace")
+        text, length = decode_whole(bytes(content))
+        self._read[node] = end - len(content) + length
+        return text
 
     def stop(self) -> str:
         """Let the run save a checkpoint and end; return a line for the user.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.problems.errors import INVALID, TRANSIENT
-from axonlaunch.launch.external.followed_job import JobState
+from axonlaunch.launch.external.followed_job import JobState, decode_whole
 from axonlaunch.system.storage.files import file_lock, read_text, replace_text
 
 SCRIPT = "job.sbatch"
@@ -121,9 +121,9 @@ class SlurmJob:
             return ""
         with log.open("rb") as stream:
             stream.seek(self._read)
-            content = stream.read()
-        self._read += len(content)
-        return content.decode(errors="replace")
+            text, length = decode_whole(stream.read())
+        self._read += length
+        return text
 
     def stop(self) -> str:
         """Let the run save a checkpoint and end; return a line for the user.

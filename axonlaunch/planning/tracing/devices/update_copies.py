@@ -1,6 +1,7 @@
 """Copies of host tensors that an update on a GPU makes; on a CPU it needs none.
 
-They are in a stream of their own, whose memory no other stream uses.
+They are in streams of their own, whose memory no other stream uses. Copies that the update itself
+makes, in its own type, are recorded with the other work of a step.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ class ParameterCopies:
     Attributes:
         is_matrix: Whether the parameter has two dims or more.
         sizes: Bytes of each copy.
+        rounded: Bytes of the parameter in its own type, if it differs from that of the update and
+            no copy has it. It exists only while its copy to the host is enqueued.
     """
 
     is_matrix: bool
     sizes: tuple[int, ...]
+    rounded: int = 0
 
 
 def update_copies(
@@ -48,10 +52,11 @@ def update_copies(
     is_sharded = data_parallel_facts(config.strategy).shards_parameters
     if not is_sharded or not offload.streams_the_update:
         return []
-    copied = _copied_states if offload is CPUOffload.OPTIMIZER_STATES else _copied_parameters
-    sizes = copied(config, engine)
+    keeps_parameters = offload is CPUOffload.OPTIMIZER_STATES
+    sizes = (_copied_states if keeps_parameters else _copied_parameters)(config, engine)
+    rounded = {} if keeps_parameters else _rounded_parameters(config, engine)
     by_name = {
-        name: ParameterCopies(tensor.ndim > 1, sizes.get(name, ()))
+        name: ParameterCopies(tensor.ndim > 1, sizes.get(name, ()), rounded.get(name, 0))
         for name, tensor in engine.named_updated()
     }
     copies: list[ParameterCopies] = []
@@ -68,13 +73,26 @@ def _copied_parameters(config: RunConfig, engine: Engine) -> dict[str, tuple[int
 
     Masters are on the device, and take the place of the parameters.
     """
-    has_masters = master_format(config.optimizer) is not None
     sizes = {}
     for name, tensor in engine.named_updated():
         numel, dtype = _numel(tensor), tensor.grad_dtype or tensor.dtype
-        parameter = () if has_masters else (numel * tensor.itemsize,)
+        parameter = () if _has_master(config, tensor) else (numel * tensor.itemsize,)
         sizes[name] = (*parameter, numel * dtype.itemsize)
     return sizes
+
+
+def _rounded_parameters(config: RunConfig, engine: Engine) -> dict[str, int]:
+    """Return the bytes of each parameter with a master, by name."""
+    return {
+        name: _numel(tensor) * tensor.itemsize
+        for name, tensor in engine.named_updated()
+        if _has_master(config, tensor)
+    }
+
+
+def _has_master(config: RunConfig, tensor: Tensor) -> bool:
+    masters = master_format(config.optimizer)
+    return masters is not None and tensor.itemsize != masters.nbytes
 
 
 def _copied_states(config: RunConfig, engine: Engine) -> dict[str, tuple[int, ...]]:
