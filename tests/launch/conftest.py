@@ -25,7 +25,7 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
     yield command
     # Python's resource tracker ends a moment after the command.
     with suppress(AssertionError):
-        command.wait_until_gone(seconds=2)
+        command.wait_until_gone(seconds=5)
     left = command.processes()
     for process in left:
         os.kill(process, signal.SIGKILL)
