@@ -65,7 +65,8 @@ def test_devices_are_on_the_nodes_that_launch_settings_describe(
         (["launch.nnodes=13", "launch.nproc=1"], 13, "h100_80gb", None),
         (["launch.nnodes=13"], 13, "h100_80gb", None),
         (["launch.nnodes=5"], 12, "h100_80gb", "launch.nnodes=4 or launch.nnodes=6"),
-        (["launch.nnodes=1:9"], 8, "rtx4090", "launch.nnodes=8"),
+        (["launch.nnodes=5:7"], 8, "rtx4090", "launch.nnodes=4 or launch.nnodes=8"),
+        (["launch.nnodes=2:3"], 8, "rtx4090", None),
         (["launch.nnodes=5", "launch.nproc=4"], 12, "h100_80gb", None),  # of another run
     ],
 )

@@ -94,6 +94,14 @@ def test_another_name_than_in_the_file_is_a_run_beside_it(
         assert (loaded.run_dir, loaded.checkpoint.path) == ("/r", "/c")
 
 
+def test_another_name_needs_neither_a_folder_nor_a_known_name_in_the_file() -> None:
+    write("name: None\nrun_dir: /data/None\ncheckpoint:\n  path: null\n")
+    loaded = config.load(["run.yaml", "name=second"])
+    assert (loaded.run_dir, loaded.checkpoint.path) == ("/data/second", None)
+    write("name: ${oc.env:UNSET_NAME_OF_RUN}\nrun_dir: /data/runs\n")
+    assert config.load(["run.yaml", "name=second"]).run_dir == "/data/runs"
+
+
 @pytest.mark.parametrize(("name", "origin"), [("second", "override name=second"), ("first", None)])
 def test_origin_of_the_folder_is_the_other_name(name: str, origin: str | None) -> None:
     write("name: first\nrun_dir: /data/first\n")

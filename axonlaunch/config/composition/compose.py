@@ -376,7 +376,8 @@ class Composer:
                 message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
-                problems.append(ConfigIssue("", f"{text}: {several_values(text)}"))
+                reason = several_values(text, is_group=self._files.has_group(key))
+                problems.append(ConfigIssue("", f"{text}: {reason}"))
             elif override.is_delete():
                 (result.groups if self._files.has_group(key) else result.values).append(override)
             elif self._files.has_group(key):

@@ -37,8 +37,13 @@ def use_other_name(tree: dict[str, Any], in_files: DictConfig, *, given: Set[str
         given: Keys that the user overrides; they are not changed.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationResolutionError
 
-    if OmegaConf.select(in_files, "name") in (None, "", "auto"):
+    try:
+        first = OmegaConf.select(in_files, "name")
+    except InterpolationResolutionError:  # of an unset variable, which the other name replaces
+        return []
+    if first in (None, "", "auto"):
         return []
     resolved = OmegaConf.to_container(in_files, resolve=True, throw_on_missing=False)
     named, _ = mark_environment(resolved, in_files)
@@ -53,6 +58,8 @@ def use_other_name(tree: dict[str, Any], in_files: DictConfig, *, given: Set[str
 
 def _beside(folder: Any, first: Any, name: Any) -> str | None:
     """Return the folder for another name; None if the folder does not end with the first one."""
+    if folder is None:
+        return None
     folder, first, name = (str(to_interpolations(value)) for value in (folder, first, name))
     parent = folder.rstrip("/").removesuffix(first)
     if name == first or parent == folder.rstrip("/") or not f"/{parent}".endswith("/"):

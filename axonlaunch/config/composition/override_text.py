@@ -106,10 +106,10 @@ def too_much(text: str) -> str:
     return ""
 
 
-def several_values(text: str) -> str:
+def several_values(text: str, *, is_group: bool) -> str:
     """Return why an override with several values, as in a sweep, describes no single run."""
     key, _, value = text.partition("=")
-    listed = "" if "(" in value else f"write '{key}=[{value}]' for a list; "
+    listed = "" if is_group or "(" in value else f"write '{key}=[{value}]' for a list; "
     return f"several values; {listed}add -m to run them one after another, or call ax.load for each"
 
 
@@ -170,16 +170,28 @@ def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssu
             ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
         )
         del rest[around]
-    divided = [at for at, text in enumerate(rest) if _open_brackets(text) > 0]
-    for start in reversed(divided):
-        ends = range(start + 2, len(rest) + 1)
-        joined = {end: " ".join(rest[start:end]) for end in ends}
-        end = next((end for end in ends if not _open_brackets(joined[end])), None)
-        if end is not None:
-            message = f"the shell divided it at spaces; put it in quotes: '{joined[end]}'"
-            problems.append(ConfigIssue("", f"{joined[end]}: {message}"))
+    start = 0
+    while start < len(rest):
+        end = _end_of_brackets(rest, start)
+        if end > start + 1:
+            whole = " ".join(rest[start:end])
+            message = f"the shell divided it at spaces; put it in quotes: '{whole}'"
+            problems.append(ConfigIssue("", f"{whole}: {message}"))
             del rest[start:end]
+        else:
+            start = end
     return rest, problems
+
+
+def _end_of_brackets(texts: Sequence[str], start: int) -> int:
+    """Return the index after the text that closes the brackets of the text at ``start``.
+
+    Without such a text, or without brackets to close, it is the index after ``start``.
+    """
+    if _open_brackets(texts[start]) <= 0:
+        return start + 1
+    ends = range(start + 2, len(texts) + 1)
+    return next((end for end in ends if not _open_brackets(" ".join(texts[start:end]))), start + 1)
 
 
 def _open_brackets(text: str) -> int:

@@ -72,11 +72,14 @@ def uneven_devices(config: RunConfig, devices: int) -> str | None:
     """Return why no nodes share a number of devices equally, or None if some do.
 
     13 devices in nodes of 8 would be 13 nodes with one rank each, which nobody has. Nodes that the
-    launch settings describe are taken as they are, if ``launch.nnodes`` divides the devices.
+    launch settings describe are taken as they are, if ``launch.nnodes`` divides the devices. Of an
+    elastic run, one of its numbers of nodes must divide them.
     """
-    count, most = nodes(config)[1], _devices_per_node(config.hardware)
-    if config.launch.nproc == "auto" and devices % count:
-        return _other_nodes(config.launch.nnodes, count=count, devices=devices)
+    least, largest = nodes(config)
+    most = _devices_per_node(config.hardware)
+    counts = range(least, largest + 1)
+    if config.launch.nproc == "auto" and all(devices % count for count in counts):
+        return _other_nodes(config.launch.nnodes, counts, devices=devices)
     if most in (None, 1) or describes_nodes(config, devices):
         return None
     if devices == 1 or _largest_part(devices, config.hardware) > 1:
@@ -88,10 +91,10 @@ def uneven_devices(config: RunConfig, devices: int) -> str | None:
     )
 
 
-def _other_nodes(nnodes: int | str, *, count: int, devices: int) -> str:
-    """Return that this number of nodes can't share the devices, and the closest ones that can."""
-    fewer = [n for n in divisors(devices) if n < count][-1:]
-    more = [n for n in divisors(devices) if n > count][:1]
+def _other_nodes(nnodes: int | str, counts: range, *, devices: int) -> str:
+    """Return that such numbers of nodes can't share the devices, and the closest ones that can."""
+    fewer = [n for n in divisors(devices) if n < counts.start][-1:]
+    more = [n for n in divisors(devices) if n >= counts.stop][:1]
     others = one_of([f"launch.nnodes={n}" for n in fewer + more])
     return f"launch.nnodes={nnodes} can't share them equally; use {others}"
 
