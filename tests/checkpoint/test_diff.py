@@ -63,9 +63,21 @@ def test_elements_that_are_nan_in_both_do_not_hide_a_number(tmp_path: Path) -> N
     assert compare(tmp_path, first, second) == [TensorDifference("model.w", 2.0, None)]
 
 
-def test_large_integers_that_differ_by_one_are_not_equal(tmp_path: Path) -> None:
-    [found] = compare(tmp_path, torch.tensor([2**60]), torch.tensor([2**60 + 1]))
-    assert found.largest == 1
+@pytest.mark.parametrize(
+    ("first", "second", "largest"),
+    [
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1]), 1.0),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2.0**64),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 5j]), 3.0),
+        (torch.tensor([True]), torch.tensor([False]), 1.0),
+    ],
+    ids=["large integers", "smallest and largest integer", "complex", "bool"],
+)
+def test_numbers_of_other_types_differ_by_a_number(
+    tmp_path: Path, first: Tensor, second: Tensor, largest: float
+) -> None:
+    [found] = compare(tmp_path, first, second)
+    assert (found.largest, found.reason) == (largest, "")
 
 
 def test_relative_difference_is_a_ratio_of_norms(tmp_path: Path) -> None:

@@ -94,10 +94,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     """Return the difference of two tensors of one shape whose dtypes or bits differ."""
-    exact = torch.float64 if a.is_floating_point() or b.is_floating_point() else torch.int64
-    first, second = a.to(exact), b.to(exact)
+    first, second = _exact_numbers(a, b)
     is_same = (first == second) | (first.isnan() & second.isnan())
-    difference = torch.where(is_same, 0, (first - second).abs()).double()
+    distance = torch.maximum(first, second) - torch.minimum(first, second)
+    if distance.dtype == torch.int64:
+        distance = distance.view(torch.uint64)  # the largest distances need all 64 bits
+    difference = torch.where(is_same, 0, distance.double())
     largest = float(difference.max()) if difference.numel() else 0.0
     if not math.isfinite(largest):
         return TensorDifference(name, None, None, "differs in NaN or infinite elements")
@@ -110,6 +112,14 @@ def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (a, b)]
         return TensorDifference(name, None, None, f"equal numbers in {' and '.join(dtypes)}")
     return TensorDifference(name, None, None, "differs only in signs of zeros or bits of NaN")
+
+
+def _exact_numbers(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in one type that has all their numbers; of complex ones, both parts."""
+    if any(tensor.is_complex() for tensor in tensors):
+        return [torch.view_as_real(tensor.to(torch.complex128)) for tensor in tensors]
+    has_fractions = any(tensor.is_floating_point() for tensor in tensors)
+    return [tensor.to(torch.float64 if has_fractions else torch.int64) for tensor in tensors]
 
 
 def _order(difference: TensorDifference) -> tuple[bool, bool, float, str]:
