@@ -88,6 +88,36 @@ def test_search_traces_only_layouts_that_may_be_next(monkeypatch: pytest.MonkeyP
     assert [speed.step_s for _, speed in order] == [3.1, 10.0]
 
 
+@pytest.mark.parametrize(("limit", "yielded"), [(2.5, [1.2, 2.4]), (2.3, [1.2]), (1.1, [])])
+def test_search_traces_no_layout_that_cannot_be_below_a_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: float, yielded: list[float]
+) -> None:
+    traced: list[float] = []
+
+    def trace(choices: list[Any], **_: Any) -> list[Any]:
+        traced.extend(choice.step_s for choice in choices)
+        return [(c, SimpleNamespace(step_s=1.2 * c.step_s)) for c in choices]
+
+    monkeypatch.setattr(rounds, "_trace", trace)
+    monkeypatch.setattr(rounds.forked_map, "share_of_cores", lambda: 1)
+    order = rounds.TracedOrder(
+        [choice(1.0), choice(2.0), choice(3.0)],
+        hardware=HardwareConfig(name="own"),
+        ranked_limit=limit,
+        least_ratio=1.15,
+    )
+    assert [speed.step_s for _, speed in order] == yielded
+    assert traced == [1.0, 2.0][: len(yielded)]
+
+
+def test_steps_of_other_numerics_are_assumed_to_be_about_as_slow_as_the_formulas_say() -> None:
+    def ratio(traced: float) -> float:
+        return rounds.similar_ratio(rounds.Found([], 0.0, 0, traced))
+
+    assert ratio(1.05) == pytest.approx(1.03)
+    assert ratio(0.0) == ratio(0.7) == 0.8
+
+
 @pytest.mark.parametrize(
     ("depth", "stages", "head"),
     [(32, 1, 2.4), (32, 4, 0.0), (32, 4, 2.4), (32, 8, 2.1), (16, 4, 3.2), (80, 16, 1.2)],

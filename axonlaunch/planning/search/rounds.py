@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig
@@ -36,6 +36,8 @@ ROUNDS = 3
 """Maximum number of rounds; the last one estimates the smallest layout."""
 _LEAST_RATIO = 0.8
 """Lowest assumed time of a traced step relative to formulas; it decides what is traced next."""
+_RATIO_SLACK = 0.02
+"""Amount by which this ratio may be lower with other numerics than in all layouts traced so far."""
 _MAX_INVALID = 200
 """Number of layouts that may be invalid before the search gives up."""
 
@@ -69,11 +71,13 @@ class Found:
         limit: Memory limit for the formulas, after correction by the estimates.
         untraced: Number of layouts that were not traced, fit by formulas and may be faster than the
             first one.
+        least_ratio: Lowest time of a traced step relative to formulas.
     """
 
     estimated: list[EstimatedLayout]
     limit: float
     untraced: int
+    least_ratio: float = _LEAST_RATIO
 
     @property
     def plans(self) -> list[Planned]:
@@ -91,6 +95,7 @@ def estimate_in_rounds(
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
     ranked_limit: float = math.inf,
+    least_ratio: float = _LEAST_RATIO,
 ) -> Found:
     """Estimate the fastest layouts in rounds, until some of them fit.
 
@@ -106,13 +111,14 @@ def estimate_in_rounds(
         check: Resolves a run, or raises ``ConfigError``.
         wanted: Number of fitting layouts to find.
         ranked_limit: Value of ``ranked_s`` from which layouts are not estimated.
+        least_ratio: Lowest assumed time of a traced step relative to formulas.
 
     Raises:
         ConfigError: No layout of the first round can be run or traced.
     """
     assert config.hardware is not None
     estimated: list[EstimatedLayout] = []
-    limit, untraced = memory, 0
+    limit, untraced, ratios = memory, 0, [math.inf]
     for rounds_left in reversed(range(ROUNDS)):
         preselected = preselect(
             layouts,
@@ -121,17 +127,20 @@ def estimate_in_rounds(
             memory=limit if rounds_left else 0.0,
         )
         try:
-            order = TracedOrder(_valid(preselected, check), hardware=config.hardware)
-            fastest = iter(order)
-            if math.isfinite(ranked_limit):
-                fastest = takewhile(lambda pair: _ranked_s(*pair) < ranked_limit, order)
-            estimates = _estimate_first(fastest, config=config, nodes=nodes, wanted=wanted)
+            order = TracedOrder(
+                _valid(preselected, check),
+                hardware=config.hardware,
+                ranked_limit=ranked_limit,
+                least_ratio=least_ratio,
+            )
+            estimates = _estimate_first(iter(order), config=config, nodes=nodes, wanted=wanted)
         except ConfigError:
             if estimated:
                 break
             raise
         estimated = [*estimates.values(), *estimated]
         untraced = _faster_untraced(preselected, order, estimates)
+        ratios += [speed.step_s / choice.step_s for choice, speed in order.traced]
         layouts = [*_remaining(layouts, [choice.candidate.settings for choice in estimates])]
         if (
             any(layout.fits for layout in estimated)
@@ -144,18 +153,25 @@ def estimate_in_rounds(
             layout.planned.process_bytes / choice.bytes for choice, layout in estimates.items()
         )
         limit = min(limit, memory / underestimate)
-    return Found(sorted(estimated, key=lambda layout: not layout.fits), limit, untraced)
+    fitting_first = sorted(estimated, key=lambda layout: not layout.fits)
+    return Found(fitting_first, limit, untraced, min(ratios))
 
 
 def merge_found(exact: Found, lower: Found) -> Found:
     """Return the exact layouts with the faster ones of lower precision; all if none fits."""
     if not any(planned.fits for planned in [*exact.plans, *lower.plans]):
-        return Found(exact.estimated + lower.estimated, exact.limit, exact.untraced)
+        return dataclasses.replace(exact, estimated=exact.estimated + lower.estimated)
     faster = faster_ones(lower.plans, exact.plans)
     chosen = [layout for layout in lower.estimated if layout.planned in faster]
     both = [*chosen, *exact.estimated]
     estimated = sorted(both, key=lambda layout: (not layout.fits, layout.planned.ranked_s))
-    return Found(estimated, exact.limit, lower.untraced if chosen else exact.untraced)
+    untraced = lower.untraced if chosen else exact.untraced
+    return dataclasses.replace(exact, estimated=estimated, untraced=untraced)
+
+
+def similar_ratio(found: Found) -> float:
+    """Return the lowest assumed ``least_ratio`` of layouts that differ from these in numerics."""
+    return max(_LEAST_RATIO, found.least_ratio - _RATIO_SLACK)
 
 
 def _remaining(
@@ -229,8 +245,8 @@ class TracedOrder:
     """Layouts in their rank by the time of the traced step.
 
     A layout is traced only if it may be the next one: if its time by formulas, times
-    ``_LEAST_RATIO``, is below that of all traced ones. Layouts that cannot be traced are left out.
-    It can be iterated once.
+    ``least_ratio``, is below that of all traced ones. Layouts that cannot be traced, or whose rank
+    is not below ``ranked_limit``, are left out. It can be iterated once.
 
     Attributes:
         valid: All layouts.
@@ -238,17 +254,28 @@ class TracedOrder:
         traced: Traced layouts with their speed.
     """
 
-    def __init__(self, valid: Sequence[Preselected], *, hardware: HardwareConfig) -> None:
+    def __init__(
+        self,
+        valid: Sequence[Preselected],
+        *,
+        hardware: HardwareConfig,
+        ranked_limit: float = math.inf,
+        least_ratio: float = _LEAST_RATIO,
+    ) -> None:
         """Begin without traces.
 
         Args:
             valid: Layouts that pass the checks of a run.
             hardware: Description of the devices.
+            ranked_limit: Value of ``ranked_s`` from which layouts are left out.
+            least_ratio: Lowest assumed time of a traced step relative to formulas.
         """
         self.valid = valid
         self.waiting = sorted(valid, key=lambda choice: choice.ranked_s)
         self.traced: list[tuple[Preselected, Throughput]] = []
         self._hardware = hardware
+        self._ranked_limit = ranked_limit
+        self._least_ratio = least_ratio
         self._earlier: list[tuple[Any, Any]] = []
 
     def __iter__(self) -> Iterator[tuple[Preselected, Throughput]]:
@@ -261,9 +288,11 @@ class TracedOrder:
         ready: list[tuple[Preselected, Throughput]] = []
         while ready or self.waiting:
             best = min(ready, key=lambda pair: _ranked_s(*pair), default=None)
-            if best is not None and (
-                not self.waiting or self.waiting[0].ranked_s * _LEAST_RATIO >= _ranked_s(*best)
-            ):
+            best_s = math.inf if best is None else _ranked_s(*best)
+            next_s = self.waiting[0].ranked_s * self._least_ratio if self.waiting else math.inf
+            if min(best_s, next_s) >= self._ranked_limit < math.inf:
+                break
+            if best is not None and next_s >= best_s:
                 ready.remove(best)
                 yield best
                 continue

@@ -33,7 +33,7 @@ from axonlaunch.planning.search.low_precision import (
     worthwhile_time,
 )
 from axonlaunch.planning.search.preselection import with_memory
-from axonlaunch.planning.search.rounds import Found, estimate_in_rounds, merge_found
+from axonlaunch.planning.search.rounds import Found, estimate_in_rounds, merge_found, similar_ratio
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 
 LISTED = 5
@@ -120,9 +120,12 @@ def search_layouts(
     found = estimate_layouts(layouts)
     if lower:
         try:
-            found = merge_found(
-                found, estimate_layouts(lower, ranked_limit=worthwhile_time(found.plans))
+            faster = estimate_layouts(
+                lower,
+                ranked_limit=worthwhile_time(found.plans),
+                least_ratio=similar_ratio(found),
             )
+            found = merge_found(found, faster)
         except ConfigError as error:
             problems += error.problems
     searched = len(layouts) + len(lower)
