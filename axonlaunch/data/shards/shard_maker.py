@@ -114,7 +114,8 @@ class BadRowsError(ValueError):
 
     def __init__(self, progress: Progress) -> None:
         """Name the first invalid row."""
-        more = f" (and {progress.bad - 1} more rows so far)" if progress.bad > 1 else ""
+        others = progress.bad - 1
+        more = f" (and {others} more row{'s' * (others > 1)} so far)" if others else ""
         super().__init__(f"{progress.listed[0]}{more}")
 
 

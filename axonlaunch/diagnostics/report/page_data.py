@@ -205,7 +205,7 @@ def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | Non
 
 def _progress(run: RunRecord) -> list[list[float]]:
     """Return steps with the total targets and seconds up to each; used by the other x axes."""
-    steps, targets, seconds = [0.0], [0.0], [0.0]
+    steps, targets, seconds = [float(run.first_step)], [0.0], [0.0]
     for line, counted in zip(run.steps, _counts(run), strict=True):
         done = max(0, line["step"] - steps[-1])
         steps.append(line["step"])
@@ -218,7 +218,7 @@ def _progress(run: RunRecord) -> list[list[float]]:
 
 def _counts(run: RunRecord) -> list[float]:
     """Return the number of targets between logged steps, assuming equal counts in all steps."""
-    counts, previous = [], 0
+    counts, previous = [], run.first_step
     for line in run.steps:
         count = plain_number(line.get(run.unit)) or 0.0
         counts.append(count * max(0, line["step"] - previous))

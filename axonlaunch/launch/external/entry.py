@@ -15,6 +15,7 @@ from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch.environment.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment.launcher_process import LauncherProcess
 from axonlaunch.launch.request import Request, load_config
+from axonlaunch.launch.run_folder.moved_runs import refuse_moved_run
 from axonlaunch.launch.run_folder.restarts import resumes_if_restarted
 from axonlaunch.system.node import allocator_settings
 from axonlaunch.system.processes import forkserver
@@ -50,6 +51,7 @@ def be_rank(
         from axonlaunch.preflight import checks
 
         composed, config = load_config(request, request.overrides, counted, server=server)
+        refuse_moved_run(composed, config)
         config = resumes_if_restarted(config, launcher.identity)
         with name_selected_options(composed):
             resolved = checks.resolve(config, devices=counted.devices)

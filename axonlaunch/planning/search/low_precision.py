@@ -81,7 +81,7 @@ def lower_layouts(
         config: Configuration of the run.
         kept: Keys that the user has set. Changes of them are left out.
         listed: Function that lists the layouts of a run.
-        left_out: Changes that are not combined with others.
+        left_out: Changes that no layout gets.
     """
     possible, problems = _possible_changes(config, kept)
     kinds = [[change for change in kind if change not in left_out] for kind in possible]

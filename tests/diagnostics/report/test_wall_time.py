@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.run_folders import run_folder, write_lines
 
-from axonlaunch.diagnostics.report.page_data import facts
+from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.diagnostics.report.record.wall_time import wall_time
 
@@ -80,6 +80,7 @@ def test_steps_of_the_run_that_another_one_continues_do_not_count(tmp_path: Path
     parts = wall_time(run)
     assert parts is not None
     assert dict(facts(run))["in steps"] == "0:00:20"
+    assert page_data([run])["runs"][0]["progress"][2] == [0.0, 10.0, 20.0]
     assert parts.productive_s == 20.0
     assert parts.lost_s == 10.5  # ten steps and half of the one that failed
 
