@@ -147,6 +147,25 @@ def test_torchrun_restart_resumes_from_run_checkpoints(
     assert resumes == ["never", "auto"]
 
 
+def test_torchrun_refuses_a_moved_run_as_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "main", lambda environment, resolve, **_: (0, resolve(environment)))
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    moved = Path("moved")
+    moved.mkdir()
+    append_event(moved, "started", {})
+    (moved / "config.yaml").write_text("name: own\nrun_dir: /nowhere/own\n")
+    with pytest.raises(ConfigError, match=r"moved/config\.yaml was moved or copied"):
+        entry.be_rank(
+            Request(overrides=["moved/config.yaml"]),
+            ClusterEnvironment.detect({**world, **address}),
+            LauncherProcess("torchrun"),
+            server=pytest.fail,
+            started=0.0,
+            as_json=False,
+        )
+
+
 def test_requeued_job_command_resumes_from_its_save(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

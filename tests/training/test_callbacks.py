@@ -207,7 +207,7 @@ def test_custom_callback_is_imported_before_start(
     )
     for name, reason in {
         "Underived": "is no callback; derive",
-        "Uncalled": "is never called",
+        "Uncalled": "must define one of the methods start, step",
     }.items():
         with pytest.raises(
             ConfigError, match=rf"callbacks\[0\]\.target=callbacks_of_test:{name}: {reason}"
@@ -222,8 +222,8 @@ def test_registered_class_must_be_callback_with_a_method() -> None:
     class Uncalled(ax.Callback):
         def on_step_end(self) -> None: ...
 
-    for builder, reason in ((Uncalled, "define one of the methods start, step"), (dict, "derive")):
+    for builder, reason in ((Uncalled, "must define one of"), (dict, "is no callback; derive")):
         with pytest.raises(
-            TypeError, match=rf"register_callback\('x'\): {builder.__name__} is .*{reason}"
+            TypeError, match=rf"register_callback\('x'\): {builder.__name__} {reason}"
         ):
             ax.register_callback("x")(builder)

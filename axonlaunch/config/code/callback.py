@@ -77,5 +77,5 @@ def find_class_problem(builder: Any) -> str:
         return "is no callback; derive the class from axonlaunch.Callback"
     moments = [name for name in vars(Callback) if not name.startswith("_")]
     if all(getattr(builder, name) is getattr(Callback, name) for name in moments):
-        return f"is never called; define one of the methods {', '.join(moments)}"
+        return f"must define one of the methods {', '.join(moments)}"
     return ""
