@@ -50,6 +50,9 @@ def test_yaml_that_does_not_parse_is_named_with_its_line(tmp_path: Path) -> None
     (tmp_path / "model" / "broken.yaml").write_text("name: gpt\nhidden_size: [1\n")
     with pytest.raises(ConfigError, match=r"broken.yaml:3:1: not YAML"):
         config.load(["model=broken"], config_dirs=[tmp_path])
+    (tmp_path / "model" / "broken.yaml").write_text("name: gpt\noptions:\n\ta: 1\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml:3:1: not YAML: .*; use spaces in place of"):
+        config.load(["model=broken"], config_dirs=[tmp_path])
     (tmp_path / "model" / "broken.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match=f"^{tmp_path}/model/broken.yaml: holds no keys$"):
         config.load(["model=broken"], config_dirs=[tmp_path])

@@ -52,7 +52,8 @@ def _hydra_problem(error: Exception) -> ConfigIssue | None:
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         location = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        return ConfigIssue("", f"{location}not YAML: {error.problem}")
+        hint = "; use spaces in place of the tab" if r"'\t'" in str(error.problem) else ""
+        return ConfigIssue("", f"{location}not YAML: {error.problem}{hint}")
     if isinstance(error, UnicodeDecodeError | RecursionError | YAMLError | ValueError | IndexError):
         reason = " ".join(str(error).split())
         return ConfigIssue(
