@@ -293,6 +293,15 @@ def test_a_shard_that_was_damaged_is_made_again(documents: Documents, tmp_path: 
     assert pieces(documents(files=[str(tmp_path / "a.jsonl")])) == expected
 
 
+@pytest.mark.parametrize(
+    ("bad", "more"),
+    [(1, ""), (2, " (and 1 more row so far)"), (3, " (and 2 more rows so far)")],
+)
+def test_error_about_a_bad_row_counts_the_others(bad: int, more: str) -> None:
+    progress = shard_maker.Progress(bad=bad, listed=("rows.jsonl, line 2: is not JSON",))
+    assert str(shard_maker.BadRowsError(progress)) == f"rows.jsonl, line 2: is not JSON{more}"
+
+
 BAD = [
     ('{"body": "a"}', "has no field text; it has body"),
     ('{"text": null}', "field text is null, not text"),
