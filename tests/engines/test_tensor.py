@@ -325,6 +325,23 @@ def test_cross_entropy_is_stable_and_in_fp32() -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.3), (torch.float16, 7e4)])
+def test_factor_of_the_loss_is_not_rounded_to_half_precision(
+    dtype: torch.dtype, factor: float
+) -> None:
+    full = drawn(64, 40).to(dtype)
+    targets = torch.randint(40, (64,), generator=torch.Generator().manual_seed(3))
+
+    def rank(world: ax.World) -> None:
+        mine = full.chunk(2, -1)[world.rank].clone().requires_grad_()
+        loss = ax.vocab_parallel_cross_entropy_sum(mine, targets, group=world.default_group)
+        (unscaled,) = torch.autograd.grad(loss, mine, retain_graph=True)
+        (scaled,) = torch.autograd.grad(factor * loss, mine)
+        assert torch.equal(scaled, (factor * unscaled.float()).to(dtype))
+
+    on_ranks(2, rank)
+
+
 class Largest(TorchDispatchMode):
     """Records the size of the largest new storage, and all tensors with a given dimension."""
 

@@ -133,7 +133,10 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (difference,) = ctx.saved_tensors
-        return difference * gradient.to(difference.dtype), None, None, None, None
+        # A factor with a dim takes part in type promotion, so it is not rounded to half precision.
+        logits_gradient = torch.empty_like(difference)
+        torch.mul(difference, gradient.view(1), out=logits_gradient)
+        return logits_gradient, None, None, None, None
 
 
 _cross_entropy_sum: Any = _CrossEntropySum.apply
