@@ -140,7 +140,7 @@ class Workload:
 def describe_recomputation(mode: str) -> str:
     """Return a description of a value of ``train.activation_checkpointing``."""
     kind = {"none": "no", "offload": "full", "selective_offload": "selective"}.get(mode, mode)
-    return f"{kind} recomputation{' from host memory' if 'offload' in mode else ''}"
+    return f"{kind} recomputation{', inputs offloaded' if 'offload' in mode else ''}"
 
 
 @dataclass(frozen=True)

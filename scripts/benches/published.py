@@ -183,6 +183,8 @@ def _layout(row: Row) -> list[str]:
         overrides.append(f"strategy.fsdp.replicate={replicas}")
     if tensor > 1 and row.get("sequence_parallel"):
         overrides.append("strategy.tensor.sequence_parallel=true")
+    if tensor > 1 and row.get("async_tp"):
+        overrides.append("strategy.tensor.async_collectives=true")
     if pipeline > 1:
         overrides.append(f"strategy.pipeline.schedule={_SCHEDULES[row['pp_schedule']]}")
         if (row.get("virtual_stages") or 1) > 1:

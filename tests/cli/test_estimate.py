@@ -210,12 +210,14 @@ def test_a_mistake_is_one_line_and_status_2(
     assert error.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("width", [40, 80, 140])
 @pytest.mark.parametrize("memory", [None, 40 * GIB, 80 * GIB])
 def test_it_fits_the_terminal(width: int, memory: int | None) -> None:
     text = shown(forecast(memory=memory, stages=12, host=12 * GIB), width=width)
     assert max(map(len, text.splitlines())) <= width
-    assert text.count("pp 11") == 2
+    # The bars have one, and so has each table.
+    assert text.count("pp 11") == 1 + text.count("ranks  ") == (4 if width == 40 else 2)
+    assert {"peak", "params", "temporary", "host"} <= {*text.split()}
     assert "…" not in text
     assert ("does not fit" in text) == (memory == 40 * GIB)
 
@@ -244,7 +246,7 @@ def test_sizes_have_three_figures() -> None:
     assert [size(n * 1024**2) for n in (0, 0.5, 12.345, 999, 1000)] == [
         *("0 MiB", "0.5 MiB", "12.3 MiB", "999 MiB", "0.977 GiB")
     ]
-    assert [figures(n) for n in (1234.5, 0.00012)] == ["1234", "0.00012"]
+    assert [figures(n) for n in (1234.5, 0.00012)] == ["1,234", "0.00012"]
 
 
 def test_json_lists_remedies() -> None:
@@ -320,7 +322,7 @@ def test_first_line_describes_samples_of_a_step() -> None:
     ("node_gib", "said"),
     [
         (None, "12 GiB per rank, 96 GiB per node; hardware.host_memory_gib is not set"),
-        (2048, "a node has 2048 GiB"),
+        (2048, "a node has 2,048 GiB"),
         (64, "a node has 64 GiB: too little"),
     ],
 )

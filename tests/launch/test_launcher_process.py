@@ -52,7 +52,9 @@ def test_no_launcher_is_found_behind_a_process_that_ends_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
-    shell = subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE)
+    shell = subprocess.Popen(["echo"], env=environment, stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    shell.stdout.read(1)  # its environment can be read now
     read = launcher_process._stat
 
     def end_and_read(pid: int) -> list[str]:

@@ -53,7 +53,7 @@ def test_lower_precision_is_searched_only_if_allowed(found: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         found(*BF16, room, **SMALL)
     [issue] = raised.value.problems
-    assert "a layout is expected to fit with 4 devices, " in issue.message
+    assert "A layout is expected to fit with 4 devices, " in issue.message
     assert ", --allow low_precision (changes numerics), " in issue.message
     plan = found(*BF16, room, lowers=True, **SMALL)
     assert plan.candidates[0].fits
@@ -123,7 +123,7 @@ def test_useless_layouts_of_lower_precision_are_not_estimated(
 
 
 def test_refusal_says_why_changes_of_numerics_were_not_searched(found: Any) -> None:
-    refused = r"; not searched: .*optimizer.state_dtype=8bit: optimizer=adafactor updates full"
+    refused = r"\. Not searched: .*optimizer.state_dtype=8bit: optimizer=adafactor updates full"
     with pytest.raises(ConfigError, match=refused):
         found(*BF16, "optimizer=adafactor", "hardware.memory_gib=0.01", lowers=True, **SMALL)
 

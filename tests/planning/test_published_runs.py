@@ -69,6 +69,24 @@ def test_a_row_that_no_setting_expresses_has_a_reason(
 
 
 @pytest.mark.parametrize(
+    ("changes", "override"),
+    [
+        ({"tp": 2, "async_tp": True}, "strategy.tensor.async_collectives=true"),
+        ({"tp": 2, "sequence_parallel": True}, "strategy.tensor.sequence_parallel=true"),
+        ({"cp": 2}, "strategy.context.degree=2"),
+        ({"zero_stage": 3, "dp_replicate": 2}, "strategy.fsdp.replicate=2"),
+        ({"pp": 2, "pp_schedule": "1F1B"}, "strategy.pipeline.schedule=1f1b"),
+    ],
+)
+def test_the_layout_of_a_row_is_that_of_its_run(
+    changes: dict[str, Any], override: str, bench: Callable[[str], Any]
+) -> None:
+    published = bench("published")
+    assert override in published.run({**ROW, "master_weights": "fp32", **changes}).overrides
+    assert override not in published.run({**ROW, "master_weights": "fp32"}).overrides
+
+
+@pytest.mark.parametrize(
     ("changes", "kept"),
     [
         ({}, "fp32"),  # the shards of ZeRO-1

@@ -24,7 +24,11 @@ from axonlaunch.system.processes.forked_map import map_forked
         (["launch.backend=mock", "hardware=h100_80gb"], "ranks of launch.backend=mock take turns"),
         (
             ["launch.backend=gloo", "hardware=cpu"],
-            "axonlaunch plan hardware=cpu --devices 2 measures it",
+            "with 2 ranks; axonlaunch plan hardware=cpu --devices 2 measures it",
+        ),
+        (
+            ["launch.backend=gloo", "hardware=cpu", "launch.nproc=1"],
+            "with 1 rank; axonlaunch plan hardware=cpu --devices 1 measures it",
         ),
     ],
 )
@@ -32,7 +36,7 @@ def test_unpredicted_step_time_has_reason(
     overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured_hardware, "_read_kept", lambda ranks: None)
-    hardware, said = hardware_of_run(run_config([*overrides, "launch.nproc=2"]))
+    hardware, said = hardware_of_run(run_config(["launch.nproc=2", *overrides]))
     assert hardware is None
     assert reason in said
 

@@ -137,9 +137,9 @@ def test_search_names_closest_layout_if_no_layout_fits(found: Any) -> None:
         found("hardware.memory_gib=1.25", off=1.5)
     [issue] = raised.value.problems
     assert "no layout of 8 devices fits: " in issue.message
-    assert "takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
+    assert ". It takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
     assert issue.message.endswith(
-        "; a layout is expected to fit with 16 devices, "
+        ". A layout is expected to fit with 16 devices, "
         f"{ON_HOST}, --allow low_precision (changes numerics), "
         "data.sequence_length=8 or adapter=lora"
     )
@@ -166,7 +166,7 @@ def test_search_names_setting_that_prevents_fit(found: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         found("hardware.memory_gib=1.5", off=1.0, **{key: "ddp", "strategy.tensor.degree": 1})
     [issue] = raised.value.problems
-    assert "; a layout is expected to fit with removing strategy.data_parallel=ddp" in issue.message
+    assert ". A layout is expected to fit with removing strategy.data_parallel=ddp" in issue.message
 
 
 def test_search_names_smallest_change_of_each_kind_if_no_layout_fits(found: Any) -> None:
@@ -174,7 +174,7 @@ def test_search_names_smallest_change_of_each_kind_if_no_layout_fits(found: Any)
         found("hardware.memory_gib=0.3", "train.precision=bf16", off=1.0)
     [issue] = raised.value.problems
     assert issue.message.endswith(
-        "; a layout is expected to fit with 32 devices, "
+        ". A layout is expected to fit with 32 devices, "
         f"{ON_HOST}, --allow low_precision (changes numerics), "
         "data.sequence_length=4 or adapter=lora"
     )

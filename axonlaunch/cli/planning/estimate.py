@@ -178,8 +178,9 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
     console.print(f"[bold]{estimate.layout}[/bold]: {workload}\n")
     for note in estimate.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(memory_table.build_memory_table(memory))
-    console.print()
+    for table in memory_table.build_memory_tables(memory, width=console.width):
+        console.print(table)
+        console.print()
     bars = memory_table.bars(memory, memory_bytes=estimate.memory_bytes, width=console.width)
     console.print(bars, no_wrap=True)
     console.print()

@@ -174,9 +174,9 @@ def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssu
     while start < len(rest):
         end = _end_of_brackets(rest, start)
         if end > start + 1:
-            undivided = " ".join(rest[start:end])
-            message = f"the shell divided it at spaces; put it in quotes: '{undivided}'"
-            problems.append(ConfigIssue("", f"{undivided}: {message}"))
+            joined = " ".join(rest[start:end])
+            message = f"the shell divided it at spaces; put it in quotes: '{joined}'"
+            problems.append(ConfigIssue("", f"{joined}: {message}"))
             del rest[start:end]
         else:
             start = end

@@ -5,7 +5,7 @@ The output is readable without colors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -37,6 +37,8 @@ _SHORT_NAMES: dict[Category, str] = {
     "gradients": "grads",
     "communication": "comm",
 }
+_GAP = 2
+"""Spaces between columns."""
 
 
 def stage_name(rank: RankEstimate, estimate: Estimate) -> str:
@@ -44,22 +46,56 @@ def stage_name(rank: RankEstimate, estimate: Estimate) -> str:
     return f"pp {rank.coords['pp']}" if estimate.mesh["pp"] > 1 else "all"
 
 
-def build_memory_table(estimate: Estimate) -> Table:
-    """Return a table with the peak of each stage and its breakdown."""
-    unit = unit_of(estimate.peak_bytes)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
-    for name in ("ranks", f"peak {UNITS[unit]}"):
-        table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
+def build_memory_tables(estimate: Estimate, *, width: int) -> list[Table]:
+    """Return the peak of each stage and its breakdown, in as many tables as the width requires.
+
+    Args:
+        estimate: Estimate to show.
+        width: Width of the terminal in columns. Columns that do not fit are in the next table,
+            which names the stages again.
+    """
+    unit, ranks = unit_of(estimate.peak_bytes), estimate.ranks
+    numbers = {f"peak {UNITS[unit]}": [rank.peak_bytes for rank in ranks]}
     for category in CATEGORY_COLORS:
-        table.add_column(_SHORT_NAMES.get(category, category), justify="right", no_wrap=True)
-    has_host = any(rank.host_bytes for rank in estimate.ranks)
-    if has_host:
-        table.add_column("host", justify="right", no_wrap=True)
-    for rank in estimate.ranks:
-        numbers = [rank.peak_bytes, *(rank.breakdown[category] for category in CATEGORY_COLORS)]
-        if has_host:
-            numbers.append(rank.host_bytes)
-        table.add_row(stage_name(rank, estimate), *(figures(number / unit) for number in numbers))
+        name = _SHORT_NAMES.get(category, category)
+        numbers[name] = [rank.breakdown[category] for rank in ranks]
+    if any(rank.host_bytes for rank in ranks):
+        numbers["host"] = [rank.host_bytes for rank in ranks]
+    columns = {
+        name: [figures(number / unit) for number in values] for name, values in numbers.items()
+    }
+    stages = [stage_name(rank, estimate) for rank in ranks]
+    return [
+        _table({"ranks": stages, **{name: columns[name] for name in group}})
+        for group in _groups_that_fit(columns, width - _column_width("ranks", stages))
+    ]
+
+
+def _groups_that_fit(columns: Mapping[str, list[str]], width: int) -> list[list[str]]:
+    """Divide columns into groups that fit into a width, each with a gap in front."""
+    groups: list[list[str]] = [[]]
+    left = width
+    for name, cells in columns.items():
+        needed = _GAP + _column_width(name, cells)
+        if needed > left and groups[-1]:
+            groups.append([])
+            left = width
+        groups[-1].append(name)
+        left -= needed
+    return groups
+
+
+def _column_width(name: str, cells: list[str]) -> int:
+    return max(map(len, [name, *cells]))
+
+
+def _table(columns: Mapping[str, list[str]]) -> Table:
+    """Return a table with the stages on the left and numbers on the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, _GAP // 2))
+    for name in columns:
+        table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

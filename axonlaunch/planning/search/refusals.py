@@ -97,10 +97,12 @@ def none_fits(
         shortfall = (
             f"offloads {closest.host_memory.bytes_per_node / GIB:.1f} GiB, more than a node has"
         )
-    message = (
+    sentences = [
         f"no layout of {_devices_text(devices)} fits: {searched:,} considered, {len(tried)} "
-        f"estimated. The closest, {closest.layout}, {shortfall}; "
-    )
+        "estimated",
+        f"The closest is {closest.layout}",
+        f"It {shortfall}",
+    ]
     changes = [
         f"removing {_setting_text(key, value)}"
         for key, value in fixed.items()
@@ -125,12 +127,12 @@ def none_fits(
         values = (option for option in options if _can_fit(option.config, devices, fixed, fits))
         changes += [option.text for option in itertools.islice(values, 1)]
     if changes:
-        message += f"a layout is expected to fit with {one_of(changes)}"
+        sentences.append(f"A layout is expected to fit with {one_of(changes)}")
     else:
-        message += "use more devices or a smaller batch or sequence"
+        sentences.append("Use more devices or a smaller batch or sequence")
     if not_tried:
-        message += f"; not searched: {'; '.join(map(str, not_tried))}"
-    return ConfigIssue("hardware", message, config.hardware.name)
+        sentences.append(f"Not searched: {'; '.join(map(str, not_tried))}")
+    return ConfigIssue("hardware", ". ".join(sentences), config.hardware.name)
 
 
 @dataclass(frozen=True)

@@ -28,5 +28,6 @@ def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
     )
     if measured is None:
         command = f"axonlaunch plan hardware=cpu --devices {ranks}"
-        return None, f"this node was never measured with {ranks} ranks; {command} measures it"
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        return None, f"this node was never measured with {count}; {command} measures it"
     return measured, ""

@@ -16,7 +16,7 @@ def size(number: float) -> str:
 
 
 def figures(number: float) -> str:
-    """Format a number without an exponent: ``0.00123``, ``12.3``, ``12345``.
+    """Format a number without an exponent: ``0.00123``, ``12.3``, ``12,345``.
 
     Numbers below 100 have three significant digits but at most six decimal places, others have no
     decimal places.
@@ -24,7 +24,7 @@ def figures(number: float) -> str:
     if number == 0:
         return "0"
     if abs(number) >= 100:
-        return f"{number:.0f}"
+        return f"{number:,.0f}"
     text = f"{number:.3g}"
     return text if "e" not in text else f"{number:.6f}"
 

@@ -256,19 +256,24 @@ def _read_structure(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
 def repeated_sizes(config: RunConfig) -> ScaledSizes:
     """Return the sizes of a run's model; ``num_blocks`` is 0 if fewer blocks can't represent all.
 
-    Equal blocks may compute differently because of ``train.matmul_exclude`` or a tensor plan.
+    Equal blocks may compute differently because of ``train.matmul_exclude`` or a tensor plan. A
+    model with fewer than two periods of blocks is traced itself: ranks may divide the blocks of a
+    deeper model in a way that its optimizer forbids.
 
     Raises:
         ConfigError: The model can't be built.
     """
     sizes = source_of(config).scaled_sizes()
-    if not (sizes.num_blocks and (config.train.matmul_exclude or config.strategy.tensor.plan)):
+    unrepeated = dataclasses.replace(sizes, num_blocks=0, period=1, leading=0)
+    if sizes.num_blocks < sizes.leading + 2 * sizes.period:
+        return unrepeated
+    if not (config.train.matmul_exclude or config.strategy.tensor.plan):
         return sizes
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     repeated = [*spec.blocks(model).items()][sizes.leading :]
     for first in range(sizes.period):
         if not _computes_equally(config, spec, dict(repeated[first :: sizes.period]), model):
-            return dataclasses.replace(sizes, num_blocks=0, period=1, leading=0)
+            return unrepeated
     return sizes
 
 
