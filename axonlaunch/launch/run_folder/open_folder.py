@@ -61,6 +61,8 @@ from axonlaunch.system.storage.version_control import commit_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write to a full disk, or over the user's quota."""
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_A_FOLDER = (errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -268,9 +270,16 @@ def create_joined(config: RunConfig) -> None:
 
 def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     path = f": {error.filename}" if error.filename else ""
-    remedy = f"; {shortage(folder)[1]}, or use another" if error.errno in _FULL else ""
-    message = f"can't make the run folder: {error.strerror}{path}{remedy}"
+    message = f"can't make the run folder: {error.strerror}{path}{_remedy(error, folder)}"
     return ConfigError([ConfigIssue("run_dir", message)])
+
+
+def _remedy(error: OSError, folder: Path) -> str:
+    if error.errno in _FULL:
+        return f"; {shortage(folder)[1]}, or use another"
+    if error.errno in _NOT_WRITABLE:
+        return "; make it writable, or use another folder"
+    return "; a file is in the way; use another folder" if error.errno in _NOT_A_FOLDER else ""
 
 
 def _make_folder(config: RunConfig, announce: Callable[[str], object]) -> RunConfig:
