@@ -30,7 +30,6 @@ from axonlaunch.launch.output.summary import (
     LogTail,
     RunRecorder,
     finish_run,
-    log_event,
     log_of,
     report_crash,
     resuming_command,
@@ -123,40 +122,27 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
             launched_by=options.identity.name,
         )
         config = stack.enter_context(opened)
+        record = RunRecorder(options.started, console, proof=options.proof)
+        record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
+        restarts = 0
         try:
-            record = RunRecorder(options.started, console, proof=options.proof)
-            record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
-            outcome = _attempts(config, context, rendezvous, record, console)
-        except KeyboardInterrupt:  # before its ranks were ready; they handle later interrupts
-            log_event(config, "ended", {"status": "interrupted"})
-            raise
+            outcome = run_ranks(config, context, rendezvous, record, console)
+            limit = config.launch.max_restarts
+            while outcome.crash is not None and not outcome.was_stopped and restarts < limit:
+                restarts += 1
+                console.stop()
+                report_crash(config, outcome.crash, context)
+                console.line(f"restart {restarts} of {limit}")
+                with _rendezvous(config) as new_rendezvous:
+                    outcome = run_ranks(
+                        config, context, new_rendezvous, record, console, restarted=True
+                    )
         finally:
             console.stop()
         again = resuming_command(
             config, options.command, composed=options.composed, name=options.resumed_name
         )
         return finish_run(config, outcome, record, console, context=context, again=again)
-
-
-def _attempts(
-    config: RunConfig,
-    context: ForkServerContext,
-    rendezvous: Rendezvous,
-    record: RunRecorder,
-    console: RunConsole,
-) -> Outcome:
-    """Run the ranks, and again after a failure, at most ``launch.max_restarts`` times."""
-    restarts = 0
-    outcome = run_ranks(config, context, rendezvous, record, console)
-    limit = config.launch.max_restarts
-    while outcome.crash is not None and not outcome.was_stopped and restarts < limit:
-        restarts += 1
-        console.stop()
-        report_crash(config, outcome.crash, context)
-        console.line(f"restart {restarts} of {limit}")
-        with _rendezvous(config) as new_rendezvous:
-            outcome = run_ranks(config, context, new_rendezvous, record, console, restarted=True)
-    return outcome
 
 
 def run_ranks(

@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from axonlaunch import checkpoint
@@ -112,9 +112,23 @@ def open_run_dir(
         for note in _differences(config):
             announce(note)
         # A job freezes its configuration; until then the folder has that of the last launch.
-        if not is_submitted:
+        if is_submitted:
+            yield config
+            return
+        with _interrupt_recorded(folder):
             _freeze(config, composed, launched_by)
-        yield config
+            yield config
+
+
+@contextmanager
+def _interrupt_recorded(folder: Path) -> Iterator[None]:
+    """Record the end of a run that is interrupted before its ranks handle interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            append_event(folder, "ended", {"status": "interrupted"})
+        raise
 
 
 def _freeze(config: RunConfig, composed: Composed | None, launched_by: str) -> None:
