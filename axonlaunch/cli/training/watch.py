@@ -117,7 +117,7 @@ def _terminal(instead: str) -> Console:
     """Return a console on standard output.
 
     Args:
-        instead: What to do without a terminal, where rich prints a live view only at its end.
+        instead: Advice without a terminal, where rich prints a live view only at its end.
 
     Raises:
         ConfigError: Standard output is not a terminal.
