@@ -46,6 +46,10 @@ _NO_GRAPHS = (
     "gradients over several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
     "max-autotune-no-cudagraphs"
 )
+_FP8_IS_FOR_PRODUCTS = (
+    "fp8 is for matrix products only; use bf16 with train.matmul_dtype=fp8_tensorwise, or "
+    "fp8_rowwise"
+)
 _NO_CUT_CROSS_ENTROPY = (
     "kernels of cut-cross-entropy are not offered, because they were not compared with those of "
     "torch; use liger, or null with train.loss_chunk=1024, which save the memory of logits too"
@@ -207,7 +211,9 @@ class TrainConfig:
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the gradient of all parameters; null: no clipping"""
-    precision: PrecisionSetting = "fp32"
+    precision: PrecisionSetting = field(
+        default="fp32", metadata={"refused": dict.fromkeys(("fp8", "float8"), _FP8_IS_FOR_PRODUCTS)}
+    )
     """dtype of forward and backward; see param_dtype for parameters. auto: bf16 on devices that
     compute in it, else fp32, as on CPUs; a resumed run keeps the precision that it began with.
     Models of transformers and pretrained language models have auto by default

@@ -18,6 +18,7 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.options.data import (
     DATASETS,
     ShapeOnlyTokensConfig,
@@ -26,8 +27,9 @@ from axonlaunch.config.options.data import (
 from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
 from axonlaunch.config.values.optional_keys import chat_template_of, packing_of
 from axonlaunch.data.datasets.dataset import Dataset
-from axonlaunch.data.datasets.user_datasets.adapters import StreamedSamples
+from axonlaunch.data.datasets.user_datasets.adapters import PairsDataset, StreamedSamples
 from axonlaunch.data.hub.repository import OnDownload
+from axonlaunch.data.reading.sample_error import SampleError
 from axonlaunch.data.selection.pinning import commits_in, fetch_data, names_hub_data, pinned_data
 from axonlaunch.data.shards.encoding import OnProgress
 from axonlaunch.data.texts.chats.named_templates import chat_template
@@ -45,6 +47,8 @@ _DATA = {
     "images": "data=digits or synthetic_images",
 }
 """Options of data for each kind of input of a model."""
+_TRIED = 2
+"""Number of samples whose shapes are compared."""
 
 
 def with_hub_data(
@@ -184,12 +188,31 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             message = f"more than {rows}: {dataset.num_samples}; use fewer, a shorter "
             message += "data.sequence_length, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
+    yield from _shape_problems(config, dataset)
     if config.train.eval_batches and not dataset.num_eval_samples:
         how = "give it an attribute held_out" if is_stream else "hold samples out"
         if isinstance(config.data, TextRowsConfig):
             how = "data.held_out=0.05"
         message = f"there is no held-out split; use 0, or {how}"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
+
+
+def _shape_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Yield a problem if the first two samples have different shapes.
+
+    A rank that reads one sample per step can train on samples of different shapes.
+    """
+    if not isinstance(dataset, PairsDataset) or dataset.num_samples < _TRIED:
+        return
+    ranks = Layout.of(config, world_size=num_ranks(config)).data_ranks
+    if config.train.global_batch_size // ranks < _TRIED:
+        return
+    try:
+        dataset.samples(range(_TRIED), split="train")
+    except ConfigError as error:
+        yield from error.problems
+    except SampleError:  # the rank that reads the sample reports it
+        return
 
 
 def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) -> RunConfig:

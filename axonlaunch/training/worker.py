@@ -212,7 +212,7 @@ def _started_event(
 def _unit_of_metrics(config: RunConfig, dataset: Dataset) -> Counted:
     """Return what the loss counts, which names metrics."""
     loss = build_custom_loss(config.train)
-    return counted_in(dataset) if loss is None or loss.count is None else loss.counted
+    return counted_in(dataset) if loss is None or loss.counted is None else loss.counted
 
 
 def _saver(

@@ -58,6 +58,7 @@ def test_without_weights_or_epochs_each_row_is_seen_once(folder: Path) -> None:
     dataset = mixed(folder)
     rows = texts(dataset, range(dataset.num_samples))
     assert sorted(rows) == sorted(f"{n} {i:06}" for n, count in ROWS.items() for i in range(count))
+    assert dataset.info.notes[0] == "data.mix: 50 rows: 80.0% a (1 epoch), 20.0% b (1 epoch)"
 
 
 def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:

@@ -299,7 +299,9 @@ def test_custom_takes_pairs_of_tokens() -> None:
 
 @pytest.mark.usefixtures("module")
 def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
-    ragged = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Ragged"]).data
+    one_sample = ["launch.nproc=2", "train.global_batch_size=2"]  # per rank and step
+    target = "data.target=pairs_of_a_test:Ragged"
+    ragged = run_config([*SMALL, "data=custom", target, *one_sample]).data
     assert len(build_dataset(ragged).samples([2, 4, 2], split="train")) == 3
     message = r"inputs of sample 3 have shape \[7\], those of sample 2 \[8\]: .*; pad them, or"
     with pytest.raises(ConfigError, match=f"data.target=pairs_of_a_test:Ragged: {message}"):
@@ -327,6 +329,11 @@ def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
         (
             "pairs_of_a_test:Bare",
             "the dataset has no attribute num_classes or vocab_size; set data.num_classes",
+        ),
+        (
+            "pairs_of_a_test:Ragged",
+            "inputs of sample 1 have shape [7], those of sample 0 [8]: a batch has samples of one "
+            "shape; pad them, or make batches by a custom function, data.collate",
         ),
     ],
 )

@@ -130,6 +130,7 @@ ax.register_loss("by_weight_of_a_test", count=lambda batch: batch["weight"].sum(
 ax.register_loss(
     "by_length_of_a_test", count=lambda batch: batch["words"].numel(), counted="tokens"
 )(weighted)
+ax.register_loss("by_image_of_a_test", counted="images")(weighted)
 '''
 CHOSEN = ["plugins=[own_of_a_test]", "model=custom", "model.target=own_of_a_test:Model"]
 CHOSEN += ["model.layers=blocks", "data=custom", "data.collate=own_of_a_test:padded"]
@@ -229,6 +230,7 @@ def test_loss_sum_is_divided_by_counted_targets() -> None:
         ("weighted_of_a_test", "samples"),
         ("by_weight_of_a_test", "targets"),
         ("by_length_of_a_test", "tokens"),
+        ("by_image_of_a_test", "images"),
     ],
 )
 def test_metrics_are_named_after_the_unit_of_the_loss(loss: str, unit: str) -> None:

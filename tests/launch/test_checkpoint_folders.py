@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -63,6 +65,28 @@ def test_run_folder_of_other_run_is_refused_as_checkpoint_path() -> None:
     with opened(run("name=a")):
         refused = refusal(opened, run("name=b", "checkpoint.path=runs/a"))
     assert refused.startswith("checkpoint.path=runs/a: the run of ")
+
+
+@pytest.mark.parametrize("begin", [opened, checked])
+def test_run_folder_with_a_file_as_parent_is_refused_with_advice(begin: Begin) -> None:
+    Path("file").touch()
+    refused = refusal(begin, run("run_dir=file/a"))
+    assert refused.startswith("run_dir: can't make the run folder: Not a directory: ")
+    assert refused.endswith("; a file is in the way; use another folder")
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
+def test_run_folder_that_can_not_be_written_is_refused_with_advice(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(error, os.strerror(error), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert refusal(opened, run("run_dir=/shared/a")) == (
+        f"run_dir: can't make the run folder: {os.strerror(error)}: /shared/a; make it writable, "
+        "or use another folder"
+    )
 
 
 def test_unreachable_bucket_is_left_to_later_checks() -> None:

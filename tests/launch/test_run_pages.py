@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from io import StringIO
@@ -21,6 +22,7 @@ from axonlaunch.cli.reports.runs import BreakableName, table_of
 from axonlaunch.cli.shared.run_folders import has_runs
 from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.cli.training.watch import await_run, command as watch_command
+from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.record.run_record import read_run
 from axonlaunch.system.text.formatting import size
@@ -231,6 +233,12 @@ def test_watch_of_a_folder_shows_the_table_of_its_runs(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", interrupt)
+    with pytest.raises(ConfigError, match=f"needs a terminal; use axonlaunch runs {tmp_path}/runs"):
+        watch_command(tmp_path / "runs")
+    with pytest.raises(ConfigError, match="needs a terminal; use axonlaunch watch without --tui"):
+        watch_command(tmp_path / "runs/one", tui=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
     with pytest.raises(KeyboardInterrupt):
         watch_command(tmp_path / "runs")
     shown = capsys.readouterr().out

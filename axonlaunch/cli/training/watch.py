@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from rich.console import Console
+
 HELP = "Show a run while it trains, in a browser or in the terminal."
 EXAMPLES = """Examples:
 
@@ -111,6 +113,21 @@ def await_run(path: Path) -> Path:
         time.sleep(_WAIT_S)
 
 
+def _terminal(instead: str) -> Console:
+    """Return a console on standard output.
+
+    Args:
+        instead: Advice without a terminal, where rich prints a live view only at its end.
+
+    Raises:
+        ConfigError: Standard output is not a terminal.
+    """
+    console = console_on()
+    if not console.is_terminal:
+        refuse(f"this view changes in place and needs a terminal; {instead}")
+    return console
+
+
 def _follow_table(folder: Path) -> None:
     """Show the table of the runs in a folder, newest first, until Ctrl-C."""
     from rich.live import Live
@@ -122,7 +139,7 @@ def _follow_table(folder: Path) -> None:
         rows = sorted(map(row_of, find_runs(folder)), key=lambda row: -row["changed_at"])
         return table_of(rows, folder, width=console.width)
 
-    console = console_on()
+    console = _terminal(f"use axonlaunch runs {folder}")
     with Live(table(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             began = time.thread_time()
@@ -135,7 +152,7 @@ def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
 
     from axonlaunch.cli.shared.run_screen import screen_of
 
-    console = console_on()
+    console = _terminal("use axonlaunch watch without --tui, or axonlaunch report")
     with Live(screen_of(data()["runs"][0], console.size), console=console, screen=True) as live:
         while True:
             time.sleep(1.0)

@@ -174,10 +174,11 @@ class TextMix:
         return owners, rows
 
     def _describe_mix(self, counts: Sequence[int]) -> Iterator[str]:
-        shares = [
-            f"{count / self.num_samples:.1%} {name} ({count / source.num_samples:.3g} epochs)"
-            for name, source, count in zip(self._names, self._sources, counts, strict=True)
-        ]
+        shares = []
+        for name, source, count in zip(self._names, self._sources, counts, strict=True):
+            epochs = f"{count / source.num_samples:.3g}"
+            unit = "epoch" if epochs == "1" else "epochs"
+            shares.append(f"{count / self.num_samples:.1%} {name} ({epochs} {unit})")
         yield f"data.mix: {self.num_samples:,} rows: {', '.join(shares)}"
 
     def _source_notes(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from axonlaunch import checkpoint
@@ -61,6 +61,8 @@ from axonlaunch.system.storage.version_control import commit_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write to a full disk, or over the user's quota."""
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_A_FOLDER = (errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -110,9 +112,23 @@ def open_run_dir(
         for note in _differences(config):
             announce(note)
         # A job freezes its configuration; until then the folder has that of the last launch.
-        if not is_submitted:
+        if is_submitted:
+            yield config
+            return
+        with _interrupt_recorded(folder):
             _freeze(config, composed, launched_by)
-        yield config
+            yield config
+
+
+@contextmanager
+def _interrupt_recorded(folder: Path) -> Iterator[None]:
+    """Record the end of a run that is interrupted before its ranks handle interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            append_event(folder, "ended", {"status": "interrupted"})
+        raise
 
 
 def _freeze(config: RunConfig, composed: Composed | None, launched_by: str) -> None:
@@ -268,9 +284,16 @@ def create_joined(config: RunConfig) -> None:
 
 def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     path = f": {error.filename}" if error.filename else ""
-    remedy = f"; {shortage(folder)[1]}, or use another" if error.errno in _FULL else ""
-    message = f"can't make the run folder: {error.strerror}{path}{remedy}"
+    message = f"can't make the run folder: {error.strerror}{path}{_remedy(error, folder)}"
     return ConfigError([ConfigIssue("run_dir", message)])
+
+
+def _remedy(error: OSError, folder: Path) -> str:
+    if error.errno in _FULL:
+        return f"; {shortage(folder)[1]}, or use another"
+    if error.errno in _NOT_WRITABLE:
+        return "; make it writable, or use another folder"
+    return "; a file is in the way; use another folder" if error.errno in _NOT_A_FOLDER else ""
 
 
 def _make_folder(config: RunConfig, announce: Callable[[str], object]) -> RunConfig:

@@ -31,13 +31,13 @@ class CustomLoss:
         sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
         count: Maps a micro-batch to the number that its loss counts as; None counts targets or
             samples.
-        counted: Unit that ``count`` counts: tokens, images, samples or targets.
+        counted: Unit of the number: tokens, images, samples or targets; None: that of the dataset.
     """
 
     name: str
     sum: Callable[[Any, Any], Tensor]
     count: Callable[[Any], Tensor | int] | None
-    counted: Counted = "targets"
+    counted: Counted | None
 
     def require_gradient(self, total: Tensor) -> None:
         """Check the sum of all losses of a micro-batch before its backward.
@@ -54,7 +54,7 @@ def register_loss(
     *,
     config: type | None = None,
     count: Callable[[Any], Tensor | int] | None = None,
-    counted: Counted = "targets",
+    counted: Counted | None = None,
     summary: str | None = None,
 ) -> Callable[[_Loss], _Loss]:
     """Register a function ``(outputs, batch) -> sum`` as ``train.loss=NAME``.
@@ -72,7 +72,8 @@ def register_loss(
         count: Maps a micro-batch, before the forward, to the number that divides its sum. By
             default, the number of targets that are not -100 for a dataset of pairs, otherwise the
             number of samples.
-        counted: Unit of ``count``, used in names of metrics: tokens, images, samples or targets.
+        counted: Unit of the number, used in names of metrics: tokens, images, samples or targets.
+            By default, targets with ``count``, otherwise the unit of the dataset.
         summary: One line for ``axonlaunch ls losses``; by default the first line of the docstring.
 
     Raises:
@@ -80,7 +81,9 @@ def register_loss(
             ``name``, or ``counted`` is none of these words.
     """
     LOSSES.check_config(name, config)
-    if counted not in get_args(Counted):
+    if counted is None and count is not None:
+        counted = "targets"
+    if counted not in (None, *get_args(Counted)):
         raise ValueError(f"counted={counted!r}: use one of {', '.join(get_args(Counted))}")
 
     def register(loss: _Loss) -> _Loss:

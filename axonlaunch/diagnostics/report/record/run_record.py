@@ -244,10 +244,11 @@ def _status(
     """Return the status of the latest attempt, ignoring a summary of an earlier one."""
     if is_running(path):
         return "running"
-    kinds = [event["event"] for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
-    if kinds and kinds[-1] == _STARTED:
+    marks = [event for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
+    if marks and marks[-1]["event"] == _STARTED:
         return _status_unended(path, config, events)
-    status = summary.get("status")
+    # A run that is interrupted before its ranks are ready writes no summary.
+    status = summary.get("status") or (marks[-1].get("status") if marks else None)
     if status in ("done", "interrupted", "failed"):
         return status  # type: ignore[no-any-return]
     return _status_unended(path, config, events) if crash is None else "failed"
