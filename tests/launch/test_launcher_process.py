@@ -52,8 +52,11 @@ def test_no_launcher_is_found_behind_a_process_that_ends_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
-    shell = subprocess.Popen(["echo"], env=environment, stdout=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    shell = subprocess.Popen(["cat"], env=environment, stdin=pipe, stdout=pipe, bufsize=0)
+    assert shell.stdin is not None
     assert shell.stdout is not None
+    shell.stdin.write(b".")
     shell.stdout.read(1)  # its environment can be read now
     read = launcher_process._stat
 

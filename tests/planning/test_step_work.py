@@ -226,6 +226,17 @@ def test_blocks_with_other_products_in_8_bits_are_traced_whole() -> None:
     assert same(work, full(overrides))
 
 
+def test_a_model_with_one_block_is_traced_itself_because_deeper_ones_differ() -> None:
+    overrides = ["model=mlp", "data=synthetic_images", "optimizer.state_dtype=8bit"]
+    overrides += ["strategy=tensor", "strategy.tensor.degree=8", "launch.nproc=8"]
+    config = estimate_config(overrides)  # a second block would have rows of 32 values on a rank
+    work = step_work.step_work(config, world_size=8)
+    traced = summed(
+        work.first, layers=0, micro_batches=Layout.of(config, world_size=8).micro_batches
+    )
+    assert same(traced, full(overrides))
+
+
 def test_step_work_counts_parameters_of_full_depth(alone: StepWork) -> None:
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
     assert alone.parameters == 4 * layer + 2 * 256 * 128 + 128
