@@ -462,7 +462,7 @@ class _Loop:
         )
         if times is not None:
             parts.monitor.report(times)
-        for note in self.router_watch.notes(loads):
+        for note in self.router_watch.notes(loads, step=step):
             parts.monitor.report(Noted(note))
 
 

@@ -11,12 +11,15 @@ from axonlaunch.engines.expert.balance import ExpertLoad
 
 _COLLAPSED, _PERSISTENT = 0.9, 3
 """Share of the tokens at one expert, and the number of successive logged steps with it."""
+_FIRST_STEPS = 100
+"""Steps in which routers may be far from balance, and recover without help."""
 
 
 class RouterWatch:
     """Notices routers that collapse: one expert computes 90% of the tokens of a layer.
 
-    A router has collapsed if that is so in three successive logged steps.
+    A router has collapsed if that is so in three successive logged steps, after the first steps of
+    a run.
     """
 
     def __init__(self) -> None:
@@ -29,12 +32,14 @@ class RouterWatch:
         by_block = {_block(name): round(load.relative, 4) for name, load in loads.items()}
         return {"expert_load": max(by_block.values()), "expert_loads": by_block}
 
-    def notes(self, loads: Mapping[str, ExpertLoad]) -> Iterator[str]:
-        """Yield a text for each router that has just collapsed.
+    def notes(self, loads: Mapping[str, ExpertLoad], *, step: int) -> Iterator[str]:
+        """Yield a text for each router that has just collapsed, at a logged step.
 
         Layers in which each token has more than half of the experts are left out, because an expert
         then gets most tokens even if the layer is balanced.
         """
+        if step <= _FIRST_STEPS:
+            return
         for name, load in loads.items():
             if load.most < 2 or load.share < _COLLAPSED:
                 self._steps[name] = 0
