@@ -35,9 +35,9 @@ class Run:
     Attributes:
         overrides: Overrides for ``axonlaunch estimate``.
         expandable: Whether it set ``expandable_segments``.
-        of_2024: Whether it used torchtitan of 2024, which gathered its embedding and its head
-            together with the other parameters outside of blocks, and did not compile its loss with
-            the blocks.
+        of_2024: Whether it used torchtitan of 2024 or of March 2025, which gathered its embedding
+            and its head together with the other parameters outside of blocks, and did not compile
+            its loss with the blocks.
         scope: Rank that was measured.
     """
 
