@@ -500,21 +500,32 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         is_checkpointed = bool(blocks) and train.activation_checkpointing != "none"
         for block in blocks or [model]:
             block.forward = recomputing_weights(block.forward, is_checkpointed=is_checkpointed)
-    # Blocks with experts are not both compiled and recomputed.
-    apply_activation_checkpointing(
-        blocks, mode=train.recomputation, num_experts=plan.most_experts(model)
+    recompute = partial(
+        apply_activation_checkpointing,
+        blocks,
+        mode=train.recomputation,
+        num_experts=plan.most_experts(model),
     )
-    if train.compile:
-        compile_blocks_whole()
-        hide_working_folder()
-        for block in blocks or [model]:
-            # Compile only the forward, because fully_shard's hooks on the module call cannot be
-            # compiled.
-            block.forward = torch.compile(block.forward, mode=train.compile_mode)
+    compile_all = partial(_compile, blocks or [model], mode=train.compile_mode)
+    steps = [recompute, compile_all] if train.compile else [recompute]
+    if train.recomputation == "full" and plan.layout.tensor > 1:
+        # torch's compiler can't recompute a block that saves a mesh, as those of tensor ranks do.
+        # Here backward calls the compiled forward again.
+        steps.reverse()
+    for step in steps:
+        step()
     if train.offloads_inputs:
         offloaded = OffloadedInputs(plan.world.device)
         for block in blocks:
             block.forward = offloaded.wrap(block.forward, is_first=block is blocks[0])
+
+
+def _compile(blocks: Sequence[nn.Module], *, mode: str) -> None:
+    """Compile the forward of blocks; the hooks of fully_shard on a module call can't be."""
+    compile_blocks_whole()
+    hide_working_folder()
+    for block in blocks:
+        block.forward = torch.compile(block.forward, mode=mode)
 
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

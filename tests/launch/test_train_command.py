@@ -301,9 +301,12 @@ def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) ->
 
 
 @pytest.mark.slow
-def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
+@pytest.mark.parametrize(
+    "layout", [["strategy=fsdp"], ["strategy=tensor", "train.activation_checkpointing=full"]]
+)
+def test_compiled_blocks_have_the_same_losses(served: Command, layout: list[str]) -> None:
     overrides = [
-        "strategy=fsdp",
+        *layout,
         "model.num_hidden_layers=1",
         "train.steps=3",
         "train.eval_batches=0",

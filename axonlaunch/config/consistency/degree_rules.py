@@ -43,14 +43,6 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
                 f"{' '.join(missing)}, or remove this setting"
             )
             yield ConfigIssue("strategy.tensor.async_collectives", message, True)
-    mode = config.train.activation_checkpointing
-    recomputes = config.train.recomputation == "full"
-    if strategy.tensor.degree > 1 and config.train.compile and recomputes:
-        message = (
-            "torch.compile can't recompute layers that strategy.tensor.degree shards; use "
-            "selective or none, or train.compile=false"
-        )
-        yield ConfigIssue("train.activation_checkpointing", message, mode)
     averages = data_parallel_facts(strategy).averages
     for axis in AXES:
         if axis.sums_gradients and axis.degree(strategy) > 1 and averages != "gradients":
@@ -78,6 +70,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
             f"strategy.pipeline.schedule={name} runs backward through a block twice, but selective "
             "recomputation provides the activations only once; use full, offload or none"
         )
+        mode = config.train.activation_checkpointing
         yield ConfigIssue("train.activation_checkpointing", message, mode)
 
 
