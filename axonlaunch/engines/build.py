@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -40,10 +39,7 @@ from axonlaunch.engines.data_parallel.device_mesh import (
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload, ShardedExperts
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
-from axonlaunch.engines.data_parallel.torch_internals import (
-    compile_blocks_whole,
-    hide_working_folder,
-)
+from axonlaunch.engines.data_parallel.torch_internals import compile_blocks
 from axonlaunch.engines.engine import Engine
 from axonlaunch.engines.expert.balance import ExpertCounts
 from axonlaunch.engines.expert.experts import (
@@ -506,7 +502,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         mode=train.recomputation,
         num_experts=plan.most_experts(model),
     )
-    compile_all = partial(_compile, blocks or [model], mode=train.compile_mode)
+    compile_all = partial(compile_blocks, blocks or [model], mode=train.compile_mode)
     steps = [recompute, compile_all] if train.compile else [recompute]
     if train.recomputation == "full" and plan.layout.tensor > 1:
         # torch's compiler can't recompute a block that saves a mesh, as those of tensor ranks do.
@@ -518,14 +514,6 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         offloaded = OffloadedInputs(plan.world.device)
         for block in blocks:
             block.forward = offloaded.wrap(block.forward, is_first=block is blocks[0])
-
-
-def _compile(blocks: Sequence[nn.Module], *, mode: str) -> None:
-    """Compile the forward of blocks; the hooks of fully_shard on a module call can't be."""
-    compile_blocks_whole()
-    hide_working_folder()
-    for block in blocks:
-        block.forward = torch.compile(block.forward, mode=mode)
 
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

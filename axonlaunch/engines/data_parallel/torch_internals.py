@@ -77,14 +77,15 @@ def call_after_backward(function: Callable[[], None]) -> None:
     engine.queue_callback(function)
 
 
-def compile_blocks_whole() -> None:
-    """Keep the compiler from splitting a block at the boundary of a DDP bucket.
-
-    That split is useful for models compiled as a whole, not for blocks compiled separately.
-    """
+def compile_blocks(blocks: Iterable[nn.Module], *, mode: str) -> None:
+    """Compile the forward of blocks. The hooks of ``fully_shard`` on a module call can't be."""
     import torch._dynamo.config
 
+    # The compiler splits a model at the boundaries of DDP buckets, but its blocks are small enough.
     torch._dynamo.config.optimize_ddp = False
+    hide_working_folder()
+    for block in blocks:
+        block.forward = torch.compile(block.forward, mode=mode)
 
 
 @functools.cache
